@@ -1,0 +1,105 @@
+# Everything a developer does here. `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_MODEL_ARGS ?=
+
+# Quiet pip, visible progress: one line that changes on a terminal, a line per package elsewhere.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install
+PROGRESS := awk -v tty="$$([ -t 2 ] && echo 1 || echo 0)" \
+	'/^ *(Downloading|Building|Installing|Preparing)/ { $$1 = $$1; line = substr($$0, 1, 76); \
+	if (tty) printf "\r\033[K  %s", line; else if (!/Downloading.*metadata/) print "  " line; fflush() } \
+	END { if (tty) printf "\r\033[K" }'
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: install
+install: $(STAMP) ## create .venv and install everything in it (the other targets do it by themselves)
+
+# Python 3.11 is what the constraints were tested with; the newer ones that work come after it. A
+# command of that name may be a launcher without a Python behind it, so each candidate is run.
+$(BIN)/python:
+	@for python in $(or $(PYTHON),python3.11 python3 python3.12 python3.13); do \
+	  if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	      2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo "Paceline needs Python 3.11, 3.12 or 3.13; $(or $(PYTHON),python3 here) is \
+	$$($(or $(PYTHON),python3) --version 2>&1 || true). Install one, or name it:" \
+	  "make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; \
+	fi; \
+	if ! command -v $${CC:-cc} >/dev/null && ! command -v gcc >/dev/null; then \
+	  echo "Paceline builds its CPU kernels with a C compiler, and there is none: install gcc or" \
+	  "clang (Debian: apt install gcc), or name one in CC" >&2; exit 1; \
+	fi; \
+	echo "[1/3] $(VENV): $$($$found --version)"; \
+	rm -rf "$(VENV)"; "$$found" -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
+	  echo "Python's venv module does not work here (Debian: apt install python3-venv)" >&2; exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@start=$$SECONDS; pin=$$(grep '^torch==' constraints.txt); \
+	echo "[2/3] $$pin (the largest download)"; \
+	$(PIP) -c constraints.txt "$$pin" "$$(grep -i '^setuptools==' constraints.txt)" | $(PROGRESS); \
+	echo "[3/3] Paceline and $$(grep -c == constraints.txt) packages"; \
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' | $(PROGRESS); \
+	touch $@; echo "installed in $$((SECONDS - start)) s"
+
+.PHONY: demo
+demo: $(STAMP) ## generate real text through a draft actor and a target actor on a local Ray
+	@$(BIN)/paceline demo
+
+.PHONY: test
+test: $(STAMP) ## run the test suite (at most 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+
+.PHONY: test-nightly
+test-nightly: $(STAMP) ## run the long tests as well
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## style, types, import contracts, generated code
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python -m rpc.generate --check
+
+.PHONY: format
+format: $(STAMP) ## format the code and mend what ruff can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(STAMP) ## compare methods and AR on this machine (BENCH_ARGS="--methods draft_model")
+	@$(BIN)/paceline bench $(BENCH_ARGS)
+
+.PHONY: demo-models
+demo-models: $(STAMP) ## train the demo pair again (DEMO_MODEL_ARGS="--extra-corpus FILE"; resumable)
+	@$(BIN)/python -m paceline.train.demo --out paceline/demo $(DEMO_MODEL_ARGS)
+
+.PHONY: constraints
+constraints: ## write constraints.txt anew from the ranges in pyproject.toml
+	@rm -rf build/constraints
+	@$(MAKE) build/constraints/bin/python VENV=build/constraints
+	@pin=$$(grep '^torch==' constraints.txt); pip="build/constraints/bin/python -m pip"; \
+	$$pip install -q "$$pin" "setuptools>=77"; \
+	$$pip install -q --no-build-isolation -e '.[dev]'; \
+	{ sed '/^torch==/q' constraints.txt; \
+	  $$pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//' | grep -v '^torch=='; \
+	} > build/constraints.txt; \
+	mv build/constraints.txt constraints.txt; rm -rf build/constraints
+
+.PHONY: clean
+clean: ## remove .venv, caches and build results (not the trained weights or their checkpoints)
+	@rm -rf $(VENV) build/constraints build/lib build/bdist.* dist *.egg-info results \
+	  .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The command line, the local cluster, and what decides where things run."""

@@ -1,0 +1,11 @@
+"""The demo pair that ships with the package; what it is and how it was made: MODEL_CARD.md.
+
+Importing this stays light: it names two standard Hugging Face folders and loads nothing.
+"""
+
+from pathlib import Path
+
+TARGET_DIR = Path(__file__).parent / "target"
+"""20 layers x 160, trained with early-exit losses (LayerSkip, arXiv 2404.16710)."""
+DRAFTER_DIR = Path(__file__).parent / "drafter"
+"""2 layers x 160, distilled from the target; the same tokenizer and vocabulary."""

@@ -1,0 +1,74 @@
+"""Drafts that arrive from outside: a client that runs its own drafter and asks for verification."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from paceline.errors import FailedPrecondition, SessionNotFound
+from paceline.types import Budget, Draft, Need, Outcome
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+
+class ClientDrafter:
+    """Holds at most one draft for each session until the engine asks for it, or the reverse."""
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+        self._waiting: dict[str, Future[Draft]] = {}
+        self._offered: dict[str, Draft] = {}
+
+    def open(self, session: Session) -> None:
+        with self._lock:
+            self._open.add(session.session_id)
+
+    def close(self, session: Session) -> None:
+        with self._lock:
+            self._open.discard(session.session_id)
+            self._offered.pop(session.session_id, None)
+            future = self._waiting.pop(session.session_id, None)
+        if future is not None:
+            future.cancel()
+
+    def offer(self, session_id: str, draft: Draft) -> None:
+        """Hand a draft over; thread-safe.
+
+        Raises:
+            SessionNotFound: no such session is open.
+            FailedPrecondition: its previous draft has not been verified yet.
+        """
+        with self._lock:
+            if session_id not in self._open:
+                raise SessionNotFound(session_id)
+            future = self._waiting.pop(session_id, None)
+            if future is None:
+                if session_id in self._offered:
+                    raise FailedPrecondition("the previous draft has not been verified yet")
+                self._offered[session_id] = draft
+        if future is not None:
+            future.set_result(draft)
+
+    def propose_async(
+        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Future[Draft]]:
+        futures = []
+        for session in sessions:
+            future: Future[Draft] = Future()
+            with self._lock:
+                draft = self._offered.pop(session.session_id, None)
+                if draft is None:
+                    self._waiting[session.session_id] = future
+            if draft is not None:
+                future.set_result(draft)
+            futures.append(future)
+        return futures
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        pass

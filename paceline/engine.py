@@ -1,0 +1,537 @@
+"""Continuous batching: sessions come and go at every step, tokens come out.
+
+A step admits whom KV memory allows, gives waiting prompts a chunk of prefill, collects the drafts
+that are there, and runs one round of the decode loop for every session that is ready. Sessions
+whose drafts come from elsewhere (another actor, a client device) join the step in which their
+draft has arrived; nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.client import ClientDrafter
+from paceline.drafters.none import NoDrafter
+from paceline.drafters.prompt_lookup import PromptLookup
+from paceline.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
+from paceline.loop import decode_round, round_budget
+from paceline.methods import CLIENT_METHOD, METHODS, Method, resolve
+from paceline.sampling import SamplingParams
+from paceline.session import Session, SessionState
+from paceline.target import ModelTarget
+from paceline.tokenizer import Tokenizer
+from paceline.types import Draft, Load, Outcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """How much an engine takes on.
+
+    Attributes:
+        max_sessions: sessions that run at the same time.
+        max_waiting: sessions that may queue; beyond that, submit is refused.
+        prefill_chunk: prompt tokens computed in one step, all sessions together.
+    """
+
+    max_sessions: int = 64
+    max_waiting: int = 1024
+    prefill_chunk: int = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundEvent:
+    """What one round (or an end without one) did to a session.
+
+    The first ``num_accepted`` of ``token_ids`` came from the draft. ``text`` is what these tokens
+    completed. ``outcome`` is None, and ``round`` 0, when the session ended outside a round.
+    """
+
+    session: Session
+    round: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    text: str
+    outcome: Outcome | None
+    finished: bool
+
+
+EventHandler = Callable[[RoundEvent], None]
+
+
+class Engine:
+    """Sessions in, steps, tokens out. Not thread-safe: see :class:`EngineThread`.
+
+    Args:
+        target: the model whose tokens count.
+        drafters: by drafter name as in the catalogue. ``none``, ``prompt_lookup`` and ``client``
+            are always there.
+        tokenizer: for text and stop strings; without it sessions have token ids only.
+        catalogue: the rows that requests may name.
+    """
+
+    def __init__(
+        self,
+        target: ModelTarget,
+        drafters: Mapping[str, Drafter | AsyncDrafter] | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+        limits: EngineLimits | None = None,
+        catalogue: Mapping[str, Method] = METHODS,
+    ) -> None:
+        self.target = target
+        self.drafters: dict[str, Drafter | AsyncDrafter] = {
+            "none": NoDrafter(),
+            "prompt_lookup": PromptLookup(),
+            "client": ClientDrafter(),
+            **(drafters or {}),
+        }
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.limits = limits or EngineLimits()
+        self.catalogue = {**catalogue, CLIENT_METHOD.name: CLIENT_METHOD}
+        self.sessions: dict[str, Session] = {}
+        self._waiting: deque[Session] = deque()
+        self._reserved: dict[str, int] = {}  # KV entries promised to admitted sessions
+        self._futures: dict[str, Future[Draft]] = {}
+        self._draft_started: dict[str, float] = {}
+        self._handlers: dict[str, EventHandler] = {}
+        self._text_sent: dict[str, int] = {}
+        self._arrival = threading.Condition()
+
+    # --- sessions in ---------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        session_id: str | None = None,
+        on_event: EventHandler | None = None,
+    ) -> Session:
+        """Queue a prompt.
+
+        Args:
+            on_event: called for every event of the session, on the thread that steps.
+
+        Raises:
+            InvalidArgument: an empty or too long prompt, a token outside the vocabulary, a method
+                that this engine cannot run.
+            ResourceExhausted: the queue is full, or the request can never fit in KV memory.
+        """
+        params = params or SamplingParams()
+        plan = resolve(speculation or SpeculationConfig(), self.catalogue)
+        if plan.method.drafter not in self.drafters:
+            able = sorted(n for n, m in self.catalogue.items() if m.drafter in self.drafters)
+            raise InvalidArgument(
+                "method", plan.method.name,
+                f"a method whose drafter is loaded here: {', '.join(able)}",
+            )  # fmt: skip
+        if plan.rule.name == "greedy" and params.temperature > 0:
+            raise InvalidArgument(
+                "acceptance", "greedy", "'coupled' when temperature is above 0"
+            )
+        self._check_prompt(prompt_ids)
+        params.check_vocabulary(self.target.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise InvalidArgument("stop", params.stop, "no stop strings: there is no tokenizer")
+        if len(self._waiting) >= self.limits.max_waiting:
+            raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
+        session_id = session_id or secrets.token_hex(8)
+        if session_id in self.sessions:
+            raise InvalidArgument("session_id", session_id, "an id that is not in use")
+        session = Session(
+            session_id, prompt_ids, params, plan,
+            eos_token_ids=self.eos_token_ids,
+            max_length=self.target.context_length,
+            tokenizer=self.tokenizer,
+        )  # fmt: skip
+        if self._reservation(session) > self.target.kv_capacity:
+            raise ResourceExhausted(
+                f"the request needs {self._reservation(session)} KV entries, this replica has "
+                f"{self.target.kv_capacity}: shorten the prompt or lower max_tokens",
+                retry_after_s=0,
+            )
+        self.sessions[session_id] = session
+        self._waiting.append(session)
+        if on_event is not None:
+            self._handlers[session_id] = on_event
+        return session
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        if not len(prompt_ids):
+            raise InvalidArgument("prompt", "", "at least one token")
+        if len(prompt_ids) >= self.target.context_length:
+            raise InvalidArgument(
+                "prompt", f"{len(prompt_ids)} tokens",
+                f"fewer tokens than the context of {self.target.context_length}",
+            )  # fmt: skip
+        for i, token in enumerate(prompt_ids):
+            if not 0 <= token < self.target.vocab_size:
+                raise InvalidArgument(
+                    f"prompt_token_ids[{i}]", token, f"token ids in [0, {self.target.vocab_size})"
+                )
+
+    @staticmethod
+    def _reservation(session: Session) -> int:
+        """KV entries that a session can need at the worst: all its tokens and one draft."""
+        return session.max_length + (session.plan.config.node_budget or 0) + 1
+
+    def cancel(self, session_id: str) -> bool:
+        """End a session now; its KV memory and drafter state are freed before this returns."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            return False
+        self._end(session, "cancelled")
+        return True
+
+    def truncate(self, session_id: str, length: int) -> None:
+        """Forget a session's tokens after the first ``length``; generation goes on from there.
+
+        Raises:
+            SessionNotFound: no such session.
+            InvalidArgument: ``length`` would cut the prompt or lies beyond the committed tokens.
+        """
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise SessionNotFound(session_id)
+        if not session.prompt_length <= length <= session.length:
+            raise InvalidArgument(
+                "length", length, f"a length in [{session.prompt_length}, {session.length}]"
+            )
+        if session.state is SessionState.WAITING:
+            return
+        if session_id in self._futures and not isinstance(self._drafter(session), ClientDrafter):
+            raise FailedPrecondition("a draft for this session is under way")
+        self.target.truncate(session, length)
+        session.truncate(length)
+        self._text_sent[session_id] = len(session.text)
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """True while a session is not finished."""
+        return bool(self.sessions)
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.sessions) - len(self._waiting), len(self._waiting))
+
+    def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
+        """One step for everybody who is ready.
+
+        When nobody is, because all drafts are still under way, waits up to ``wait_s`` seconds for
+        the first of them.
+        """
+        self._admit()
+        prefill = self._choose_prefill()
+        self._request_drafts()
+        if not prefill and not self._has_ready():
+            with self._arrival:
+                self._arrival.wait_for(self._has_ready, wait_s)
+        arrived = self._collect_drafts()
+        ready = [
+            session
+            for session in self.sessions.values()
+            if session.state is SessionState.READY
+        ]
+        if not ready and not prefill:
+            return []
+        for session in ready:
+            session.state = SessionState.VERIFYING
+        try:
+            outcomes = decode_round(
+                ready, self._local_drafters(), self.target, self.load,
+                arrived=arrived, prefill=prefill,
+            )  # fmt: skip
+        except Exception as error:
+            # The forward serves all of them, so nobody's KV state can be trusted any more.
+            logger.exception("a step failed; its %d sessions end", len(ready) + len(prefill))
+            for session in [*ready, *(s for s, _ in prefill)]:
+                session.error = error
+                self._end(session, "error")
+            return []
+        self._observe_remote(ready, outcomes)
+        for session, _ in prefill:
+            self._after_prefill(session)
+        return [self._emit(session, o) for session, o in zip(ready, outcomes, strict=True)]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> list[Session]:
+        """Generate for all prompts together and return the finished sessions, in order."""
+        each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        sessions = [
+            self.submit(prompt, p, speculation) for prompt, p in zip(prompts, each, strict=True)
+        ]
+        while not all(session.finished for session in sessions):
+            self.step()
+        for session in sessions:
+            if session.error is not None:
+                raise session.error
+        return sessions
+
+    def _admit(self) -> None:
+        running = len(self._reserved)
+        free = self.target.kv_capacity - sum(self._reserved.values())
+        while self._waiting and running < self.limits.max_sessions:
+            session = self._waiting[0]
+            wanted = self._reservation(session)
+            if wanted > free:
+                break  # first come, first served: a long request is not starved by short ones
+            self._waiting.popleft()
+            self._reserved[session.session_id] = wanted
+            self.target.open(session)
+            drafter = self._drafter(session)
+            try:
+                drafter.open(session)
+            except Exception:
+                logger.exception("the drafter cannot open a session; it goes on as AR")
+                session.lose_drafter()
+            session.state = SessionState.PREFILLING
+            running, free = running + 1, free - wanted
+            if self.target.prefill_left(session) == 0:
+                self._after_prefill(session)
+
+    def _choose_prefill(self) -> list[tuple[Session, int]]:
+        room, chosen = self.limits.prefill_chunk, []
+        for session in self.sessions.values():
+            if session.state is SessionState.PREFILLING and room > 0:
+                count = min(room, self.target.prefill_left(session))
+                chosen.append((session, count))
+                room -= count
+        return chosen
+
+    def _after_prefill(self, session: Session) -> None:
+        if session.state is SessionState.PREFILLING and self.target.prefill_left(session) == 0:
+            remote = isinstance(self._drafter(session), AsyncDrafter)
+            session.state = SessionState.DRAFTING if remote else SessionState.READY
+
+    def _request_drafts(self) -> None:
+        """Ask remote drafters for the sessions that have no draft under way."""
+        groups: dict[str, list[Session]] = {}
+        for session in self.sessions.values():
+            drafting = session.state is SessionState.DRAFTING
+            if drafting and session.session_id not in self._futures:
+                groups.setdefault(session.plan.method.drafter, []).append(session)
+        load = self.load
+        for name, members in groups.items():
+            drafter = self.drafters[name]
+            assert isinstance(drafter, AsyncDrafter)
+            budgets = [round_budget(session, load) for session in members]
+            started = time.perf_counter()
+            try:
+                futures = drafter.propose_async(members, budgets)
+            except Exception as error:  # noqa: BLE001  a drafter never takes a session down
+                futures = [_failed(error) for _ in members]
+            for session, future in zip(members, futures, strict=True):
+                self._futures[session.session_id] = future
+                self._draft_started[session.session_id] = started
+                future.add_done_callback(self._on_arrival)
+
+    def _on_arrival(self, _: Future[Draft]) -> None:
+        with self._arrival:
+            self._arrival.notify_all()
+
+    def _has_ready(self) -> bool:
+        if any(session.state is SessionState.READY for session in self.sessions.values()):
+            return True
+        return any(future.done() for future in self._futures.values())
+
+    def _collect_drafts(self) -> dict[str, Draft]:
+        arrived: dict[str, Draft] = {}
+        for session_id in [sid for sid, future in self._futures.items() if future.done()]:
+            future, session = self._futures.pop(session_id), self.sessions[session_id]
+            session.stats.draft_seconds += time.perf_counter() - self._draft_started[session_id]
+            try:
+                arrived[session_id] = future.result()
+            except BaseException as error:  # noqa: BLE001  includes CancelledError
+                logger.warning("session %s lost its drafter: %s", session_id, error)
+                self._drafter(session).close(session)
+                session.lose_drafter()
+            session.state = SessionState.READY
+        return arrived
+
+    def _local_drafters(self) -> dict[str, Drafter]:
+        return {
+            name: drafter
+            for name, drafter in self.drafters.items()
+            if not isinstance(drafter, AsyncDrafter)
+        }
+
+    def _observe_remote(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        for session, outcome in zip(sessions, outcomes, strict=True):
+            drafter = self._drafter(session)
+            if isinstance(drafter, AsyncDrafter):
+                drafter.observe([session], [outcome])
+
+    def _drafter(self, session: Session) -> Drafter | AsyncDrafter:
+        return self.drafters[session.plan.method.drafter]
+
+    # --- tokens out ----------------------------------------------------------------------------
+
+    def _emit(self, session: Session, outcome: Outcome) -> RoundEvent:
+        finished = session.finished
+        sent = self._text_sent.get(session.session_id, 0)
+        # Text that could still turn out to be the start of a stop string is held back.
+        safe = len(session.text) if finished else session.streamable_length
+        text = session.text[sent:safe]
+        self._text_sent[session.session_id] = max(sent, safe)
+        event = RoundEvent(
+            session, session.stats.num_rounds, outcome.token_ids, outcome.num_accepted, text,
+            outcome, finished,
+        )  # fmt: skip
+        if finished:
+            self._release(session)
+        else:
+            remote = isinstance(self._drafter(session), AsyncDrafter)
+            session.state = SessionState.DRAFTING if remote else SessionState.READY
+        self._notify(event)
+        if finished:
+            self._handlers.pop(session.session_id, None)
+        return event
+
+    def _end(self, session: Session, reason: str) -> None:
+        """Finish a session outside a round."""
+        sent = self._text_sent.get(session.session_id, 0)
+        session.finish(reason)
+        self._release(session)
+        self._notify(RoundEvent(session, 0, (), 0, session.text[sent:], None, True))
+        self._handlers.pop(session.session_id, None)
+
+    def _notify(self, event: RoundEvent) -> None:
+        handler = self._handlers.get(event.session.session_id)
+        if handler is not None:
+            handler(event)
+
+    def _release(self, session: Session) -> None:
+        session_id = session.session_id
+        self.sessions.pop(session_id, None)
+        if session in self._waiting:
+            self._waiting.remove(session)
+        if self._reserved.pop(session_id, None) is not None:
+            self.target.close(session)
+            try:
+                self._drafter(session).close(session)
+            except Exception:
+                logger.exception("a drafter failed to close a session")
+        self._text_sent.pop(session_id, None)
+        self._draft_started.pop(session_id, None)
+        future = self._futures.pop(session_id, None)
+        if future is not None:
+            future.cancel()
+
+
+def _failed(error: BaseException) -> Future[Draft]:
+    future: Future[Draft] = Future()
+    future.set_exception(error)
+    return future
+
+
+class EngineThread:
+    """Steps an engine on a thread of its own; every method may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._calls: deque[tuple[Callable[[Engine], object], Future[object]]] = deque()
+        self._wakeup = engine._arrival  # one condition: a call, or a draft that has arrived
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+
+    def start(self) -> EngineThread:
+        self._thread.start()
+        return self
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Cancel every session, finish the current step and end the thread."""
+        if self._thread.is_alive():
+            with self._wakeup:
+                self._stopping = True
+                self._wakeup.notify_all()
+            self._thread.join(timeout)
+
+    def wake(self) -> None:
+        """Look for new work now."""
+        with self._wakeup:
+            self._wakeup.notify_all()
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run ``function(engine)`` between two steps."""
+        future: Future[T] = Future()
+        with self._wakeup:
+            if self._stopping:
+                future.set_exception(FailedPrecondition("the engine has stopped"))
+                return future
+            self._calls.append((function, future))  # type: ignore[arg-type]
+            self._wakeup.notify_all()
+        return future
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        session_id: str | None = None,
+        on_event: EventHandler | None = None,
+    ) -> Future[Session]:
+        """:meth:`Engine.submit` on the engine's thread."""
+        return self.call(
+            lambda engine: engine.submit(
+                prompt_ids, params, speculation, session_id=session_id, on_event=on_event
+            )
+        )
+
+    def cancel(self, session_id: str) -> Future[bool]:
+        """:meth:`Engine.cancel` on the engine's thread."""
+        return self.call(lambda engine: engine.cancel(session_id))
+
+    def _run(self) -> None:
+        engine = self.engine
+        while True:
+            self._run_calls()
+            if self._stopping:
+                for session_id in list(engine.sessions):
+                    engine.cancel(session_id)
+                self._run_calls()
+                return
+            if engine.has_work:
+                # Short waits, so that calls are served while all drafts are under way.
+                engine.step(wait_s=0.005)
+            else:
+                with self._wakeup:
+                    self._wakeup.wait_for(lambda: self._calls or self._stopping, 1.0)
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = function(self.engine)
+            except Exception as error:  # noqa: BLE001  handed to whoever called
+                future.set_exception(error)
+            else:
+                try:
+                    future.set_result(result)
+                except InvalidStateError:  # cancelled in between
+                    pass

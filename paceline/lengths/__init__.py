@@ -1,0 +1,1 @@
+"""Length controllers: how much to draft in a round. One file each."""

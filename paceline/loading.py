@@ -1,0 +1,114 @@
+"""From model folders to a runner, a tokenizer and an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.draft_model import DraftModel
+from paceline.engine import Engine, EngineLimits
+from paceline.errors import InvalidArgument
+from paceline.models.base import ModelRunner
+from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
+from paceline.target import ModelTarget
+from paceline.tokenizer import check_same_tokenizer, eos_token_ids, load_tokenizer
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def pick_device(device: str) -> str:
+    """``auto`` is CUDA where there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not device.startswith("cuda"):
+        raise InvalidArgument("device", device, "auto, cpu, cuda or cuda:N")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InvalidArgument("device", device, "cpu or auto: torch sees no CUDA device here")
+    return device
+
+
+def load_runner(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    batch_invariant: bool | None = None,
+    kv_tokens: int | None = None,
+    general: bool | None = None,
+) -> ModelRunner:
+    """A model from a Hugging Face folder.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+        batch_invariant: bit-identical logits in any batch; ``None`` means where it is the default.
+        kv_tokens: capacity of the KV cache over all sessions.
+        general: force (True) or forbid (False) the general path through transformers; ``None``
+            takes the fast path for the model types that it knows.
+
+    Raises:
+        ModelNotFound: the folder, or something in it, is missing or damaged.
+        InvalidArgument: an option that does not fit.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    folder, device = Path(path), pick_device(device)
+    model_type = read_config(folder).get("model_type")
+    if general is None:
+        general = model_type not in MODEL_TYPES
+    if general:
+        from paceline.models.transformers import TransformersRunner
+
+        return TransformersRunner(
+            folder, dtype=DTYPES[dtype], device=device, kv_tokens=kv_tokens,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+    return LlamaRunner(
+        folder, dtype=DTYPES[dtype], device=device, kv_tokens=kv_tokens,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def load_engine(
+    target: str | Path | None = None,
+    drafter: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    batch_invariant: bool | None = None,
+    kv_tokens: int | None = None,
+    limits: EngineLimits | None = None,
+) -> Engine:
+    """An engine over model folders; without any, over the demo pair.
+
+    Raises:
+        ModelNotFound, InvalidArgument: as :func:`load_runner`.
+        TokenizerMismatch: drafter and target do not share a tokenizer.
+    """
+    if target is None:
+        target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
+    runner = load_runner(
+        target, dtype=dtype, device=device, batch_invariant=batch_invariant, kv_tokens=kv_tokens
+    )
+    tokenizer = load_tokenizer(target)
+    drafters: dict[str, Drafter | AsyncDrafter] = {}
+    if drafter is not None:
+        check_same_tokenizer(tokenizer, load_tokenizer(drafter))
+        # Drafts never change the output, so the drafter need not be batch-invariant.
+        small = load_runner(
+            drafter, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens
+        )
+        drafters["draft_model"] = DraftModel(small)
+    return Engine(
+        ModelTarget(runner),
+        drafters,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(target),
+        limits=limits,
+    )

@@ -1,0 +1,175 @@
+"""The decode loop: draft, verify, accept, commit, observe.
+
+Every method of the catalogue runs through :func:`decode_round`; a method only says which drafter,
+shape, acceptance rule and length controller take part. AR is the method that drafts nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from paceline.acceptance.base import PathLogits
+from paceline.drafters.base import Drafter
+from paceline.session import Session
+from paceline.target import ModelTarget
+from paceline.tree import depths
+from paceline.types import (
+    EMPTY_DRAFT,
+    Acceptance,
+    Budget,
+    Draft,
+    Load,
+    Need,
+    Outcome,
+    Verification,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def decode_round(
+    sessions: Sequence[Session],
+    drafters: Mapping[str, Drafter],
+    target: ModelTarget,
+    load: Load,
+    *,
+    arrived: Mapping[str, Draft] | None = None,
+    prefill: Sequence[tuple[Session, int]] = (),
+) -> list[Outcome]:
+    """One round for every given session, with a single target forward for all of them.
+
+    Args:
+        drafters: local drafters by name.
+        arrived: drafts that were made elsewhere, by session id; those sessions skip step 1.
+        prefill: prompt chunks of other sessions that ride along in the forward.
+
+    Returns:
+        One outcome for each session. Sessions, target and drafters are advanced accordingly.
+    """
+    # 1. Draft: each drafter proposes for all of its sessions at once.
+    started = time.perf_counter()
+    drafts = dict(arrived or {})
+    for name, members in _by_drafter(sessions, drafts).items():
+        budgets = [round_budget(session, load) for session in members]
+        for session, draft in zip(members, _propose(drafters[name], members, budgets), strict=True):
+            drafts[session.session_id] = draft
+    in_order = [drafts[session.session_id] for session in sessions]
+    drafted = time.perf_counter()
+
+    # 2. Verify: one forward over the last committed token and all nodes of every draft.
+    wants = frozenset[Need]().union(*(session.plan.method.needs for session in sessions))
+    verifications = target.verify(sessions, in_order, wants, prefill)
+    argmaxes = _batched_argmax(sessions, verifications)
+    verified = time.perf_counter()
+
+    outcomes = []
+    for session, draft, verification, tops in zip(
+        sessions, in_order, verifications, argmaxes, strict=True
+    ):
+        # 3. Accept: the rule walks down the tree and adds the target's own next token.
+        logits = PathLogits(verification.logits, session.params, session.token_ids, tops)
+        acceptance = session.plan.rule.accept(draft, logits)
+
+        # 4. Commit: tokens to the session (a stop condition may cut them), KV to the cache.
+        outcome = _commit(session, target, draft, verification, acceptance)
+        outcomes.append(outcome)
+
+        # 5. Observe: length controllers and drafters learn what became of the draft.
+        _count(session, outcome, drafted - started, verified - drafted)
+        session.length_controller.observe(outcome, drafted - started, verified - drafted)
+    for name, members in _by_drafter(sessions, {}).items():
+        if name in drafters:
+            by_id = {s.session_id: o for s, o in zip(sessions, outcomes, strict=True)}
+            drafters[name].observe(members, [by_id[s.session_id] for s in members])
+    return outcomes
+
+
+def round_budget(session: Session, load: Load) -> Budget:
+    """What the length controller wants, within what the session may still generate."""
+    budget = session.length_controller.budget(session, load)
+    # One place is for the target's own token.
+    return Budget(
+        min(budget.depth, session.remaining - 1),
+        budget.nodes if budget.depth else 0,
+        budget.exit_layer,
+    )
+
+
+def _by_drafter(
+    sessions: Sequence[Session], without: Mapping[str, Draft]
+) -> dict[str, list[Session]]:
+    groups: dict[str, list[Session]] = {}
+    for session in sessions:
+        if session.session_id not in without:
+            groups.setdefault(session.plan.method.drafter, []).append(session)
+    return groups
+
+
+def _propose(
+    drafter: Drafter, sessions: Sequence[Session], budgets: Sequence[Budget]
+) -> list[Draft]:
+    """The drafts, or empty ones when the drafter fails: a drafter never takes a session down."""
+    try:
+        return drafter.propose(sessions, budgets)
+    except Exception:
+        logger.exception("%s failed; its sessions go on as AR", type(drafter).__name__)
+        for session in sessions:
+            session.lose_drafter()
+            drafter.close(session)
+        return [EMPTY_DRAFT] * len(sessions)
+
+
+def _batched_argmax(
+    sessions: Sequence[Session], verifications: Sequence[Verification]
+) -> list[list[int] | None]:
+    """Argmax of all rows of a session, for those whose tokens are nothing else."""
+    return [
+        verification.logits.argmax(-1).tolist() if session.params.is_plain_argmax else None
+        for session, verification in zip(sessions, verifications, strict=True)
+    ]
+
+
+def _commit(
+    session: Session,
+    target: ModelTarget,
+    draft: Draft,
+    verification: Verification,
+    acceptance: Acceptance,
+) -> Outcome:
+    path = acceptance.path
+    accepted = [int(draft.token_ids[node]) for node in path]
+    committed = session.commit([*accepted, acceptance.next_token])
+    num_accepted = min(len(committed), len(path))
+    # The last committed token never has a KV entry; a stop inside the draft shortens the path.
+    target.commit(session, path[: len(committed) - 1])
+    return Outcome(
+        draft=draft,
+        path=path,
+        next_token=acceptance.next_token,
+        token_ids=committed,
+        num_accepted=num_accepted,
+        verification=verification,
+        finish_reason=session.finish_reason,
+    )
+
+
+def _count(session: Session, outcome: Outcome, draft_s: float, verify_s: float) -> None:
+    stats, draft = session.stats, outcome.draft
+    depth = int(depths(draft.parent_indices).max()) if draft.num_nodes else 0
+    stats.num_rounds += 1
+    stats.num_target_forwards += 1
+    stats.num_draft_nodes += draft.num_nodes
+    stats.num_drafted += depth
+    stats.num_accepted += outcome.num_accepted
+    stats.draft_seconds += draft_s
+    stats.verify_seconds += verify_s
+    if stats.first_token_at is None:
+        stats.first_token_at = time.perf_counter()
+    while len(stats.drafted_by_depth) < depth:
+        stats.drafted_by_depth.append(0)
+        stats.accepted_by_depth.append(0)
+    for level in range(depth):
+        stats.drafted_by_depth[level] += 1
+        stats.accepted_by_depth[level] += level < outcome.num_accepted

@@ -1,0 +1,240 @@
+"""The catalogue: one row for each paper, assembled here and nowhere else.
+
+A row names a drafter, a shape, an acceptance rule and a length controller. There is no
+registration by import: a fresh worker process sees the same rows. To add a paper, write the one
+file that is new in it and add a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.acceptance.base import AcceptanceRule
+from paceline.acceptance.exact_match import Coupled, Greedy
+from paceline.acceptance.rejection import Rejection
+from paceline.config import SpeculationConfig
+from paceline.errors import InvalidArgument
+from paceline.lengths.base import LengthController
+from paceline.lengths.fixed import FixedLength
+from paceline.shapes.base import Shape
+from paceline.shapes.kary import Chain, Kary
+from paceline.types import Need
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One row.
+
+    Attributes:
+        name: what users write.
+        paper: title, year and arXiv id.
+        drafter, shape, acceptance, length: names of the four parts; shape is None for a lookup
+            drafter, which finds whole drafts by itself.
+        defaults: values for the knobs of this row; a knob that is absent here (and is not one of
+            ``COMMON_KNOBS``) does not exist for this row.
+        needs: what the drafter wants from the target.
+    """
+
+    name: str
+    paper: str
+    drafter: str
+    shape: str | None
+    acceptance: str
+    length: str
+    summary: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs: frozenset[Need] = frozenset()
+
+    @property
+    def lossless(self) -> bool:
+        return ACCEPTANCE_RULES[self.acceptance].lossless
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as `paceline methods --json` prints it."""
+        return {
+            "name": self.name,
+            "paper": self.paper,
+            "summary": self.summary,
+            "drafter": self.drafter,
+            "shape": self.shape,
+            "acceptance": self.acceptance,
+            "length": self.length,
+            "lossless": self.lossless,
+            "needs": sorted(need.value for need in self.needs),
+            "knobs": dict(self.defaults),
+        }
+
+
+ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
+    rule.name: rule for rule in (Coupled(), Greedy(), Rejection())
+}
+
+SHAPES: Mapping[str, Callable[[SpeculationConfig], Shape]] = {
+    "chain": lambda config: Chain(),
+    "kary": lambda config: Kary(config.branching or 2),
+}
+
+LENGTHS: Mapping[str, Callable[[SpeculationConfig], LengthController]] = {
+    "fixed": lambda config: FixedLength(config.num_speculative_tokens or 0, config.node_budget or 0)
+}
+
+COMMON_KNOBS = frozenset({"method", "acceptance", "length", "allow_lossy"})
+
+METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            name="ar",
+            paper="Autoregressive decoding (the baseline)",
+            summary="One token per target forward.",
+            drafter="none",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 0, "node_budget": 0},
+        ),
+        Method(
+            name="draft_model",
+            paper="Daliri, Musco, Suresh: Coupling without Communication, 2024, arXiv 2408.07978",
+            summary="A small model drafts a chain with the target's own noise.",
+            drafter="draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 4, "node_budget": None, "branching": None},
+        ),
+        Method(
+            name="draft_model_tree",
+            paper="Miao et al.: SpecInfer, 2023, arXiv 2305.09781",
+            summary="A small model drafts a k-ary token tree.",
+            drafter="draft_model",
+            shape="kary",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 4, "node_budget": 14, "branching": 2},
+        ),
+        Method(
+            name="speculative_sampling",
+            paper="Leviathan, Kalman, Matias: Fast Inference via Speculative Decoding, 2022, "
+            "arXiv 2211.17192; Chen et al., 2023, arXiv 2302.01318",
+            summary="A small model samples a chain; rejection sampling corrects it.",
+            drafter="draft_model",
+            shape="chain",
+            acceptance="rejection",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 4, "node_budget": None, "branching": None,
+                "draft_support": 64,
+            },
+        ),
+        Method(
+            name="prompt_lookup",
+            paper="Saxena: Prompt Lookup Decoding, 2023, github.com/apoorvumang/"
+            "prompt-lookup-decoding",
+            summary="Copies what followed the last occurrence of the current suffix.",
+            drafter="prompt_lookup",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 10, "node_budget": None, "ngram_max": 3, "ngram_min": 1,
+            },
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A validated SpeculationConfig with its parts: what a session carries.
+
+    ``config`` has every knob of the row filled in.
+    """
+
+    config: SpeculationConfig
+    method: Method
+    shape: Shape | None
+    rule: AcceptanceRule
+
+    def new_length_controller(self) -> LengthController:
+        return LENGTHS[self.config.length or self.method.length](self.config)
+
+
+def resolve(
+    config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
+) -> Plan:
+    """Fill in a row's defaults and check that the combination can work.
+
+    Raises:
+        InvalidArgument: unknown method, shape, rule or controller; a knob that the method does
+            not have; a combination that cannot be exact, with what would work instead.
+    """
+    method = catalogue.get(config.method)
+    if method is None:
+        raise InvalidArgument("method", config.method, f"one of {', '.join(sorted(catalogue))}")
+    given = config.overrides()
+    has_shape = method.shape is not None
+    known = COMMON_KNOBS | method.defaults.keys() | ({"shape", "branching"} if has_shape else set())
+    for key in given:
+        if key not in known:
+            raise InvalidArgument(
+                key, given[key], f"a knob of method {method.name!r}: "
+                + ", ".join(sorted(known - {"method"})),
+            )
+    values = {
+        "shape": method.shape, "acceptance": method.acceptance, "length": method.length,
+        **{key: value for key, value in method.defaults.items() if value is not None},
+        **given,
+    }
+    _one_of("shape", values["shape"], SHAPES if has_shape else {None: None})
+    _one_of("acceptance", values["acceptance"], ACCEPTANCE_RULES)
+    _one_of("length", values["length"], LENGTHS)
+    rule = ACCEPTANCE_RULES[values["acceptance"]]
+    if not rule.lossless and not values.get("allow_lossy"):
+        raise InvalidArgument("acceptance", rule.name, "a lossless rule, or allow_lossy: true")
+    if rule.chain_only and values["shape"] not in (None, "chain"):
+        raise InvalidArgument(
+            "acceptance", rule.name,
+            f"a rule that verifies trees ('coupled', 'greedy') with shape {values['shape']!r}, "
+            "or shape 'chain'",
+        )
+    if "ngram_min" in values and values["ngram_min"] > values["ngram_max"]:
+        raise InvalidArgument("ngram_min", values["ngram_min"], f"<= ngram_max "
+                              f"({values['ngram_max']})")
+    if values.get("shape") != "kary":
+        values.pop("branching", None)
+        values.setdefault("node_budget", values["num_speculative_tokens"])
+    else:
+        values.setdefault("branching", 2)
+        values.setdefault("node_budget", _kary_nodes(values))
+    resolved = SpeculationConfig.model_validate(values)
+    shape = SHAPES[values["shape"]](resolved) if has_shape else None
+    return Plan(resolved, method, shape, rule)
+
+
+def _kary_nodes(values: Mapping[str, Any]) -> int:
+    width, depth = values["branching"], values["num_speculative_tokens"]
+    return int(min(64, sum(width**level for level in range(1, depth + 1))))
+
+
+def _one_of(field_name: str, value: Any, known: Mapping[Any, Any]) -> None:
+    if value not in known:
+        allowed = ", ".join(sorted(map(str, known)))
+        raise InvalidArgument(field_name, value, f"one of {allowed}")
+
+
+AR_PLAN = resolve(SpeculationConfig(method="ar"))
+
+# Not in the catalogue: users do not choose it, the verify service does.
+CLIENT_METHOD = Method(
+    name="client",
+    paper="",
+    summary="Drafts come from the client, round by round.",
+    drafter="client",
+    shape=None,
+    acceptance="coupled",
+    length="fixed",
+    defaults={"num_speculative_tokens": 64, "node_budget": 256},
+)

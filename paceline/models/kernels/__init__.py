@@ -1,0 +1,103 @@
+"""Builds and loads the C kernels at first use, with the machine's own compiler.
+
+The shared library goes to the user's cache folder, keyed by source, compiler flags and processor,
+so that the second start finds it. Without a compiler the plain torch functions in
+``paceline.models.ops`` take over: same results up to rounding, only slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+_SOURCES = ("decode.c", "decode_impl.h")
+# Infinity stays meaningful: a kernel starts a maximum with it.
+_FLAGS = (
+    "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC",
+    "-fvisibility=hidden", "-fopenmp",
+)  # fmt: skip
+_WIDE_VECTORS = "-mprefer-vector-width=512"  # a GCC option; others do without
+
+
+class KernelsUnavailable(RuntimeError):
+    """The kernels could not be built or loaded; the message says why."""
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "paceline" / "kernels"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({ln for ln in lines if ln.startswith(("model name", "flags"))}))
+
+
+def _build(compiler: str, folder: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built, library = Path(scratch) / "decode.o", Path(scratch) / target.name
+        compile_command = [compiler, *_FLAGS, "-c", str(folder / "decode.c"), "-o", str(built)]
+        # Linked in a step of its own, without -ffast-math: with it, GCC adds start-up code that
+        # makes the thread that loads the library flush denormals, and threads would disagree.
+        link_command = [
+            compiler, "-shared", "-fopenmp", str(built), "-o", str(library), "-lm",
+        ]  # fmt: skip
+        for command in ([*compile_command, _WIDE_VECTORS], compile_command):
+            done = _run(command)
+            if done.returncode == 0:
+                break
+        if done.returncode == 0:
+            done = _run(link_command)
+        if done.returncode != 0:
+            raise KernelsUnavailable(f"{' '.join(done.args)} failed: {done.stderr.strip()[-500:]}")
+        os.replace(library, target)  # atomic: several processes may build at once
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """The loaded library.
+
+    Raises:
+        KernelsUnavailable: no C compiler, a failed build, or PACELINE_KERNELS=off.
+    """
+    if os.environ.get("PACELINE_KERNELS", "on") == "off":
+        raise KernelsUnavailable("switched off by PACELINE_KERNELS=off")
+    import torch  # noqa: F401  (brings its OpenMP runtime, which the kernels then share)
+
+    folder = Path(__file__).parent
+    digest = hashlib.sha256(repr((_FLAGS, _processor(), platform.machine())).encode())
+    for name in _SOURCES:
+        digest.update((folder / name).read_bytes())
+    library = _cache_dir() / f"decode-{digest.hexdigest()[:16]}.so"
+    if not library.is_file():
+        compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise KernelsUnavailable("no C compiler found: install gcc or clang, or set CC")
+        _build(compiler, folder, library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelsUnavailable(f"cannot load {library}: {error}") from error
+
+
+def status() -> tuple[bool, str]:
+    """Whether the kernels are usable here, and where they are or why not."""
+    try:
+        return True, load()._name
+    except KernelsUnavailable as error:
+        return False, str(error)

@@ -1,0 +1,131 @@
+"""The KV pool of a model: one slot for each token, handed out one by one.
+
+A sequence is a table of slots, in position order. Because attention reads through that table,
+committing a path of a verified tree moves no keys or values: the table takes the slots of the
+accepted nodes and the rest go back to the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from paceline.errors import ResourceExhausted
+
+
+class PooledSequence:
+    """Slots of one sequence: committed ones in ``slots[:length]``, pending ones as a tree."""
+
+    __slots__ = ("address", "chain", "length", "parents", "pending", "slots")
+
+    def __init__(self, context_length: int) -> None:
+        # Pending slots of a chain are written behind the committed ones, hence the room.
+        self.slots = np.zeros(context_length, np.int32)
+        self.address = int(self.slots.ctypes.data)
+        self.length = 0
+        self.pending: list[int] = []  # slot of each pending entry
+        self.parents: list[int] = []  # parent of each pending entry, -1 for the committed prefix
+        self.chain = True  # pending entries follow one another
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.pending)
+
+    def depth(self, entry: int) -> int:
+        """Number of pending entries from the root down to ``entry``, itself included."""
+        if self.chain:
+            return entry + 1
+        count = 0
+        while entry >= 0:
+            entry = self.parents[entry]
+            count += 1
+        return count
+
+    def path_slots(self, entry: int) -> list[int]:
+        """Slots of the pending entries from the root down to ``entry``."""
+        path = []
+        while entry >= 0:
+            path.append(self.pending[entry])
+            entry = self.parents[entry]
+        return path[::-1]
+
+
+class KVPool:
+    """Keys and values of all sequences of one model.
+
+    Slot 0 is scratch: rows that pad a batch write there.
+
+    Args:
+        num_tokens: capacity, without the scratch slot.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_tokens + 1, kv_heads, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys[:, 0].zero_()
+        self.values[:, 0].zero_()
+        self.capacity = num_tokens
+        self._free = list(range(num_tokens, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def append(self, sequence: PooledSequence, parents: Sequence[int]) -> list[int]:
+        """Take a slot for each new pending entry; returns the slots.
+
+        Raises:
+            ResourceExhausted: the pool, or the sequence's context, has no room. Nothing is taken.
+        """
+        count, free = len(parents), self._free
+        if count > len(free):
+            raise ResourceExhausted(f"KV memory is full: {count} slots wanted, {len(free)} free")
+        first = sequence.num_pending
+        chain = sequence.chain and all(p == first + i - 1 for i, p in enumerate(parents))
+        if chain and sequence.length + first + count > len(sequence.slots):
+            raise ResourceExhausted(
+                f"sequence would exceed the context of {len(sequence.slots)} tokens"
+            )
+        taken = free[-1 : -count - 1 : -1]
+        del free[len(free) - count :]
+        sequence.pending += taken
+        sequence.parents += parents
+        sequence.chain = chain
+        if chain:
+            start = sequence.length + first
+            sequence.slots[start : start + count] = taken
+        return taken
+
+    def commit(self, sequence: PooledSequence, entries: Sequence[int]) -> None:
+        """Keep a path of pending entries, free the others."""
+        kept = [sequence.pending[entry] for entry in entries]
+        end = sequence.length + len(kept)
+        sequence.slots[sequence.length : end] = kept
+        sequence.length = end
+        if len(kept) < len(sequence.pending):
+            keep = set(kept)
+            self._free += [slot for slot in sequence.pending if slot not in keep]
+        sequence.pending.clear()
+        sequence.parents.clear()
+        sequence.chain = True
+
+    def truncate(self, sequence: PooledSequence, length: int) -> None:
+        """Free committed entries from ``length`` on, and everything pending."""
+        self.commit(sequence, ())
+        self._free += sequence.slots[length : sequence.length].tolist()
+        sequence.length = min(sequence.length, length)
+
+    def free(self, sequence: PooledSequence) -> None:
+        """Free everything."""
+        self.truncate(sequence, 0)

@@ -1,0 +1,304 @@
+"""Sampling parameters, logits processors and coupled sampling.
+
+Coupled sampling draws the token at position ``i`` as
+
+    argmax over v of  processed_logits_i[v] / T + gumbel(seed, i, v)
+
+where the noise is a pure function of (seed, position, token id). The draw is exact (the Gumbel-max
+trick) and reproducible with any drafter, tree, batch or crash, because nothing but the position
+decides the noise. A drafter that knows the seed proposes with the same noise and is then accepted
+almost as often as an optimal coupling allows (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+
+All of it runs on one row of logits at a time in NumPy, so that a row's result cannot depend on
+what is computed beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import InvalidArgument
+
+Row = npt.NDArray[np.float32]  # [vocab_size]
+Probs = npt.NDArray[np.float64]  # [vocab_size]
+
+MAX_SEED = 2**63 - 1
+
+
+class Salt:
+    """Independent noise streams of one seed. ``TARGET`` is the one that coupled sampling shares."""
+
+    TARGET = 0
+    DRAFT = 1  # a drafter that must not share the target's noise (rejection sampling)
+    ACCEPT = 2  # the uniform of an accept/reject decision
+    RESIDUAL = 3  # the token drawn after a rejection
+
+
+def _finite(name: str, value: Any, low: float, high: float, allowed: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidArgument(name, value, allowed)
+
+
+def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidArgument(name, value, allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the target's tokens are chosen, and when to stop.
+
+    Attributes:
+        temperature: 0 means argmax; above 0, coupled sampling at that temperature.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose mass reaches ``top_p``.
+        min_p: drop tokens less likely than ``min_p`` times the most likely one.
+        repetition_penalty: divide positive and multiply negative logits of tokens that already
+            occur in prompt or output (Keskar et al. 2019, arXiv 1909.05858); 1 is off.
+        logit_bias: token id -> number added to its logit.
+        stop: strings that end the generation; the text ends before the first of them.
+        stop_token_ids: tokens that end the generation; the token itself is kept in the ids.
+        seed: noise of coupled sampling; equal seeds give equal tokens.
+        max_tokens: number of tokens to generate at most.
+        ignore_eos: go on after the model's end-of-sequence token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    max_tokens: int = 128
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _finite("temperature", self.temperature, 0.0, 100.0, "a number in [0, 100]")
+        _integer("top_k", self.top_k, 0, 2**31 - 1, "an integer >= 0 (0 keeps all)")
+        _finite("top_p", self.top_p, 1e-9, 1.0, "a number in (0, 1]")
+        _finite("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
+        _finite("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "a number in (0, 1000]")
+        _integer("seed", self.seed, 0, MAX_SEED, f"an integer in [0, {MAX_SEED}]")
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "an integer >= 1")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidArgument("stop", text, "non-empty strings")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1, "token ids >= 0")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1, "token ids >= 0 as keys")
+            _finite(f"logit_bias[{token}]", bias, -1e6, 1e6, "a finite number in [-1e6, 1e6]")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidArgument when a token id of these parameters is not in the vocabulary."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise InvalidArgument(name, token, f"token ids in [0, {vocab_size})")
+
+    @property
+    def depends_on_history(self) -> bool:
+        """True when a row's processing needs the tokens before it."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def is_plain_argmax(self) -> bool:
+        """True when the token is the argmax of the raw logits."""
+        return self.temperature == 0 and not self.logit_bias and not self.depends_on_history
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field values that differ from the defaults, for logs and the wire."""
+        default = SamplingParams()
+        names = (f.name for f in fields(self))
+        return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(default, n)}
+
+
+# --- logits processors -------------------------------------------------------------------------
+
+
+def process_logits(logits: Row, params: SamplingParams, history: list[int]) -> Row:
+    """Repetition penalty and bias: what changes the argmax.  # [vocab_size] float32
+
+    Args:
+        logits: raw logits of one position; not modified.
+        params: the request's parameters.
+        history: every token before this position, prompt included.
+    """
+    if not params.depends_on_history and not params.logit_bias:
+        return logits
+    logits = logits.copy()
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(np.asarray(history, np.int64))
+        values = logits[seen]
+        penalty = np.float32(params.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    for token, bias in params.logit_bias.items():
+        logits[token] += np.float32(bias)
+    return logits
+
+
+def scaled_scores(logits: Row, params: SamplingParams) -> Probs:
+    """Processed logits over temperature, with everything outside top-k/p/min-p at -inf.
+
+    # [vocab_size] float64. ``params.temperature`` must be above 0.
+    """
+    scores = logits.astype(np.float64)
+    scores /= params.temperature
+    if 0 < params.top_k < len(scores):
+        kth = np.partition(scores, -params.top_k)[-params.top_k]
+        scores[scores < kth] = -np.inf
+    if params.top_p < 1.0:
+        order = np.argsort(-scores, kind="stable")
+        mass = np.cumsum(_softmax(scores)[order])
+        # The token that crosses top_p is kept, as everywhere in the field.
+        cut = int(np.searchsorted(mass, params.top_p)) + 1
+        scores[order[cut:]] = -np.inf
+    if params.min_p > 0.0:
+        scores[scores < scores.max() + math.log(params.min_p)] = -np.inf
+    return scores
+
+
+def _softmax(scores: Probs) -> Probs:
+    weights: Probs = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    return weights
+
+
+def probabilities(logits: Row, params: SamplingParams) -> Probs:
+    """The distribution that a sampler would draw from.  # [vocab_size] float64, sums to 1
+
+    At temperature 0 it is a point mass on the argmax.
+    """
+    if params.temperature == 0:
+        result = np.zeros(len(logits), np.float64)
+        result[int(np.argmax(logits))] = 1.0
+        return result
+    return _softmax(scaled_scores(logits, params))
+
+
+# --- noise -------------------------------------------------------------------------------------
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on one 64-bit integer."""
+    value = ((value ^ (value >> 30)) * _MIX1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _stream(seed: int, position: int, salt: int) -> int:
+    key = _mix((seed + _GOLDEN) & _MASK)
+    key = _mix((key ^ position) + (salt + 1) * _GOLDEN & _MASK)
+    return key
+
+
+def uniform(seed: int, position: int, token_id: int, salt: int) -> float:
+    """One uniform number in (0, 1) from the same family of streams as :func:`gumbel`."""
+    bits = _mix((_stream(seed, position, salt) + token_id * _GOLDEN) & _MASK) >> 11
+    return (bits + 0.5) * 2.0**-53
+
+
+@lru_cache(maxsize=8)
+def _token_counters(vocab_size: int) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        return np.arange(vocab_size, dtype=np.uint64) * np.uint64(_GOLDEN)
+
+
+def _uniforms(seed: int, position: int, vocab_size: int, salt: int) -> Probs:
+    bits = _token_counters(vocab_size) + np.uint64(_stream(seed, position, salt))
+    bits ^= bits >> np.uint64(30)
+    bits *= np.uint64(_MIX1)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(_MIX2)
+    bits ^= bits >> np.uint64(31)
+    bits >>= np.uint64(11)
+    result: Probs = bits.astype(np.float64)
+    result += 0.5
+    result *= 2.0**-53
+    return result
+
+
+def gumbel(seed: int, position: int, vocab_size: int, salt: int = Salt.TARGET) -> Probs:
+    """Standard Gumbel noise for every token id at a position.  # [vocab_size] float64
+
+    Value ``v`` depends on (seed, position, v, salt) only: the noise for a subset of the
+    vocabulary is the subset of the noise.
+    """
+    noise = _uniforms(seed, position, vocab_size, salt)
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    return noise
+
+
+def _exact_log(value: float) -> float:
+    """Natural logarithm from IEEE additions, products and one division: the same bits anywhere."""
+    mantissa, exponent = math.frexp(value)
+    if mantissa < math.sqrt(0.5):
+        mantissa, exponent = mantissa * 2.0, exponent - 1
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    square, total = s * s, 0.0
+    for k in range(27, 0, -2):
+        total = total * square + 1.0 / k
+    return 2.0 * s * total + exponent * 0.6931471805599453
+
+
+# NumPy's logarithms are good to a few units in the last place but differ between machines. Scores
+# closer to the best than this are compared again with the portable logarithm above.
+_TIE_MARGIN = 1e-9
+
+
+def perturbed_argmax(
+    scores: Probs, seed: int, position: int, salt: int = Salt.TARGET
+) -> int:
+    """``argmax(scores + gumbel(seed, position, .))``; ties go to the lowest token id.
+
+    Args:
+        scores: unnormalised log-probabilities, -inf where excluded.  # [vocab_size] float64
+    """
+    total = gumbel(seed, position, len(scores), salt)
+    total += scores
+    best = int(np.argmax(total))
+    near = np.flatnonzero(total >= total[best] - _TIE_MARGIN)
+    if len(near) == 1:
+        return best
+    exact = [
+        float(scores[t]) - _exact_log(-_exact_log(uniform(seed, position, int(t), salt)))
+        for t in near
+    ]
+    return int(near[int(np.argmax(exact))])
+
+
+def coupled_sample(logits: Row, params: SamplingParams, position: int) -> int:
+    """The token that the request's target has at ``position``, given processed logits.
+
+    ``position`` is the absolute position of the new token (the number of tokens before it).
+    """
+    if params.temperature == 0:
+        return int(np.argmax(logits))
+    return perturbed_argmax(scaled_scores(logits, params), params.seed, position)
+
+
+def sample_from(probs: Probs, seed: int, position: int, salt: int) -> int:
+    """A token from ``probs`` with the noise stream ``salt``."""
+    with np.errstate(divide="ignore"):
+        return perturbed_argmax(np.log(probs), seed, position, salt)

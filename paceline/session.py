@@ -1,0 +1,226 @@
+"""One sequence: its tokens, its sampling parameters, its stop conditions, its statistics."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.sampling import SamplingParams
+from paceline.tokenizer import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from paceline.lengths.base import LengthController
+    from paceline.methods import Plan
+    from paceline.tokenizer import Tokenizer
+
+
+class SessionState(enum.Enum):
+    """A session is always in exactly one of these."""
+
+    WAITING = "waiting"  # not admitted yet: no KV memory reserved
+    PREFILLING = "prefilling"  # the prompt is being processed in chunks
+    DRAFTING = "drafting"  # a draft is being made, here or elsewhere
+    READY = "ready"  # a draft is there; the next step verifies it
+    VERIFYING = "verifying"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class SessionStatistics:
+    """Raw counters of one session; ratios are derived where they are shown.
+
+    ``accepted_by_depth[i]`` counts accepted drafted tokens at depth ``i + 1``,
+    ``drafted_by_depth[i]`` the rounds whose draft reached that depth.
+    """
+
+    num_rounds: int = 0
+    num_target_forwards: int = 0
+    num_drafted: int = 0  # along the deepest path of each draft, see acceptance_rate
+    num_draft_nodes: int = 0
+    num_accepted: int = 0
+    num_tokens: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    drafter_failures: int = 0
+    drafter_lost: bool = False
+    started_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    accepted_by_depth: list[int] = field(default_factory=list)
+    drafted_by_depth: list[int] = field(default_factory=list)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Committed tokens per target forward, ``next_token`` included (block efficiency)."""
+        return self.num_tokens / self.num_target_forwards if self.num_target_forwards else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, counting one path of each draft (its depth)."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second from submission to the last token, prefill included."""
+        end = self.finished_at if self.finished_at is not None else time.perf_counter()
+        elapsed = end - self.started_at
+        return self.num_tokens / elapsed if elapsed > 0 else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Generated tokens per second after the first one: decoding alone."""
+        if self.first_token_at is None or self.finished_at is None or self.num_tokens < 2:
+            return 0.0
+        elapsed = self.finished_at - self.first_token_at
+        return (self.num_tokens - 1) / elapsed if elapsed > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counters and derived ratios, as the CLI prints them."""
+        result = asdict(self)
+        for name in ("started_at", "first_token_at", "finished_at"):
+            del result[name]
+        result["mean_accepted_length"] = self.mean_accepted_length
+        result["acceptance_rate"] = self.acceptance_rate
+        result["tokens_per_second"] = self.tokens_per_second
+        return result
+
+
+class Session:
+    """A sequence being generated. Owned by one engine; not thread-safe.
+
+    Attributes:
+        session_id: unique in the engine.
+        token_ids: prompt plus everything committed, in order.
+        prompt_length: number of prompt tokens at the start of ``token_ids``.
+        plan: how drafts are made, accepted and sized for this session.
+        finish_reason: None while running; then "stop", "length", "cancelled" or "error".
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        plan: Plan,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        max_length: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.session_id = session_id
+        self.token_ids: list[int] = list(prompt_ids)
+        self.prompt_length = len(self.token_ids)
+        self.params = params
+        self.plan = plan
+        self.length_controller: LengthController = plan.new_length_controller()
+        self.state = SessionState.WAITING
+        self.stats = SessionStatistics()
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None  # why finish_reason is "error"
+        limit = self.prompt_length + params.max_tokens
+        self.max_length = limit if max_length is None else min(limit, max_length)
+        self._stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._stop_ids.update(eos_token_ids)
+        self._decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
+        self._text = ""
+        self._longest_stop = max((len(s) for s in params.stop), default=0)
+
+    def __repr__(self) -> str:
+        return f"Session({self.session_id}, {self.length} tokens, {self.state.value})"
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens, prompt included."""
+        return len(self.token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.token_ids[self.prompt_length :]
+
+    @property
+    def text(self) -> str:
+        """Generated text, cut before a stop string; needs a tokenizer."""
+        return self._text
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_length - self.length
+
+    @property
+    def finished(self) -> bool:
+        return self.state is SessionState.FINISHED
+
+    def commit(self, token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Append tokens one by one, as AR would, and stop at the first stop condition.
+
+        Returns the tokens that were really committed; sets ``finish_reason`` when one of them
+        ended the generation.
+        """
+        committed = []
+        for token in token_ids:
+            self.token_ids.append(token)
+            committed.append(token)
+            reason = self._stop_reason(token)
+            if reason is not None:
+                self.finish(reason)
+                break
+        self.stats.num_tokens += len(committed)
+        return tuple(committed)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens after the first ``length`` (not below the prompt)."""
+        output = self.token_ids[self.prompt_length : length]
+        del self.token_ids[length:]
+        if self._decoder is not None:
+            self._decoder.reset()
+            self._text = "".join(self._decoder.push(token) for token in output)
+
+    @property
+    def streamable_length(self) -> int:
+        """Characters of :attr:`text` that no stop string can still take back."""
+        for size in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
+            tail = self._text[-size:]
+            if any(stop.startswith(tail) for stop in self.params.stop):
+                return len(self._text) - size
+        return len(self._text)
+
+    def lose_drafter(self) -> None:
+        """Go on as AR: the drafter failed or cannot be reached. The statistics say so."""
+        from paceline.methods import AR_PLAN
+
+        self.plan = AR_PLAN
+        self.length_controller = AR_PLAN.new_length_controller()
+        self.stats.drafter_failures += 1
+        self.stats.drafter_lost = True
+
+    def finish(self, reason: str) -> None:
+        """End the session; later calls keep the first reason."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.stats.finished_at = time.perf_counter()
+            if self._decoder is not None and reason != "stop":
+                self._text += self._decoder.flush()
+        self.state = SessionState.FINISHED
+
+    def _stop_reason(self, token: int) -> str | None:
+        if token in self._stop_ids:
+            return "stop"
+        if self._decoder is not None:
+            piece = self._decoder.push(token)
+            if piece:
+                start = max(0, len(self._text) - self._longest_stop)
+                self._text += piece
+                places = [self._text.find(s, start) for s in self.params.stop]
+                found = [place for place in places if place >= 0]
+                if found:
+                    self._text = self._text[: min(found)]
+                    return "stop"
+        if self.length >= self.max_length:
+            return "length"
+        return None

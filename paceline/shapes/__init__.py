@@ -1,0 +1,1 @@
+"""Tree shapes: which nodes an expanding drafter expands. One file each."""

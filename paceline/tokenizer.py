@@ -1,0 +1,159 @@
+"""Text to token ids and back, for a Hugging Face model folder.
+
+``tokenizers`` reads ``tokenizer.json`` directly; a folder that has none goes through
+``transformers.AutoTokenizer``, which is slow to import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import ModelNotFound, TokenizerMismatch
+
+
+class Tokenizer(Protocol):
+    """What Paceline asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def vocabulary(self) -> dict[str, int]: ...
+
+
+class _FastTokenizer:
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
+
+class _AutoTokenizer:
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelNotFound: the folder does not exist or holds no tokenizer.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelNotFound(f"model folder {str(path)!r} does not exist")
+    if (folder / "tokenizer.json").is_file():
+        return _FastTokenizer(folder / "tokenizer.json")
+    known = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((folder / name).is_file() for name in known):
+        raise ModelNotFound(
+            f"model folder {str(path)!r} has no tokenizer: expected tokenizer.json or one of {known}"
+        )
+    return _AutoTokenizer(folder)
+
+
+def eos_token_ids(path: str | Path) -> tuple[int, ...]:
+    """End-of-sequence ids from generation_config.json, else from config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        if file.is_file():
+            value = json.loads(file.read_text()).get("eos_token_id")
+            if isinstance(value, int):
+                return (value,)
+            if isinstance(value, list):
+                return tuple(int(token) for token in value)
+    return ()
+
+
+def check_same_tokenizer(target: Tokenizer, drafter: Tokenizer) -> None:
+    """Raise TokenizerMismatch, naming entries that differ, unless both agree on every token."""
+    ours, theirs = target.vocabulary(), drafter.vocabulary()
+    if ours == theirs:
+        return
+    differing = sorted(
+        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
+        key=lambda token: ours.get(token, theirs.get(token, 0)),
+    )
+    shown = ", ".join(
+        f"{token!r} (target {ours.get(token, 'none')}, drafter {theirs.get(token, 'none')})"
+        for token in differing[:5]
+    )
+    raise TokenizerMismatch(
+        f"drafter and target must share a tokenizer, but {len(differing)} of "
+        f"{len(ours.keys() | theirs.keys())} entries differ: {shown}"
+        + (", ..." if len(differing) > 5 else "")
+    )
+
+
+class IncrementalDecoder:
+    """Decodes a growing token sequence piece by piece.
+
+    A piece is held back while it ends in an unfinished UTF-8 sequence. Earlier tokens are decoded
+    along with new ones, because some tokenizers drop a space at the start of a text.
+    """
+
+    _CONTEXT = 6  # tokens decoded again for each piece
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over with an empty sequence."""
+        self._ids: list[int] = []
+        self._context_start = 0
+        self._read = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; may be empty."""
+        self._ids.append(token_id)
+        known = self._tokenizer.decode(self._ids[self._context_start : self._read])
+        text = self._tokenizer.decode(self._ids[self._context_start :])
+        if text.endswith("\ufffd") or len(text) <= len(known):
+            return ""
+        self._context_start = max(self._context_start, self._read - self._CONTEXT)
+        # Moving the context can change how its first token decodes, so the two lengths that are
+        # subtracted next time are both taken with the new context.
+        self._read = len(self._ids)
+        return text[len(known) :]
+
+    def flush(self) -> str:
+        """The text still held back, with replacement characters where bytes are missing."""
+        known = self._tokenizer.decode(self._ids[self._context_start : self._read])
+        text = self._tokenizer.decode(self._ids[self._context_start :])
+        self._read = len(self._ids)
+        return text[len(known) :]

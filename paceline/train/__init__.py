@@ -1,0 +1,1 @@
+"""Training: the demo pair's corpus, tokenizer, target and drafter. Needs `transformers`."""

@@ -1,0 +1,119 @@
+"""The demo pair's text: the running CPython's own standard library, plus files of your choice.
+
+The library's source is on every machine that runs Python, so the corpus needs no download. A tenth
+of the modules and a tenth of the extra records never reach training; which ones is decided by a
+hash of the module's relative path or of the record's text, so every machine and every run holds
+out the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+CODE = "code"
+"""The `source` of standard library documents; extra documents carry their file's stem."""
+
+# Tests repeat themselves and are as long as the library; `_bundled` holds wheels; `encodings` is
+# character tables (1.5 MB of numbers); `pydoc_data` is one generated 700 kB string literal.
+_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    | {"_bundled", "encodings", "pydoc_data"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text to learn from or to be tested on."""
+
+    source: str
+    """`CODE`, or the stem of the extra file the record came from."""
+    name: str
+    """Module path relative to the standard library, or `<stem>#<record number>`."""
+    text: str
+
+
+def is_held_out(key: str) -> bool:
+    """True for a tenth of all keys, the same ones on every machine."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 10 == 0
+
+
+@cache
+def _stdlib() -> tuple[Document, ...]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _SKIPPED.intersection(relative.parts[:-1]):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a few files declare another encoding on purpose
+        if text.strip():
+            documents.append(Document(CODE, relative.as_posix(), text))
+    return tuple(documents)
+
+
+def held_out_modules() -> list[tuple[str, str]]:
+    """The standard library modules that no demo model was trained on.
+
+    Returns `(path relative to the standard library, source text)` sorted by path, for example
+    `("json/decoder.py", "...")`. `paceline bench` cuts its prompts from these. The set follows from
+    the paths alone; the text is that of the running CPython.
+    """
+    return [(d.name, d.text) for d in _stdlib() if is_held_out(d.name)]
+
+
+def read_extra(path: Path) -> list[Document]:
+    """Read one `--extra-corpus` file.
+
+    `.jsonl`: a record a line with `question` and `answer` fields, or a `text` field. Anything else
+    is one plain text, cut at blank lines into records of at least 2,000 characters.
+
+    Raises:
+        ValueError: a jsonl record has neither form; names the file and line.
+    """
+    raw = path.read_text(encoding="utf-8")
+    texts: list[str] = []
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(raw.splitlines(), 1):
+            if not line.strip():
+                continue
+            record = json.loads(line)
+            if "question" in record and "answer" in record:
+                texts.append(f"Question: {record['question']}\nAnswer: {record['answer']}\n")
+            elif "text" in record:
+                texts.append(record["text"])
+            else:
+                raise ValueError(
+                    f"{path}:{number}: a record needs 'question' and 'answer', or 'text'; "
+                    f"it has {sorted(record)}"
+                )
+    else:
+        piece = ""
+        for paragraph in raw.split("\n\n"):
+            piece += paragraph + "\n\n"
+            if len(piece) >= 2000:
+                texts.append(piece)
+                piece = ""
+        if piece.strip():
+            texts.append(piece)
+    return [Document(path.stem, f"{path.stem}#{i}", text) for i, text in enumerate(texts)]
+
+
+def split(extra: Iterable[Path] = ()) -> tuple[list[Document], list[Document]]:
+    """The whole corpus as `(training, held_out)` documents, in a fixed order."""
+    training: list[Document] = []
+    held_out: list[Document] = []
+    for document in _stdlib():
+        (held_out if is_held_out(document.name) else training).append(document)
+    for path in extra:
+        for document in read_extra(path):
+            (held_out if is_held_out(document.text) else training).append(document)
+    return training, held_out

@@ -1,0 +1,88 @@
+"""Pure functions on ``parent_indices``: depths, paths, children, ancestor masks, merging.
+
+Every function takes a topologically sorted ``int[N]`` array in which -1 marks a child of the
+last committed token (see :class:`paceline.types.Draft`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.types import Draft, IndexArray
+
+
+def is_chain(parent_indices: IndexArray) -> bool:
+    """True when node ``i`` follows node ``i - 1`` for every ``i``."""
+    return bool(np.array_equal(parent_indices, np.arange(-1, len(parent_indices) - 1)))
+
+
+def depths(parent_indices: IndexArray) -> IndexArray:
+    """Depth of each node, 1 for a child of the last committed token.  # int32[N]"""
+    result = np.empty(len(parent_indices), np.int32)
+    for node, parent in enumerate(parent_indices):
+        result[node] = 1 if parent < 0 else result[parent] + 1
+    return result
+
+
+def children(parent_indices: IndexArray) -> list[list[int]]:
+    """Children of each node in node order; the last list holds the children of the root."""
+    result: list[list[int]] = [[] for _ in range(len(parent_indices) + 1)]
+    for node, parent in enumerate(parent_indices):
+        result[parent].append(node)  # parent -1 lands in the last list
+    return result
+
+
+def path_to(parent_indices: IndexArray, node: int) -> tuple[int, ...]:
+    """Nodes from the root's child down to ``node``, both included; empty for node -1."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(parent_indices[node])
+    return tuple(reversed(path))
+
+
+def leaves(parent_indices: IndexArray) -> list[int]:
+    """Nodes that no other node follows."""
+    inner = set(parent_indices.tolist())
+    return [node for node in range(len(parent_indices)) if node not in inner]
+
+
+def ancestor_mask(parent_indices: IndexArray) -> npt.NDArray[np.bool_]:
+    """``mask[i, j]`` is True when node ``j`` is node ``i`` or one of its ancestors.  # [N, N]"""
+    count = len(parent_indices)
+    mask = np.eye(count, dtype=np.bool_)
+    for node, parent in enumerate(parent_indices):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def merge(drafts: Sequence[Draft], max_nodes: int | None = None) -> Draft:
+    """The union of several trees: nodes with the same token path become one.
+
+    Nodes keep the order of the drafts they come from, first draft first, and ``max_nodes`` cuts
+    the tail. Drafts that carry ``probs`` cannot be merged this way (a merged node was not drawn
+    from one q), so the result has none.
+    """
+    index: dict[tuple[int, int], int] = {}
+    token_ids: list[int] = []
+    parents: list[int] = []
+    for draft in drafts:
+        place: dict[int, int] = {-1: -1}
+        for node, (token, parent) in enumerate(
+            zip(draft.token_ids.tolist(), draft.parent_indices.tolist(), strict=True)
+        ):
+            if parent not in place:
+                continue  # its parent was cut
+            key = (place[parent], token)
+            if key not in index:
+                if max_nodes is not None and len(token_ids) >= max_nodes:
+                    continue
+                index[key] = len(token_ids)
+                token_ids.append(token)
+                parents.append(key[0])
+            place[node] = index[key]
+    return Draft(np.asarray(token_ids, np.int64), np.asarray(parents, np.int32))

@@ -1,0 +1,204 @@
+"""The values that travel through the loop: drafts, verifications, outcomes.
+
+All of them are frozen: state lives in the session, the KV cache and the drafter, never here.
+Token ids and tree structure are NumPy arrays (they are tiny, and cross process boundaries);
+logits are torch tensors on the device that computed them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.errors import InvalidArgument
+
+IntArray = npt.NDArray[np.int64]
+IndexArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+class Need(enum.Enum):
+    """What a drafter needs from the target beyond the accepted tokens."""
+
+    TREE_LOGITS = "tree_logits"
+    HIDDEN_STATES = "hidden_states"
+    LAYER_STATES = "layer_states"
+    SHARED_MODEL = "shared_model"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftProbs:
+    """The sparse distribution q that each node of a draft was drawn from (CSR layout).
+
+    Node ``i`` was drawn from ``token_ids[offsets[i]:offsets[i + 1]]`` with the probabilities at
+    the same places, which sum to 1. Rules that correct for q (rejection sampling and its kin)
+    need it; a draft without it counts as a point mass on each drafted token.
+    """
+
+    offsets: IndexArray  # [num_nodes + 1]
+    token_ids: IntArray  # [nnz]
+    probs: FloatArray  # [nnz]
+
+    def row(self, node: int) -> tuple[IntArray, FloatArray]:
+        """Support and probabilities that ``node`` was drawn from."""
+        low, high = self.offsets[node], self.offsets[node + 1]
+        return self.token_ids[low:high], self.probs[low:high]
+
+    @staticmethod
+    def stack(rows: Sequence[tuple[IntArray, FloatArray]]) -> DraftProbs:
+        """Pack one ``(token_ids, probs)`` pair for each node."""
+        offsets = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum([len(ids) for ids, _ in rows], out=offsets[1:])
+        empty_ids, empty_probs = np.empty(0, np.int64), np.empty(0, np.float32)
+        return DraftProbs(
+            offsets,
+            np.concatenate([empty_ids, *(ids for ids, _ in rows)]),
+            np.concatenate([empty_probs, *(probs for _, probs in rows)]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A token tree proposed in one round.
+
+    ``parent_indices[i]`` is the node that node ``i`` follows, or -1 for a child of the last
+    committed token; parents come before their children. A chain is a tree with one branch.
+    """
+
+    token_ids: IntArray  # [num_nodes]
+    parent_indices: IndexArray  # [num_nodes]
+    probs: DraftProbs | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    @staticmethod
+    def chain(token_ids: Sequence[int] | IntArray, probs: DraftProbs | None = None) -> Draft:
+        """A draft with a single branch."""
+        ids = np.asarray(token_ids, np.int64)
+        return Draft(ids, np.arange(-1, len(ids) - 1, dtype=np.int32), probs)
+
+    @staticmethod
+    def checked(
+        token_ids: Sequence[int] | IntArray,
+        parent_indices: Sequence[int] | IndexArray,
+        vocab_size: int,
+        probs: DraftProbs | None = None,
+    ) -> Draft:
+        """Build a draft from untrusted values.
+
+        Raises:
+            InvalidArgument: lengths differ, a token is outside the vocabulary, a parent does not
+                come before its child, or ``probs`` does not fit the nodes.
+        """
+        ids = np.asarray(token_ids, np.int64).reshape(-1)
+        parents = np.asarray(parent_indices, np.int64).reshape(-1)
+        if len(ids) != len(parents):
+            raise InvalidArgument(
+                "parent_indices", len(parents), f"one entry for each of the {len(ids)} token_ids"
+            )
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if len(bad):
+            raise InvalidArgument(
+                f"token_ids[{bad[0]}]", int(ids[bad[0]]), f"a token id in [0, {vocab_size})"
+            )
+        bad = np.flatnonzero((parents < -1) | (parents >= np.arange(len(parents))))
+        if len(bad):
+            raise InvalidArgument(
+                f"parent_indices[{bad[0]}]",
+                int(parents[bad[0]]),
+                f"-1 or the index of an earlier node (below {bad[0]})",
+            )
+        if probs is not None:
+            _check_probs(probs, ids, vocab_size)
+        return Draft(ids, parents.astype(np.int32), probs)
+
+
+def _check_probs(probs: DraftProbs, ids: IntArray, vocab_size: int) -> None:
+    offsets, support, values = probs.offsets, probs.token_ids, probs.probs
+    fits = (
+        len(offsets) == len(ids) + 1
+        and (len(offsets) == 0 or (offsets[0] == 0 and offsets[-1] == len(support)))
+        and bool(np.all(np.diff(offsets) >= 1))
+        and len(support) == len(values)
+    )
+    if not fits:
+        raise InvalidArgument("probs.offsets", offsets.tolist()[:8], "one CSR row for each node")
+    if len(support) and (support.min() < 0 or support.max() >= vocab_size):
+        raise InvalidArgument("probs.token_ids", "out of range", f"ids in [0, {vocab_size})")
+    if not np.all(np.isfinite(values)) or bool((values < 0).any()):
+        raise InvalidArgument("probs.probs", "not finite or negative", "probabilities in [0, 1]")
+    for node, token in enumerate(ids):
+        row_ids, row_probs = probs.row(node)
+        if len(np.unique(row_ids)) != len(row_ids):
+            raise InvalidArgument(f"probs row {node}", "repeated ids", "distinct token ids")
+        if abs(float(row_probs.sum()) - 1.0) > 1e-3:
+            raise InvalidArgument(f"probs row {node}", float(row_probs.sum()), "a sum of 1")
+        if not bool((row_probs[row_ids == token] > 0).any()):
+            raise InvalidArgument(
+                f"probs row {node}", 0.0, "a positive probability for the drafted token itself"
+            )
+
+
+EMPTY_DRAFT = Draft.chain(())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """What one target forward says about a draft.
+
+    ``logits[0]`` follows the last committed token, ``logits[i + 1]`` follows node ``i``.
+    ``extras`` holds what drafters declared as needs, with the same first dimension.
+    """
+
+    logits: torch.Tensor  # [num_nodes + 1, vocab_size]
+    extras: Mapping[Need, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The verdict of an acceptance rule: node indices from the root down, and the next token."""
+
+    path: tuple[int, ...]
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What a round did to a session.
+
+    ``token_ids`` are the tokens this round committed, in order. Stop conditions may cut them
+    short, so ``len(token_ids) <= len(path) + 1``. The first ``num_accepted`` of them came from
+    the draft; a further one, if there, is the target's own (bonus or recovered) token.
+    """
+
+    draft: Draft
+    path: tuple[int, ...]
+    next_token: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    verification: Verification
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much to draft in a round. Depth 0 means plain AR for that round."""
+
+    depth: int
+    nodes: int
+    exit_layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a length controller may know about the engine when it decides."""
+
+    num_running: int
+    num_waiting: int

@@ -1,0 +1,1 @@
+"""Paceline over gRPC: protos, generated stubs, servers, clients, and one error table."""

@@ -1,0 +1,368 @@
+"""The one error table: Python exception <-> gRPC status with ``google.rpc`` details.
+
+Servers raise Paceline's exceptions and never touch statuses: :class:`ErrorInterceptor` turns them
+into a status code, a message and an ``ErrorInfo`` (reason, domain ``paceline``, metadata), with
+``BadRequest`` for bad input and ``RetryInfo`` where waiting helps. Clients turn the status back
+into the same exception with :func:`from_rpc_error`. An exception that is not in the table is a bug:
+the client learns an id, the log has the traceback under that id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from paceline.errors import (
+    DrafterUnavailable,
+    FailedPrecondition,
+    InvalidArgument,
+    ModelNotFound,
+    PacelineError,
+    ResourceExhausted,
+    SessionNotFound,
+    TokenizerMismatch,
+)
+
+DOMAIN = "paceline"
+DETAILS_KEY = "grpc-status-details-bin"
+
+# gRPC sends status and details as trailing metadata, of which peers accept 8 KB.
+_MAX_MESSAGE = 1000
+_MAX_VALUE = 200
+
+_log = logging.getLogger("paceline.rpc")
+
+
+class PrefixDiverged(FailedPrecondition):
+    """Client and server disagree about the committed tokens.
+
+    Attributes:
+        committed_length: number of tokens that the server has.
+        digest: its digest of them (see :mod:`rpc.messages`).
+    """
+
+    def __init__(self, message: str, committed_length: int, digest: bytes = b"") -> None:
+        super().__init__(message)
+        self.committed_length = committed_length
+        self.digest = digest
+
+
+class RoundOutOfOrder(FailedPrecondition):
+    """A round number that is neither the next one nor the last one."""
+
+    def __init__(self, message: str, expected_round: int) -> None:
+        super().__init__(message)
+        self.expected_round = expected_round
+
+
+class EpochFenced(FailedPrecondition):
+    """The session was resumed elsewhere; this stream no longer owns it."""
+
+
+class ServerUnavailable(PacelineError, ConnectionError):
+    """The server cannot be reached, or the connection broke."""
+
+
+class DeadlineExceeded(PacelineError, TimeoutError):
+    """The answer did not come in time."""
+
+
+class Cancelled(PacelineError):
+    """The call was cancelled."""
+
+
+class InternalError(PacelineError):
+    """The server failed in a way that it did not foresee; its log has the details."""
+
+
+class _Verbatim:
+    """Stands for a value that only exists as its repr on the other machine."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a status carries, unpacked."""
+
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    retry_after_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """One line of the table.
+
+    Attributes:
+        exception: the class; subclasses without a row of their own share it.
+        code: canonical gRPC code.
+        reason: ``ErrorInfo.reason``, which tells rows of the same code apart.
+        metadata: attributes of the exception that travel along, as strings.
+        rebuild: the exception from what travelled.
+    """
+
+    exception: type[PacelineError]
+    code: grpc.StatusCode
+    reason: str
+    rebuild: Callable[[Details], PacelineError]
+    metadata: Callable[[Any], dict[str, str]] = lambda error: {}
+
+
+def _message_only(exception: type[PacelineError]) -> Callable[[Details], PacelineError]:
+    return lambda details: exception(details.message)
+
+
+def _shortened(value: object, limit: int) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+_CODE = grpc.StatusCode
+
+ERRORS: tuple[ErrorRow, ...] = (
+    ErrorRow(
+        InvalidArgument, _CODE.INVALID_ARGUMENT, "INVALID_ARGUMENT",
+        lambda d: InvalidArgument(
+            d.metadata.get("field", "request"),
+            _Verbatim(d.metadata.get("value", "?")),
+            d.metadata.get("allowed", d.message),
+        ),
+        lambda e: {
+            "field": _shortened(e.field, _MAX_VALUE),
+            "value": _shortened(repr(e.value), _MAX_VALUE),
+            "allowed": _shortened(e.allowed, _MAX_MESSAGE),
+        },
+    ),
+    ErrorRow(
+        SessionNotFound, _CODE.NOT_FOUND, "SESSION_NOT_FOUND",
+        lambda d: SessionNotFound(d.metadata.get("session_id", "")),
+        lambda e: {"session_id": _shortened(e.session_id, _MAX_VALUE)},
+    ),
+    ErrorRow(
+        ModelNotFound, _CODE.NOT_FOUND, "MODEL_NOT_FOUND", _message_only(ModelNotFound)
+    ),
+    ErrorRow(
+        PrefixDiverged, _CODE.FAILED_PRECONDITION, "PREFIX_DIVERGED",
+        lambda d: PrefixDiverged(
+            d.message,
+            int(d.metadata.get("committed_length", 0)),
+            bytes.fromhex(d.metadata.get("digest", "")),
+        ),
+        lambda e: {"committed_length": str(e.committed_length), "digest": e.digest.hex()},
+    ),
+    ErrorRow(
+        RoundOutOfOrder, _CODE.FAILED_PRECONDITION, "ROUND_OUT_OF_ORDER",
+        lambda d: RoundOutOfOrder(d.message, int(d.metadata.get("expected_round", 0))),
+        lambda e: {"expected_round": str(e.expected_round)},
+    ),
+    ErrorRow(
+        EpochFenced, _CODE.FAILED_PRECONDITION, "EPOCH_FENCED", _message_only(EpochFenced)
+    ),
+    ErrorRow(
+        TokenizerMismatch, _CODE.FAILED_PRECONDITION, "TOKENIZER_MISMATCH",
+        _message_only(TokenizerMismatch),
+    ),
+    ErrorRow(
+        FailedPrecondition, _CODE.FAILED_PRECONDITION, "FAILED_PRECONDITION",
+        _message_only(FailedPrecondition),
+    ),
+    ErrorRow(
+        ResourceExhausted, _CODE.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED",
+        lambda d: ResourceExhausted(d.message, d.retry_after_s),
+    ),
+    ErrorRow(
+        DrafterUnavailable, _CODE.UNAVAILABLE, "DRAFTER_UNAVAILABLE",
+        _message_only(DrafterUnavailable),
+    ),
+    ErrorRow(
+        ServerUnavailable, _CODE.UNAVAILABLE, "SERVER_UNAVAILABLE",
+        _message_only(ServerUnavailable),
+    ),
+    ErrorRow(
+        DeadlineExceeded, _CODE.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED",
+        _message_only(DeadlineExceeded),
+    ),
+    ErrorRow(Cancelled, _CODE.CANCELLED, "CANCELLED", _message_only(Cancelled)),
+    ErrorRow(InternalError, _CODE.INTERNAL, "INTERNAL", _message_only(InternalError)),
+)
+
+_BY_CLASS = {row.exception: row for row in ERRORS}
+_BY_REASON = {row.reason: row for row in ERRORS}
+_CODE_OF_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def row_of(error: BaseException) -> ErrorRow | None:
+    """The row of the nearest class of ``error``, or None when it is not in the table."""
+    return next((_BY_CLASS[c] for c in type(error).__mro__ if c in _BY_CLASS), None)
+
+
+def to_status(error: BaseException) -> status_pb2.Status:
+    """The status of an exception.
+
+    One that is not in the table is logged with its traceback under a short id, and the status has
+    nothing but that id.
+    """
+    row = row_of(error)
+    if row is None:
+        error_id = secrets.token_hex(4)
+        _log.error("unforeseen error %s", error_id, exc_info=error)
+        error = InternalError(f"internal error {error_id}: the server's log has the details")
+        row = _BY_CLASS[InternalError]
+    message = _shortened(str(error), _MAX_MESSAGE)
+    metadata = row.metadata(error)
+    status = status_pb2.Status(code=row.code.value[0], message=message)
+    _attach(
+        status,
+        error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=metadata),
+    )
+    if isinstance(error, InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=metadata["field"], description=f"got {metadata['value']}, expected "
+            f"{metadata['allowed']}",
+        )
+        _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, ResourceExhausted):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        _attach(status, retry)
+    return status
+
+
+def _attach(status: status_pb2.Status, detail: Any) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+def from_status(status: status_pb2.Status) -> PacelineError:
+    """The exception that :func:`to_status` was given, as far as it travelled."""
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    retry_after_s = 1.0
+    row: ErrorRow | None = None
+    for detail in status.details:
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            row = _BY_REASON.get(info.reason)
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    if row is None:
+        return _from_code(_CODE_OF_NUMBER.get(status.code, _CODE.UNKNOWN), status.message)
+    return row.rebuild(Details(status.message, dict(info.metadata), retry_after_s))
+
+
+def _from_code(code: grpc.StatusCode, message: str) -> PacelineError:
+    """A status that gRPC itself made (or another kind of server): only the code is known."""
+    if code is _CODE.UNAVAILABLE:
+        return ServerUnavailable(message)
+    if code is _CODE.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(message)
+    if code is _CODE.CANCELLED:
+        return Cancelled(message)
+    if code is _CODE.RESOURCE_EXHAUSTED:
+        if "larger than max" in message:  # sending it again cannot help
+            return InvalidArgument("message", _Verbatim(message), "a smaller message")
+        return ResourceExhausted(message)
+    if code is _CODE.INVALID_ARGUMENT:
+        return InvalidArgument("request", _Verbatim(message), "a valid request")
+    if code is _CODE.FAILED_PRECONDITION:
+        return FailedPrecondition(message)
+    return InternalError(f"{code.name}: {message}")
+
+
+def from_rpc_error(error: grpc.RpcError) -> PacelineError:
+    """The Paceline exception behind an error of a sync or an aio call."""
+    code: grpc.StatusCode = error.code()
+    message: str = error.details() or ""
+    trailing: Any = error.trailing_metadata()
+    for key, value in trailing or ():
+        if key == DETAILS_KEY:
+            return from_status(status_pb2.Status.FromString(value))
+    return _from_code(code, message)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
+    """End a call with the status of ``error``. Always raises."""
+    status = to_status(error)
+    await context.abort(
+        _CODE_OF_NUMBER[status.code],
+        status.message,
+        trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
+    )
+
+
+def _passes(error: BaseException) -> bool:
+    """Ends of a call that are not errors of the handler."""
+    return isinstance(error, (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError))
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions of all four kinds of handlers into statuses by the table."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None  # unknown method: gRPC answers
+        shape = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
+        behavior = getattr(handler, shape)
+        wrap = _wrap_stream if handler.response_streaming else _wrap_unary
+        make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
+        return make(  # type: ignore[no-any-return]
+            wrap(behavior), handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _wrap_unary(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except BaseException as error:
+            if _passes(error):
+                raise
+            await abort(context, error)
+
+    return call
+
+
+def _wrap_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(behavior):
+
+        async def generate(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[Any]:
+            replies = behavior(request, context)
+            try:
+                async for reply in replies:
+                    yield reply
+            except BaseException as error:
+                if _passes(error):
+                    raise
+                await abort(context, error)
+            finally:
+                # A cancelled call must reach the handler's own `finally` now, not when the garbage
+                # collector finds the generator.
+                await replies.aclose()
+
+        return generate
+    return _wrap_unary(behavior)  # the handler writes through its context

@@ -1,0 +1,201 @@
+"""Python values <-> messages of ``paceline.v1``, and the digest of committed tokens.
+
+The Python classes hold the schema. Conversion goes by field name, so a knob that is added there
+and in ``common.proto`` needs no code here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
+from paceline.errors import InvalidArgument
+from paceline.sampling import SamplingParams
+from paceline.session import SessionStatistics
+from paceline.types import EMPTY_DRAFT, Draft, DraftProbs, IntArray
+from rpc.gen.paceline.v1 import common_pb2
+
+M = TypeVar("M", bound=Message)
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+DIGEST_BYTES = 16
+
+
+class PrefixDigest:
+    """BLAKE2b-128 over token ids as little-endian 32-bit integers; grows with the prefix."""
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        self._hash.update(np.fromiter(token_ids, "<u4").tobytes())
+
+    def value(self) -> bytes:
+        """The digest of everything so far; 16 bytes."""
+        return self._hash.digest()
+
+
+def build(message: type[M], prefix: str, **values: Any) -> M:
+    """A message, with protobuf's own complaints as InvalidArgument.
+
+    Raises:
+        InvalidArgument: a value has the wrong type or does not fit its field.
+    """
+    try:
+        return message(**values)
+    except (ValueError, TypeError) as error:
+        for name, value in values.items():
+            try:
+                message(**{name: value})
+            except (ValueError, TypeError):
+                raise InvalidArgument(f"{prefix}{name}", value, f"what fits: {error}") from None
+        raise
+
+
+def _given(message: Message, prefix: str) -> dict[str, Any]:
+    """The fields that were set, as keyword arguments."""
+    entries: Any = UnknownFieldSet(message)
+    unknown = [entry.field_number for entry in entries]
+    if unknown:
+        known = ", ".join(f.name for f in message.DESCRIPTOR.fields)
+        raise InvalidArgument(
+            f"{prefix}.<field {unknown[0]}>", "set", f"only fields that this server knows: {known}"
+        )
+    result: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        if descriptor.is_repeated:
+            entry = descriptor.message_type
+            is_map = entry is not None and entry.GetOptions().map_entry
+            result[descriptor.name] = dict(value) if is_map else tuple(value)
+        else:
+            result[descriptor.name] = value
+    return result
+
+
+def sampling_from_message(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Sampling parameters from the wire.
+
+    Raises:
+        InvalidArgument: naming the field as ``sampling.<name>``.
+    """
+    try:
+        return SamplingParams(**_given(message, "sampling"))
+    except InvalidArgument as error:
+        if error.field.startswith("sampling."):
+            raise
+        raise InvalidArgument(f"sampling.{error.field}", error.value, error.allowed) from None
+
+
+def sampling_to_message(params: SamplingParams | None) -> common_pb2.SamplingParams:
+    """Sampling parameters for the wire: what differs from the defaults."""
+    values = (params or SamplingParams()).as_dict()
+    return build(common_pb2.SamplingParams, "sampling.", **values)
+
+
+def speculation_from_message(message: common_pb2.Speculation) -> SpeculationConfig:
+    """How to speculate, from the wire.
+
+    Raises:
+        InvalidArgument: naming the field as ``speculation.<name>``.
+    """
+    return parse_speculation(_given(message, "speculation"))
+
+
+def speculation_to_message(config: SpeculationConfig) -> common_pb2.Speculation:
+    """How to speculate, for the wire."""
+    return build(common_pb2.Speculation, "speculation.", **config.overrides())
+
+
+def draft_from_message(
+    message: Any, vocab_size: int, *, max_nodes: int = MAX_NODES
+) -> Draft:
+    """A checked draft from a message with ``token_ids``, ``parent_indices`` and ``probs``.
+
+    Raises:
+        InvalidArgument: see :meth:`paceline.types.Draft.checked`; or too many nodes.
+    """
+    count = len(message.token_ids)
+    if count == 0 and len(message.parent_indices) == 0:
+        return EMPTY_DRAFT
+    if count > max_nodes:
+        raise InvalidArgument("token_ids", f"{count} nodes", f"at most {max_nodes} nodes")
+    probs = None
+    if message.HasField("probs"):
+        probs = DraftProbs(
+            np.asarray(message.probs.offsets, np.int32),
+            np.asarray(message.probs.token_ids, np.int64),
+            np.asarray(message.probs.probs, np.float32),
+        )
+    parents: Sequence[int] = message.parent_indices or range(-1, count - 1)
+    return Draft.checked(np.asarray(message.token_ids, np.int64), parents, vocab_size, probs)
+
+
+def fill_draft(draft: Draft, message: Any) -> None:
+    """Write a draft into a message with the three fields; a chain leaves the parents out."""
+    message.token_ids.extend(draft.token_ids.tolist())
+    parents = draft.parent_indices.tolist()
+    if parents != list(range(-1, len(parents) - 1)):
+        message.parent_indices.extend(parents)
+    if draft.probs is not None:
+        message.probs.offsets.extend(draft.probs.offsets.tolist())
+        message.probs.token_ids.extend(draft.probs.token_ids.tolist())
+        message.probs.probs.extend(draft.probs.probs.tolist())
+
+
+def tokens_from_message(field: str, token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Token ids from the wire.
+
+    Raises:
+        InvalidArgument: one is outside the vocabulary.
+    """
+    ids: IntArray = np.asarray(token_ids, np.int64)
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(bad):
+        raise InvalidArgument(
+            f"{field}[{bad[0]}]", int(ids[bad[0]]), f"a token id in [0, {vocab_size})"
+        )
+    result: list[int] = ids.tolist()
+    return result
+
+
+# Moments are local to a process; they travel as seconds since the session's start.
+MOMENTS = ("started_at", "first_token_at", "finished_at")
+
+
+def statistics_to_message(stats: SessionStatistics) -> common_pb2.Statistics:
+    """Counters of a finished session for the wire."""
+    message = common_pb2.Statistics()
+    for descriptor in message.DESCRIPTOR.fields:
+        name = descriptor.name
+        if name in ("first_token_seconds", "total_seconds"):
+            continue
+        if descriptor.is_repeated:
+            getattr(message, name).extend(getattr(stats, name))
+        else:
+            setattr(message, name, getattr(stats, name))
+    if stats.first_token_at is not None:
+        message.first_token_seconds = stats.first_token_at - stats.started_at
+    if stats.finished_at is not None:
+        message.total_seconds = stats.finished_at - stats.started_at
+    return message
+
+
+def statistics_from_message(message: common_pb2.Statistics) -> SessionStatistics:
+    """Counters from the wire; moments count from 0, the session's start."""
+    stats = SessionStatistics(started_at=0.0, finished_at=message.total_seconds)
+    for descriptor in message.DESCRIPTOR.fields:
+        name = descriptor.name
+        if name in ("first_token_seconds", "total_seconds"):
+            continue
+        value = getattr(message, name)
+        setattr(stats, name, list(value) if descriptor.is_repeated else value)
+    if message.HasField("first_token_seconds"):
+        stats.first_token_at = message.first_token_seconds
+    return stats

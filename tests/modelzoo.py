@@ -1,0 +1,265 @@
+"""Small random checkpoints in Hugging Face format, for tests of the load paths and the loop.
+
+``make_model("qwen2", directory)`` writes a folder as a user would have it (config.json,
+safetensors, tokenizer.json) and returns it; the same arguments give the same bytes. Weights are
+drawn wide enough that argmax wanders over the vocabulary instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 258  # the 256 bytes and two special tokens
+END_OF_TEXT_ID, PAD_ID = 256, 257
+CONTEXT_LENGTH = 512
+
+_LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "tie_word_embeddings": False,
+    "bos_token_id": END_OF_TEXT_ID,
+    "eos_token_id": END_OF_TEXT_ID,
+    "pad_token_id": PAD_ID,
+}
+_GEMMA_SIZES = _LLAMA_SIZES | {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+
+
+def _rope(rope_type: str, **values: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **values}}
+
+
+_LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# kind -> (model_type, config values)
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA_SIZES),
+    "llama_tied": ("llama", _LLAMA_SIZES | {"tie_word_embeddings": True}),
+    "llama_gqa": ("llama", _LLAMA_SIZES | {"num_key_value_heads": 2}),
+    "llama_bias": ("llama", _LLAMA_SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "llama_head_dim": ("llama", _LLAMA_SIZES | {"head_dim": 32, "num_key_value_heads": 1}),
+    "llama_llama3_rope": ("llama", _LLAMA_SIZES | _rope("llama3", **_LLAMA3_ROPE)),
+    "llama_linear_rope": ("llama", _LLAMA_SIZES | _rope("linear", factor=4.0)),
+    "llama_yarn_rope": (
+        "llama",
+        _LLAMA_SIZES | _rope("yarn", factor=4.0, original_max_position_embeddings=128),
+    ),
+    "mistral": ("mistral", _LLAMA_SIZES | {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral_sliding": ("mistral", _LLAMA_SIZES | {"num_key_value_heads": 2, "sliding_window": 16}),
+    "qwen2": ("qwen2", _LLAMA_SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", _LLAMA_SIZES | {"num_key_value_heads": 2, "head_dim": 32}),
+    "gpt2": (
+        "gpt2",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": CONTEXT_LENGTH,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+        },
+    ),
+    "opt": (
+        "opt",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "ffn_dim": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": CONTEXT_LENGTH,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+        },
+    ),
+    "gemma": ("gemma", _GEMMA_SIZES),
+    "gemma2": (
+        "gemma2",
+        _GEMMA_SIZES | {"sliding_window": 16, "num_hidden_layers": 4, "tie_word_embeddings": False},
+    ),
+    "gpt_neox": (
+        "gpt_neox",
+        {key: value for key, value in _LLAMA_SIZES.items() if key != "num_key_value_heads"},
+    ),
+    # ALiBi: positions come from the attention mask, and forward takes no position_ids.
+    "bloom": (
+        "bloom",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+        },
+    ),
+    # A state-space model: nothing to crop, nothing to mask.
+    "mamba": (
+        "mamba",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+        },
+    ),
+}
+
+_FAST_PATH_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+FAST_PATH_KINDS = (
+    *(kind for kind, (model_type, _) in _KINDS.items() if model_type in _FAST_PATH_TYPES),
+    "llama_sharded",
+    "llama_legacy_rope",
+)
+GENERAL_PATH_KINDS = ("gpt2", "opt", "gemma", "gemma2", "gpt_neox", "bloom", "mamba")
+
+
+def _legacy_rope(folder: Path) -> None:
+    """Rewrite config.json with the keys that checkpoints had before transformers 5."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    file.write_text(json.dumps(config, indent=2))
+
+
+# kind -> (base kind, what to do after saving, arguments of save_pretrained)
+_VARIANTS: dict[str, tuple[str, Callable[[Path], None] | None, dict[str, Any]]] = {
+    "llama_sharded": ("llama_gqa", None, {"max_shard_size": "150KB"}),
+    "llama_legacy_rope": ("llama_llama3_rope", _legacy_rope, {}),
+}
+
+KINDS = (*_KINDS, *_VARIANTS)
+
+
+def make_model(
+    kind: str, directory: str | Path, *, seed: int = 0, dtype: str = "float32", **overrides: Any
+) -> Path:
+    """Write a random checkpoint of ``kind`` below ``directory`` and return its folder.
+
+    A folder that an earlier call with the same arguments wrote is returned as it is, so a
+    directory of session scope makes a cache.
+
+    Args:
+        kind: one of ``KINDS``.
+        directory: where to put it; created if missing.
+        seed: of the weights.
+        dtype: of the weights on disk, as torch names it.
+        overrides: values of the transformers config, for example ``num_hidden_layers=2``.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind: got {kind!r}, expected one of {', '.join(KINDS)}")
+    arguments = json.dumps([seed, dtype, overrides], sort_keys=True)
+    folder = Path(directory) / f"{kind}-{hashlib.sha256(arguments.encode()).hexdigest()[:10]}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent))
+    base, finish, save = _VARIANTS.get(kind, (kind, None, {}))
+    random_model(base, seed=seed, dtype=dtype, **overrides).save_pretrained(draft, **save)
+    write_tokenizer(draft)
+    if finish is not None:
+        finish(draft)
+    draft.chmod(0o755)
+    try:
+        os.rename(draft, folder)  # appears whole or not at all
+    except OSError:  # another worker was faster
+        shutil.rmtree(draft)
+    return folder
+
+
+def random_model(kind: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:
+    """The transformers model that :func:`make_model` saves, in eval mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, values = _KINDS[kind]
+    config = AutoConfig.for_model(model_type, **{**values, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    tied = bool(getattr(config, "tie_word_embeddings", True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random_values(name, parameter, tied, generator))
+    model.tie_weights()
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def _random_values(
+    name: str, parameter: torch.Tensor, tied: bool, generator: torch.Generator
+) -> torch.Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if "A_log" in name:
+        return parameter  # decay rates of a state-space model: only their own values are stable
+    if parameter.dim() < 2:
+        # Biases are small (a large one in the last norm would favour one token everywhere); a
+        # norm's weights spread around what the model starts from, 1 or Gemma's 0.
+        return noise * 0.05 if name.endswith("bias") else parameter + noise * 0.2
+    if "lm_head" in name or "embed_out" in name:
+        scale = 3.0
+    elif "wpe" in name or "embed_positions" in name:
+        scale = 2.0
+    elif "embed" in name or "wte" in name:
+        # An embedding that is the head too needs the head's spread, yet must stay small beside
+        # what the layers add, or the model would echo its input.
+        scale = 1.5 if tied else 0.3
+    else:
+        scale = 4.0 if tied else 1.5
+    fan_in = parameter.shape[0] if ".c_" in name else parameter.shape[-1]  # GPT-2 transposes
+    return noise * scale / fan_in**0.5
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with no merges: every byte of a text is one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>"])
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|endoftext|>",
+                "pad_token": "<|pad|>",
+                "clean_up_tokenization_spaces": False,
+            },
+            indent=2,
+        )
+    )

@@ -1,0 +1,1 @@
+"""The search over methods and their knobs (Ray Tune)."""

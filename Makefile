@@ -12,7 +12,9 @@ BENCH_ARGS ?=
 DEMO_MODEL_ARGS ?=
 
 # Quiet pip, visible progress: one line that changes on a terminal, a line per package elsewhere.
+# Errors stay; pip's warnings are about the user's own pip settings.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install
+QUIET := 2> >(grep -v '^WARNING: ' >&2)
 PROGRESS := awk -v tty="$$([ -t 2 ] && echo 1 || echo 0)" \
 	'/^ *(Downloading|Building|Installing|Preparing)/ { $$1 = $$1; line = substr($$0, 1, 76); \
 	if (tty) printf "\r\033[K  %s", line; else if (!/Downloading.*metadata/) print "  " line; fflush() } \
@@ -48,9 +50,9 @@ $(BIN)/python:
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@start=$$SECONDS; pin=$$(grep '^torch==' constraints.txt); \
 	echo "[2/3] $$pin (the largest download)"; \
-	$(PIP) -c constraints.txt "$$pin" "$$(grep -i '^setuptools==' constraints.txt)" | $(PROGRESS); \
+	$(PIP) -c constraints.txt "$$pin" "$$(grep -i '^setuptools==' constraints.txt)" $(QUIET) | $(PROGRESS); \
 	echo "[3/3] Paceline and $$(grep -c == constraints.txt) packages"; \
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' | $(PROGRESS); \
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' $(QUIET) | $(PROGRESS); \
 	touch $@; echo "installed in $$((SECONDS - start)) s"
 
 .PHONY: demo

@@ -25,31 +25,38 @@ class SpeculationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: str = Field("draft_model", description="A row of the catalogue (`paceline methods`).")
+    method: str = Field(
+        default="draft_model", description="A row of the catalogue (`paceline methods`)."
+    )
     num_speculative_tokens: int | None = Field(
-        None, ge=0, le=MAX_DEPTH, description="Depth of the draft; 0 is plain AR decoding."
+        default=None, ge=0, le=MAX_DEPTH, description="Depth of the draft; 0 is plain AR decoding."
     )
     node_budget: int | None = Field(
-        None, ge=0, le=MAX_NODES, description="Nodes of the draft at most; default: the depth."
+        default=None,
+        ge=0,
+        le=MAX_NODES,
+        description="Nodes of the draft at most; default: the depth.",
     )
-    shape: str | None = Field(None, description="Tree shape of an expanding drafter.")
+    shape: str | None = Field(default=None, description="Tree shape of an expanding drafter.")
     branching: int | None = Field(
-        None, ge=1, le=16, description="Children of each node in the shape `kary`."
+        default=None, ge=1, le=16, description="Children of each node in the shape `kary`."
     )
-    acceptance: str | None = Field(None, description="Acceptance rule.")
-    length: str | None = Field(None, description="Length controller.")
+    acceptance: str | None = Field(default=None, description="Acceptance rule.")
+    length: str | None = Field(default=None, description="Length controller.")
     draft_support: int | None = Field(
-        None, ge=1, le=4096,
+        default=None,
+        ge=1,
+        le=4096,
         description="Most likely tokens that a sampled draft is drawn from (rejection sampling).",
     )
     ngram_max: int | None = Field(
-        None, ge=1, le=16, description="Longest suffix that prompt lookup searches for."
+        default=None, ge=1, le=16, description="Longest suffix that prompt lookup searches for."
     )
     ngram_min: int | None = Field(
-        None, ge=1, le=16, description="Shortest suffix that prompt lookup searches for."
+        default=None, ge=1, le=16, description="Shortest suffix that prompt lookup searches for."
     )
     allow_lossy: bool = Field(
-        False, description="Permit rows and rules that can change the target's output."
+        default=False, description="Permit rows and rules that can change the target's output."
     )
 
     def overrides(self) -> dict[str, Any]:
@@ -57,7 +64,9 @@ class SpeculationConfig(BaseModel):
         return self.model_dump(exclude_none=True, exclude_defaults=False)
 
 
-def parse_speculation(value: Mapping[str, Any] | None, prefix: str = "speculation") -> SpeculationConfig:
+def parse_speculation(
+    value: Mapping[str, Any] | None, prefix: str = "speculation"
+) -> SpeculationConfig:
     """Build a SpeculationConfig from untrusted keys and values.
 
     Raises:

@@ -14,12 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.base import AsyncDrafter, Drafter, is_local, is_remote
 from paceline.drafters.client import ClientDrafter
 from paceline.drafters.none import NoDrafter
 from paceline.drafters.prompt_lookup import PromptLookup
@@ -112,6 +112,7 @@ class Engine:
         self._handlers: dict[str, EventHandler] = {}
         self._text_sent: dict[str, int] = {}
         self._arrival = threading.Condition()
+        self.interrupted: Callable[[], object] = lambda: False  # ends a wait for drafts early
 
     # --- sessions in ---------------------------------------------------------------------------
 
@@ -143,9 +144,7 @@ class Engine:
                 f"a method whose drafter is loaded here: {', '.join(able)}",
             )  # fmt: skip
         if plan.rule.name == "greedy" and params.temperature > 0:
-            raise InvalidArgument(
-                "acceptance", "greedy", "'coupled' when temperature is above 0"
-            )
+            raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
         self._check_prompt(prompt_ids)
         params.check_vocabulary(self.target.vocab_size)
         if params.stop and self.tokenizer is None:
@@ -244,12 +243,10 @@ class Engine:
         self._request_drafts()
         if not prefill and not self._has_ready():
             with self._arrival:
-                self._arrival.wait_for(self._has_ready, wait_s)
+                self._arrival.wait_for(lambda: self._has_ready() or self.interrupted(), wait_s)
         arrived = self._collect_drafts()
         ready = [
-            session
-            for session in self.sessions.values()
-            if session.state is SessionState.READY
+            session for session in self.sessions.values() if session.state is SessionState.READY
         ]
         if not ready and not prefill:
             return []
@@ -323,7 +320,7 @@ class Engine:
 
     def _after_prefill(self, session: Session) -> None:
         if session.state is SessionState.PREFILLING and self.target.prefill_left(session) == 0:
-            remote = isinstance(self._drafter(session), AsyncDrafter)
+            remote = is_remote(self._drafter(session))
             session.state = SessionState.DRAFTING if remote else SessionState.READY
 
     def _request_drafts(self) -> None:
@@ -336,12 +333,12 @@ class Engine:
         load = self.load
         for name, members in groups.items():
             drafter = self.drafters[name]
-            assert isinstance(drafter, AsyncDrafter)
+            assert is_remote(drafter)
             budgets = [round_budget(session, load) for session in members]
             started = time.perf_counter()
             try:
                 futures = drafter.propose_async(members, budgets)
-            except Exception as error:  # noqa: BLE001  a drafter never takes a session down
+            except Exception as error:
                 futures = [_failed(error) for _ in members]
             for session, future in zip(members, futures, strict=True):
                 self._futures[session.session_id] = future
@@ -364,7 +361,7 @@ class Engine:
             session.stats.draft_seconds += time.perf_counter() - self._draft_started[session_id]
             try:
                 arrived[session_id] = future.result()
-            except BaseException as error:  # noqa: BLE001  includes CancelledError
+            except Exception as error:
                 logger.warning("session %s lost its drafter: %s", session_id, error)
                 self._drafter(session).close(session)
                 session.lose_drafter()
@@ -375,13 +372,13 @@ class Engine:
         return {
             name: drafter
             for name, drafter in self.drafters.items()
-            if not isinstance(drafter, AsyncDrafter)
+            if is_local(drafter)
         }
 
     def _observe_remote(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
             drafter = self._drafter(session)
-            if isinstance(drafter, AsyncDrafter):
+            if is_remote(drafter):
                 drafter.observe([session], [outcome])
 
     def _drafter(self, session: Session) -> Drafter | AsyncDrafter:
@@ -403,7 +400,7 @@ class Engine:
         if finished:
             self._release(session)
         else:
-            remote = isinstance(self._drafter(session), AsyncDrafter)
+            remote = is_remote(self._drafter(session))
             session.state = SessionState.DRAFTING if remote else SessionState.READY
         self._notify(event)
         if finished:
@@ -455,6 +452,7 @@ class EngineThread:
         self._calls: deque[tuple[Callable[[Engine], object], Future[object]]] = deque()
         self._wakeup = engine._arrival  # one condition: a call, or a draft that has arrived
         self._stopping = False
+        engine.interrupted = lambda: self._calls or self._stopping
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
     def start(self) -> EngineThread:
@@ -515,8 +513,7 @@ class EngineThread:
                 self._run_calls()
                 return
             if engine.has_work:
-                # Short waits, so that calls are served while all drafts are under way.
-                engine.step(wait_s=0.005)
+                engine.step(wait_s=1.0)
             else:
                 with self._wakeup:
                     self._wakeup.wait_for(lambda: self._calls or self._stopping, 1.0)
@@ -528,10 +525,7 @@ class EngineThread:
                 continue
             try:
                 result = function(self.engine)
-            except Exception as error:  # noqa: BLE001  handed to whoever called
+            except Exception as error:
                 future.set_exception(error)
             else:
-                try:
-                    future.set_result(result)
-                except InvalidStateError:  # cancelled in between
-                    pass
+                future.set_result(result)

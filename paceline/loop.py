@@ -14,7 +14,7 @@ from paceline.acceptance.base import PathLogits
 from paceline.drafters.base import Drafter
 from paceline.session import Session
 from paceline.target import ModelTarget
-from paceline.tree import depths
+from paceline.tree import clip, depths
 from paceline.types import (
     EMPTY_DRAFT,
     Acceptance,
@@ -55,7 +55,7 @@ def decode_round(
         budgets = [round_budget(session, load) for session in members]
         for session, draft in zip(members, _propose(drafters[name], members, budgets), strict=True):
             drafts[session.session_id] = draft
-    in_order = [drafts[session.session_id] for session in sessions]
+    in_order = [_usable(drafts[s.session_id], s, target.vocab_size) for s in sessions]
     drafted = time.perf_counter()
 
     # 2. Verify: one forward over the last committed token and all nodes of every draft.
@@ -119,6 +119,20 @@ def _propose(
             session.lose_drafter()
             drafter.close(session)
         return [EMPTY_DRAFT] * len(sessions)
+
+
+def _usable(draft: Draft, session: Session, vocab_size: int) -> Draft:
+    """The draft within the session's bounds; an empty one if it holds impossible tokens.
+
+    The forward serves all sessions, so a drafter that breaks its promises must not break it.
+    """
+    if not draft.num_nodes:
+        return draft
+    if int(draft.token_ids.min()) < 0 or int(draft.token_ids.max()) >= vocab_size:
+        logger.warning("session %s: a draft with impossible tokens is dropped", session.session_id)
+        return EMPTY_DRAFT
+    # One place is for the target's own token.
+    return clip(draft, session.remaining - 1, session.plan.config.node_budget or 0)
 
 
 def _batched_argmax(

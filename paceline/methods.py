@@ -125,7 +125,9 @@ METHODS: Mapping[str, Method] = {
             acceptance="rejection",
             length="fixed",
             defaults={
-                "num_speculative_tokens": 4, "node_budget": None, "branching": None,
+                "num_speculative_tokens": 4,
+                "node_budget": None,
+                "branching": None,
                 "draft_support": 64,
             },
         ),
@@ -139,7 +141,10 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="fixed",
             defaults={
-                "num_speculative_tokens": 10, "node_budget": None, "ngram_max": 3, "ngram_min": 1,
+                "num_speculative_tokens": 10,
+                "node_budget": None,
+                "ngram_max": 3,
+                "ngram_min": 1,
             },
         ),
     )
@@ -162,9 +167,7 @@ class Plan:
         return LENGTHS[self.config.length or self.method.length](self.config)
 
 
-def resolve(
-    config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
-) -> Plan:
+def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:
     """Fill in a row's defaults and check that the combination can work.
 
     Raises:
@@ -180,11 +183,14 @@ def resolve(
     for key in given:
         if key not in known:
             raise InvalidArgument(
-                key, given[key], f"a knob of method {method.name!r}: "
-                + ", ".join(sorted(known - {"method"})),
+                key,
+                given[key],
+                f"a knob of method {method.name!r}: " + ", ".join(sorted(known - {"method"})),
             )
     values = {
-        "shape": method.shape, "acceptance": method.acceptance, "length": method.length,
+        "shape": method.shape,
+        "acceptance": method.acceptance,
+        "length": method.length,
         **{key: value for key, value in method.defaults.items() if value is not None},
         **given,
     }
@@ -196,13 +202,15 @@ def resolve(
         raise InvalidArgument("acceptance", rule.name, "a lossless rule, or allow_lossy: true")
     if rule.chain_only and values["shape"] not in (None, "chain"):
         raise InvalidArgument(
-            "acceptance", rule.name,
+            "acceptance",
+            rule.name,
             f"a rule that verifies trees ('coupled', 'greedy') with shape {values['shape']!r}, "
             "or shape 'chain'",
         )
     if "ngram_min" in values and values["ngram_min"] > values["ngram_max"]:
-        raise InvalidArgument("ngram_min", values["ngram_min"], f"<= ngram_max "
-                              f"({values['ngram_max']})")
+        raise InvalidArgument(
+            "ngram_min", values["ngram_min"], f"<= ngram_max ({values['ngram_max']})"
+        )
     if values.get("shape") != "kary":
         values.pop("branching", None)
         values.setdefault("node_budget", values["num_speculative_tokens"])

@@ -267,9 +267,7 @@ def _exact_log(value: float) -> float:
 _TIE_MARGIN = 1e-9
 
 
-def perturbed_argmax(
-    scores: Probs, seed: int, position: int, salt: int = Salt.TARGET
-) -> int:
+def perturbed_argmax(scores: Probs, seed: int, position: int, salt: int = Salt.TARGET) -> int:
     """``argmax(scores + gumbel(seed, position, .))``; ties go to the lowest token id.
 
     Args:

@@ -81,7 +81,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     known = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((folder / name).is_file() for name in known):
         raise ModelNotFound(
-            f"model folder {str(path)!r} has no tokenizer: expected tokenizer.json or one of {known}"
+            f"model folder {str(path)!r} has no tokenizer: expected tokenizer.json or one "
+            f"of {', '.join(known)}"
         )
     return _AutoTokenizer(folder)
 

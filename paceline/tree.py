@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.types import Draft, IndexArray
+from paceline.types import Draft, DraftProbs, IndexArray
 
 
 def is_chain(parent_indices: IndexArray) -> bool:
@@ -21,6 +21,8 @@ def is_chain(parent_indices: IndexArray) -> bool:
 
 def depths(parent_indices: IndexArray) -> IndexArray:
     """Depth of each node, 1 for a child of the last committed token.  # int32[N]"""
+    if is_chain(parent_indices):
+        return np.arange(1, len(parent_indices) + 1, dtype=np.int32)
     result = np.empty(len(parent_indices), np.int32)
     for node, parent in enumerate(parent_indices):
         result[node] = 1 if parent < 0 else result[parent] + 1
@@ -58,6 +60,22 @@ def ancestor_mask(parent_indices: IndexArray) -> npt.NDArray[np.bool_]:
         if parent >= 0:
             mask[node] |= mask[parent]
     return mask
+
+
+def clip(draft: Draft, max_depth: int, max_nodes: int) -> Draft:
+    """The part of a draft that is at most so deep and large; the draft itself if all of it is."""
+    if draft.num_nodes <= min(max_depth, max_nodes):
+        return draft
+    keep = np.flatnonzero(depths(draft.parent_indices) <= max_depth)[: max(0, max_nodes)]
+    if len(keep) == draft.num_nodes:
+        return draft
+    # Parents come before children and are less deep, so a kept node's parent is kept too.
+    place = np.full(draft.num_nodes + 1, -1, np.int32)
+    place[keep] = np.arange(len(keep))
+    probs = draft.probs
+    if probs is not None:
+        probs = DraftProbs.stack([probs.row(int(node)) for node in keep])
+    return Draft(draft.token_ids[keep], place[draft.parent_indices[keep]], probs)
 
 
 def merge(drafts: Sequence[Draft], max_nodes: int | None = None) -> Draft:

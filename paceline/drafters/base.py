@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from paceline.types import Budget, Draft, Need, Outcome
 
@@ -38,7 +38,6 @@ class Drafter(Protocol):
         ...
 
 
-@runtime_checkable
 class AsyncDrafter(Protocol):
     """A drafter that lives elsewhere: drafts arrive later, and the target does not wait for them.
 
@@ -58,3 +57,13 @@ class AsyncDrafter(Protocol):
         ...
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None: ...
+
+
+def is_remote(drafter: Drafter | AsyncDrafter) -> TypeGuard[AsyncDrafter]:
+    """Whether drafts arrive later. (``isinstance`` with a Protocol costs 25 µs a call.)"""
+    return hasattr(drafter, "propose_async")
+
+
+def is_local(drafter: Drafter | AsyncDrafter) -> TypeGuard[Drafter]:
+    """Whether drafts are made on the spot."""
+    return hasattr(drafter, "propose")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from paceline.models.base import KVSequence, ModelRunner, Segment
-from paceline.types import Budget, Draft, Need, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
@@ -50,18 +50,20 @@ class DraftModel:
             self.runner.free(state.sequence)
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
-        drafts: list[Draft | None] = [None] * len(sessions)
+        drafts = [EMPTY_DRAFT] * len(sessions)
         # Sessions of one step may use different shapes; each shape grows all of its trees at once.
         by_shape: dict[int, list[int]] = {}
-        for i, session in enumerate(sessions):
-            by_shape.setdefault(id(session.plan.shape), []).append(i)
+        for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
+            # Its context may be shorter than the target's.
+            if session.length + budget.depth <= self.runner.context_length:
+                by_shape.setdefault(id(session.plan.shape), []).append(i)
         for members in by_shape.values():
             shape = sessions[members[0]].plan.shape
             assert shape is not None  # every row with this drafter has one
             grown = shape.build(self, [sessions[i] for i in members], [budgets[i] for i in members])
             for i, draft in zip(members, grown, strict=True):
                 drafts[i] = draft
-        return [draft for draft in drafts if draft is not None]
+        return drafts
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:
         """Catch up with the committed tokens; logits after the last.  # [num_sessions, vocab]"""

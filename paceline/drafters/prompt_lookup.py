@@ -52,7 +52,8 @@ class PromptLookup:
 
     def open(self, session: Session) -> None:
         config = session.plan.config
-        assert config.ngram_min is not None and config.ngram_max is not None  # resolved
+        assert config.ngram_min is not None  # resolved
+        assert config.ngram_max is not None
         self._indexes[session.session_id] = _SuffixIndex(config.ngram_min, config.ngram_max)
 
     def close(self, session: Session) -> None:

@@ -67,8 +67,12 @@ class ModelRunner(Protocol):
 
     vocab_size: int
     context_length: int
-    kv_capacity: int
     batch_invariant: bool
+
+    @property
+    def kv_capacity(self) -> int:
+        """KV entries in all."""
+        ...
 
     def new_sequence(self) -> KVSequence: ...
 

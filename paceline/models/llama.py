@@ -182,9 +182,7 @@ class LlamaRunner:
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
         )
         self._scale = config.head_dim**-0.5
-        self._min_rows, self._tile = 1, 0
-        if batch_invariant:
-            self._min_rows, self._tile = self._find_invariant_products()
+        self._min_rows, self._tile, self._num_threads = 1, 0, 0
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -359,6 +357,10 @@ class LlamaRunner:
     def forward(
         self, segments: Sequence[Segment], wants: frozenset[Need] = frozenset()
     ) -> ForwardResult:
+        if self.batch_invariant and torch.get_num_threads() != self._num_threads:
+            # Products are split over threads, so what is invariant depends on their number.
+            self._num_threads = torch.get_num_threads()
+            self._min_rows, self._tile = self._find_invariant_products()
         tokens, selected, offsets, rows = self._pack(segments)
         x = F.embedding(tokens, self._embedding)
         hidden = self._run_layers(x, rows)
@@ -383,9 +385,7 @@ class LlamaRunner:
             keys, values = self._pool.keys[i], self._pool.values[i]
             normed = ops.add_rmsnorm(x, delta, layer.input_norm, eps)
             qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
-            ops.rope_store(
-                qkv, self._cos_sin, rows, keys, values, layer.q_norm, layer.k_norm, eps
-            )
+            ops.rope_store(qkv, self._cos_sin, rows, keys, values, layer.q_norm, layer.k_norm, eps)
             context = windowed[self.config.windows[i]]
             attended = ops.attention(qkv, keys, values, context, scale)
             delta = self._linear(attended, layer.out, layer.out_bias)
@@ -401,9 +401,7 @@ class LlamaRunner:
         parts = [F.linear(part, weight, bias) for part in padded.split(self._tile)]
         return torch.cat(parts)[: len(x)]
 
-    def _pack(
-        self, segments: Sequence[Segment]
-    ) -> tuple[Tensor, Tensor, tuple[int, ...], Rows]:
+    def _pack(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, tuple[int, ...], Rows]:
         """Append all tokens as pending entries and lay the rows of the batch out."""
         total = sum(len(segment.token_ids) for segment in segments)
         count = max(total, self._min_rows)

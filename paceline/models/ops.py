@@ -101,8 +101,15 @@ class TorchOps:
         return _rmsnorm(x, weight, eps)
 
     def rope_store(
-        self, qkv: Tensor, cos_sin: Tensor, rows: Rows, keys: Tensor, values: Tensor,
-        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
     ) -> None:
         groups, dim = keys.shape[1:]
         heads = qkv.view(len(qkv), -1, dim)  # [R, H + 2G, D]
@@ -144,7 +151,11 @@ class TorchOps:
 
     @staticmethod
     def _attend(
-        query: Tensor, keys: Tensor, values: Tensor, contexts: IndexArray, mask: Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        contexts: IndexArray,
+        mask: Tensor | None,
         scale: float,
     ) -> Tensor:
         index = torch.from_numpy(contexts).to(query.device, torch.long)
@@ -190,23 +201,36 @@ class NativeOps:
         out = torch.empty_like(x)
         rows, dim = x.shape
         address = None if delta is None else delta.data_ptr()
-        self._add_rmsnorm(
-            x.data_ptr(), address, weight.data_ptr(), out.data_ptr(), rows, dim, eps
-        )
+        self._add_rmsnorm(x.data_ptr(), address, weight.data_ptr(), out.data_ptr(), rows, dim, eps)
         return out
 
     def rope_store(
-        self, qkv: Tensor, cos_sin: Tensor, rows: Rows, keys: Tensor, values: Tensor,
-        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
     ) -> None:
         groups, dim = keys.shape[1:]
         count, width = qkv.shape
         self._rope_store(
-            qkv.data_ptr(), cos_sin.data_ptr(), rows.addresses[0], rows.addresses[1],
-            keys.data_ptr(), values.data_ptr(), count,
-            width // dim - 2 * groups, groups, dim,
+            qkv.data_ptr(),
+            cos_sin.data_ptr(),
+            rows.addresses[0],
+            rows.addresses[1],
+            keys.data_ptr(),
+            values.data_ptr(),
+            count,
+            width // dim - 2 * groups,
+            groups,
+            dim,
             None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(), eps,
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
         )
 
     def attention(
@@ -218,8 +242,21 @@ class NativeOps:
         out = qkv.new_empty(count, heads * dim)
         _, _, start, length, path_length, prefix, path = rows.addresses
         failed = self._attention(
-            qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), count, heads,
-            groups, dim, prefix, start, length, path, path_length, rows.longest, scale,
+            qkv.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            count,
+            heads,
+            groups,
+            dim,
+            prefix,
+            start,
+            length,
+            path,
+            path_length,
+            rows.longest,
+            scale,
         )
         if failed:
             raise MemoryError("no memory for the attention scores")

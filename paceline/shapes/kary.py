@@ -28,15 +28,16 @@ class Kary:
         if not growing:
             return [tree.draft() for tree in trees]
         logits = expander.root([tree.session for tree in growing])
-        levels = [tree.add_children(-1, row, self.branching)
-                  for tree, row in zip(growing, logits, strict=True)]
+        levels = [
+            tree.add_children(-1, row, self.branching)
+            for tree, row in zip(growing, logits, strict=True)
+        ]
         for depth in range(2, max(tree.budget.depth for tree in growing) + 1):
             # The last level is proposed but never expanded: nothing is drafted after it.
             going = [
                 (tree, level)
                 for tree, level in zip(growing, levels, strict=True)
-                if level and depth <= tree.budget.depth
-                and len(tree.token_ids) < tree.budget.nodes
+                if level and depth <= tree.budget.depth and len(tree.token_ids) < tree.budget.nodes
             ]
             if not going:
                 break

@@ -1,0 +1,261 @@
+"""`paceline generate`: options to a request, a request to chunks of text, chunks to the terminal.
+
+A run is a generator: it yields what each round committed and returns the result as a mapping. It
+looks the same whether the rounds happen in this process or on a server.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from cluster.cli_output import err, out
+from paceline.errors import InvalidArgument, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.sampling import SamplingParams
+    from paceline.tokenizer import Tokenizer
+
+ACCEPTED_STYLE = "green"
+OWN_STYLE = "bold"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``speculation`` holds the keys that were given; what is absent has its default."""
+
+    prompt: str
+    params: SamplingParams
+    speculation: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A bit of text. ``accepted`` says whether it was drafted; None where that is not known."""
+
+    text: str
+    accepted: bool | None
+
+
+Run = Generator[list[Piece], None, dict[str, Any]]
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def read_prompt(argument: str) -> str:
+    """The prompt, from standard input if the argument is ``-``."""
+    prompt = sys.stdin.read() if argument == "-" else argument
+    if not prompt:
+        raise InvalidArgument("prompt", prompt, "a text that is not empty")
+    return prompt
+
+
+def sampling_params(
+    *, logit_bias: Sequence[str], stop: Sequence[str], stop_token_ids: Sequence[int], **values: Any
+) -> SamplingParams:
+    """SamplingParams from options; it checks the values itself."""
+    from paceline.sampling import SamplingParams
+
+    biases = {}
+    for item in logit_bias:
+        token, separator, bias = item.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            separator = ""
+        if not separator:
+            raise InvalidArgument("logit_bias", item, "ID=NUMBER, for example 42=-1.5")
+    return SamplingParams(
+        logit_bias=biases, stop=tuple(stop), stop_token_ids=tuple(stop_token_ids), **values
+    )
+
+
+def speculation(
+    method: str | None, num_speculative_tokens: int | None, items: Sequence[str]
+) -> dict[str, Any]:
+    """The keys of a SpeculationConfig that the options set."""
+    result: dict[str, Any] = {}
+    for item in items:
+        if item.lstrip().startswith("{"):
+            try:
+                given = json.loads(item)
+            except json.JSONDecodeError as error:
+                raise InvalidArgument("speculation", item, f"valid JSON ({error})") from None
+        else:
+            key, separator, value = item.partition("=")
+            if not separator or not key:
+                raise InvalidArgument("speculation", item, "key=value, or a JSON object")
+            given = {key: _value(value)}
+        for key, value in given.items():
+            _set(result, key, value)
+    if method is not None:
+        _set(result, "method", method)
+    if num_speculative_tokens is not None:
+        _set(result, "num_speculative_tokens", num_speculative_tokens)
+    return result
+
+
+def _value(text: str) -> Any:
+    """A JSON value where it is one, else the text itself: ``4``, ``true``, ``kary``."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _set(result: dict[str, Any], key: str, value: Any) -> None:
+    if result.get(key, value) != value:
+        raise InvalidArgument(key, value, f"one value, but {result[key]!r} was given as well")
+    result[key] = value
+
+
+def refuse_local_options(**options: Any) -> None:
+    """Options about loading a model make no sense when a server has loaded it."""
+    for name, value in options.items():
+        if value is not None:
+            raise InvalidArgument(name, str(value), "no such option together with --server")
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+def run_here(
+    request: Request,
+    *,
+    target: Path | None,
+    drafter: Path | None,
+    dtype: str,
+    device: str,
+    batch_invariant: bool | None,
+) -> Run:
+    """Load the models and generate with an engine of our own."""
+    from paceline.config import parse_speculation
+    from paceline.methods import resolve
+
+    given = dict(request.speculation)
+    given.setdefault(
+        "method", "draft_model" if target is None or drafter is not None else "prompt_lookup"
+    )
+    config = parse_speculation(given)
+    resolve(config)  # before anything is loaded: a wrong name should not cost seconds
+
+    with err.status("loading the models ..."):
+        from paceline.loading import load_engine
+
+        engine = load_engine(
+            target, drafter, dtype=dtype, device=device, batch_invariant=batch_invariant
+        )
+    assert engine.tokenizer is not None  # load_engine always has one
+    splitter = PieceSplitter(engine.tokenizer)
+    pieces: list[Piece] = []
+
+    session = engine.submit(
+        engine.tokenizer.encode(request.prompt),
+        request.params,
+        config,
+        on_event=lambda event: pieces.extend(
+            splitter.split(event.token_ids, event.num_accepted, event.text)
+        ),
+    )
+    try:
+        while engine.has_work:
+            engine.step()
+            if pieces:
+                yield pieces[:]
+                pieces.clear()
+    finally:
+        engine.cancel(session.session_id)  # does nothing when it has finished
+    if session.error is not None:
+        raise session.error
+    return {
+        "text": session.text,
+        "token_ids": session.output_ids,
+        "method": given["method"],
+        "num_prompt_tokens": session.prompt_length,
+        **session.stats.as_dict(),
+        "finish_reason": session.finish_reason,
+    }
+
+
+class PieceSplitter:
+    """Attributes the text of each round to its tokens.
+
+    A round's text may lag behind its tokens (half of a character, the start of a stop string) or
+    be cut (a stop string), so pieces wait in a queue until that much text has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._decoder = None
+        if tokenizer is not None:
+            from paceline.tokenizer import IncrementalDecoder
+
+            self._decoder = IncrementalDecoder(tokenizer)
+        self._queue: deque[Piece] = deque()
+
+    def split(self, token_ids: Sequence[int], num_accepted: int, text: str) -> list[Piece]:
+        """The pieces that ``text`` consists of; their texts joined are ``text``."""
+        if self._decoder is None:
+            return [Piece(text, None)] if text else []
+        for i, token in enumerate(token_ids):
+            piece = self._decoder.push(token)
+            if piece:
+                self._queue.append(Piece(piece, i < num_accepted))
+        result = []
+        while text and self._queue:
+            piece = self._queue.popleft()
+            if not text.startswith(piece.text):
+                if piece.text.startswith(text):  # the rest of it is still held back
+                    self._queue.appendleft(Piece(piece.text[len(text) :], piece.accepted))
+                    return [*result, Piece(text, piece.accepted)]
+                break  # another tokenizer than the one that made the text
+            result.append(piece)
+            text = text[len(piece.text) :]
+        return [*result, Piece(text, None)] if text else result
+
+
+# --- on the terminal ------------------------------------------------------------------------------
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Run to the end and return the result."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as stop:
+            result: dict[str, Any] = stop.value
+            return result
+
+
+def show(run: Run) -> None:
+    """Print pieces as they come, then a line of statistics (on stderr: the text can be piped)."""
+    try:
+        while True:
+            for piece in next(run):
+                style = {True: ACCEPTED_STYLE, False: OWN_STYLE, None: ""}[piece.accepted]
+                out.print(Text(piece.text, style), end="", soft_wrap=True)
+            out.file.flush()
+    except StopIteration as stop:
+        result = stop.value
+    finally:
+        out.print()
+        run.close()
+    if result.get("drafter_lost"):
+        err.print("the drafter was lost on the way; the rest is plain AR", style="yellow")
+    seconds = result["num_tokens"] / result["tokens_per_second"] if result["num_tokens"] else 0.0
+    parts = [
+        f"{result['num_tokens']} tokens in {seconds:.2f} s ({result['tokens_per_second']:.0f}/s)",
+        f"{result['num_target_forwards']} target forwards",
+        f"mean accepted length {result['mean_accepted_length']:.2f}",
+    ]
+    if result["num_drafted"]:
+        parts.append(f"acceptance rate {result['acceptance_rate']:.2f}")
+    parts.append(f"method {result['method']}, finished: {result['finish_reason']}")
+    err.print(" · ".join(parts), style="dim", highlight=False)

@@ -1,0 +1,90 @@
+"""How the commands speak: tables and colours for people, JSON for programs, one line for errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from paceline.errors import PacelineError
+
+DEBUG_VARIABLE = "PACELINE_DEBUG"
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+out = Console()
+err = Console(stderr=True)
+
+
+class MissingExtra(PacelineError):
+    """A command needs packages that come with an extra."""
+
+
+def require(extra: str, *modules: str) -> None:
+    """Raise MissingExtra unless all ``modules`` can be imported."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtra(
+            f"this command needs {', '.join(missing)}, not installed here: "
+            f"pip install 'paceline[{extra}]'"
+        )
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON document and nothing else. NaN is a bug, not a value."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_error(message: str) -> None:
+    # Not through rich: a value in the message may look like markup, and lines are not to be cut.
+    prefix = "\x1b[1;31merror:\x1b[0m" if err.is_terminal and not err.no_color else "error:"
+    sys.stderr.write(f"{prefix} {' '.join(message.split())}\n")
+
+
+class Command(TyperCommand):
+    """A command whose failures are one line and an exit code, never a traceback.
+
+    Exit codes: 2 for input that cannot be served (as for unknown options), 1 for a failure inside,
+    130 after Ctrl-C. ``paceline --debug`` shows tracebacks.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            err.print("interrupted", style="yellow")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            # Whoever read our output has seen enough (`paceline methods | head -1`). Python must
+            # not try to flush what is left when it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except PacelineError as error:
+            self._show_traceback()
+            print_error(str(error))
+            raise typer.Exit(EXIT_BAD_INPUT) from None
+        except Exception as error:
+            if not self._show_traceback():
+                print_error(
+                    f"unexpected {type(error).__name__}: {error} "
+                    "(this is a bug; `paceline --debug ...` shows where)"
+                )
+            raise typer.Exit(1) from None
+
+    @staticmethod
+    def _show_traceback() -> bool:
+        if not os.environ.get(DEBUG_VARIABLE):
+            return False
+        traceback.print_exc()
+        return True

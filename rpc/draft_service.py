@@ -1,0 +1,343 @@
+"""DraftService over a local drafter: mirrors of the targets' sessions, one batch a frame.
+
+``Drafter.propose`` runs in the handler itself, on the event loop: a drafter replica has nothing
+else to do, and a hop to a worker thread and back costs about as much as the whole round trip.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import grpc
+import torch
+
+from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
+from paceline.drafters.base import Drafter
+from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
+from paceline.methods import METHODS, Method, Plan, resolve
+from paceline.session import Session
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
+from rpc.errors import PrefixDiverged, to_status
+from rpc.gen.paceline.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from rpc.messages import (
+    fill_draft,
+    sampling_from_message,
+    speculation_from_message,
+    tokens_from_message,
+)
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# The target keeps its logits to itself; a drafter that needs them cannot live here.
+_NO_VERIFICATION = Verification(torch.empty(0, 0))
+
+
+class _Mirror:
+    """A target's session as this drafter knows it."""
+
+    __slots__ = ("draft", "session", "touched_at")
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.draft = EMPTY_DRAFT  # the last one, to find the accepted path in
+        self.touched_at = time.monotonic()
+
+
+_Mirrors = dict[str, _Mirror]
+
+
+def accepted_path(draft: Draft, new_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The nodes of ``draft`` that became committed tokens, from the root down.
+
+    At least one of ``new_token_ids`` stays over for the target's own token.
+    """
+    path: list[int] = []
+    parent = -1
+    tokens, parents = draft.token_ids.tolist(), draft.parent_indices.tolist()
+    for wanted in new_token_ids[:-1]:
+        followers = range(parent + 1, len(tokens))  # parents come before their children
+        node = next((n for n in followers if (parents[n], tokens[n]) == (parent, wanted)), -1)
+        if node < 0:
+            break
+        path.append(node)
+        parent = node
+    return tuple(path)
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Hosts one local drafter for the sessions of any number of targets.
+
+    Args:
+        drafter: must not need anything from the target but its tokens.
+        name: of the drafter in the catalogue; None takes the sessions of any method.
+        vocab_size: token ids must be below it.
+        context_length: sessions that outgrow it get empty drafts (AR); None: no limit.
+        max_sessions: of all streams together.
+        idle_timeout_s: unary sessions that nobody touches for so long are closed.
+
+    Raises:
+        InvalidArgument: the drafter needs the target's logits, states or weights.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        name: str | None,
+        vocab_size: int,
+        context_length: int | None = None,
+        catalogue: Mapping[str, Method] = METHODS,
+        max_sessions: int = 256,
+        idle_timeout_s: float = 120.0,
+    ) -> None:
+        if drafter.needs:
+            needs = ", ".join(sorted(need.value for need in drafter.needs))
+            raise InvalidArgument(
+                "drafter", type(drafter).__name__,
+                f"a drafter that needs only tokens (this one needs {needs}: host it in the "
+                "target's process)",
+            )
+        self._drafter = drafter
+        self._name = name
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._max_sessions = max_sessions
+        self._idle_timeout_s = idle_timeout_s
+        self._num_sessions = 0
+        self._unary: _Mirrors = {}
+        # Sessions with equal knobs share one plan, and with it one shape: drafters batch by shape.
+        self._plan = lru_cache(256)(lambda config: self._checked_plan(config, catalogue))
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions of all streams and unary clients."""
+        return self._num_sessions
+
+    # --- the stream -----------------------------------------------------------------------------
+
+    async def Propose(
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeFrame], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeReply]:
+        stream = secrets.token_hex(4)  # two targets may use the same session ids
+        mirrors: _Mirrors = {}
+        try:
+            async for frame in request_iterator:
+                started = time.perf_counter()
+                reply = draft_pb2.ProposeReply(round=frame.round, drafter_pid=os.getpid())
+                for draft in self._answer(frame.items, mirrors, stream):
+                    result = reply.results.add()
+                    if isinstance(draft, Draft):
+                        fill_draft(draft, result.draft)
+                        result.draft.SetInParent()
+                    else:
+                        result.error.CopyFrom(to_status(draft))
+                reply.draft_seconds = time.perf_counter() - started
+                yield reply
+        finally:
+            for session_id in list(mirrors):
+                self._drop(mirrors, session_id)
+
+    def _answer(
+        self, items: Sequence[draft_pb2.ProposeItem], mirrors: _Mirrors, stream: str
+    ) -> list[Draft | Exception]:
+        """A draft or an error for each item; one propose for all that ask."""
+        results: list[Draft | Exception] = [EMPTY_DRAFT] * len(items)
+        asking: list[tuple[int, _Mirror, Budget]] = []
+        observed: list[tuple[Session, Outcome]] = []
+        for i, item in enumerate(items):
+            try:
+                if item.close:
+                    self._drop(mirrors, item.session_id)
+                    continue
+                mirror = self._apply(item, mirrors, stream, observed)
+                budget = self._budget(item, mirror)
+                if budget.depth > 0:
+                    asking.append((i, mirror, budget))
+            except PacelineError as error:
+                results[i] = error
+        try:
+            if observed:
+                self._drafter.observe([s for s, _ in observed], [o for _, o in observed])
+            if asking:
+                sessions = [mirror.session for _, mirror, _ in asking]
+                drafts = self._drafter.propose(sessions, [budget for _, _, budget in asking])
+                for (i, mirror, _), draft in zip(asking, drafts, strict=True):
+                    mirror.draft = draft
+                    results[i] = draft
+        except Exception as error:
+            # The drafter's state of these sessions is unknown now: forget them. The targets open
+            # them again if they still want drafts.
+            if not isinstance(error, PacelineError):
+                logger.exception("%s failed", type(self._drafter).__name__)
+            for i, _, _ in asking:
+                results[i] = error
+            touched = {id(s) for s, _ in observed} | {id(m.session) for _, m, _ in asking}
+            for session_id, mirror in list(mirrors.items()):
+                if id(mirror.session) in touched:
+                    self._drop(mirrors, session_id)
+        return results
+
+    # --- unary calls ------------------------------------------------------------------------------
+
+    async def Open(
+        self, request: draft_pb2.OpenDraftRequest, context: Context
+    ) -> draft_pb2.OpenDraftResult:
+        session_id = secrets.token_urlsafe(16)
+        item = draft_pb2.ProposeItem(session_id=session_id, new_token_ids=request.token_ids)
+        item.open.sampling.CopyFrom(request.sampling)
+        item.open.speculation.CopyFrom(request.speculation)
+        mirror = self._apply(item, self._unary, "unary", [])
+        return draft_pb2.OpenDraftResult(
+            session_id=session_id,
+            committed_length=mirror.session.length,
+            idle_timeout_seconds=self._idle_timeout_s,
+            drafter_pid=os.getpid(),
+        )
+
+    async def ProposeOne(
+        self, request: draft_pb2.ProposeItem, context: Context
+    ) -> common_pb2.Draft:
+        self._unary_session(request)
+        (draft,) = self._answer([request], self._unary, "unary")
+        if isinstance(draft, Exception):
+            raise draft
+        message = common_pb2.Draft()
+        fill_draft(draft, message)
+        return message
+
+    async def Observe(
+        self, request: draft_pb2.ProposeItem, context: Context
+    ) -> draft_pb2.ObserveResult:
+        mirror = self._unary_session(request)
+        item = draft_pb2.ProposeItem()
+        item.CopyFrom(request)
+        item.max_depth = 0
+        (result,) = self._answer([item], self._unary, "unary")
+        if isinstance(result, Exception):
+            raise result
+        mirror = self._unary[request.session_id]
+        return draft_pb2.ObserveResult(committed_length=mirror.session.length)
+
+    async def Close(
+        self, request: draft_pb2.CloseDraftRequest, context: Context
+    ) -> draft_pb2.CloseDraftResult:
+        self._drop(self._unary, request.session_id)
+        return draft_pb2.CloseDraftResult()
+
+    def _unary_session(self, request: draft_pb2.ProposeItem) -> _Mirror:
+        """The session of a unary call, which was opened by Open and is named by the server."""
+        if request.HasField("open"):
+            raise InvalidArgument("open", "set", "an item without it: call Open for a new session")
+        mirror = self._unary.get(request.session_id)
+        if mirror is None:
+            raise SessionNotFound(request.session_id)
+        return mirror
+
+    def sweep(self) -> None:
+        """Close unary sessions that nobody touched for ``idle_timeout_s``."""
+        limit = time.monotonic() - self._idle_timeout_s
+        for session_id, mirror in list(self._unary.items()):
+            if mirror.touched_at < limit:
+                self._drop(self._unary, session_id)
+
+    # --- mirrors ----------------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        item: draft_pb2.ProposeItem,
+        mirrors: _Mirrors,
+        stream: str,
+        observed: list[tuple[Session, Outcome]],
+    ) -> _Mirror:
+        """Bring the mirror up to the target's committed tokens; notes what became of the draft."""
+        session_id = item.session_id
+        tokens = tokens_from_message("new_token_ids", item.new_token_ids, self._vocab_size)
+        if item.HasField("open"):
+            plan = self._plan(speculation_from_message(item.open.speculation))
+            params = sampling_from_message(item.open.sampling)
+            if not tokens:
+                raise InvalidArgument("new_token_ids", "[]", "at least one token to open a session")
+            self._drop(mirrors, session_id)
+            if self._num_sessions >= self._max_sessions:
+                raise ResourceExhausted(
+                    f"the drafter holds {self._num_sessions} sessions, its limit"
+                )
+            session = Session(f"{stream}/{session_id}", tokens, params, plan)
+            return self._open(mirrors, session_id, session)
+        mirror = mirrors.get(session_id)
+        if mirror is None:
+            raise SessionNotFound(session_id)
+        mirror.touched_at = time.monotonic()
+        session = mirror.session
+        if item.base_length > session.length:
+            raise PrefixDiverged(
+                f"base_length {item.base_length}: the drafter has only {session.length} tokens",
+                session.length,
+            )
+        if item.base_length < session.length:
+            # Drafters cannot roll back committed tokens; a shorter session is a new one.
+            if item.base_length < 1:
+                raise InvalidArgument("base_length", item.base_length, "at least 1")
+            kept = session.token_ids[: item.base_length]
+            self._drop(mirrors, session_id)
+            again = Session(session.session_id, kept, session.params, session.plan)
+            mirror = self._open(mirrors, session_id, again)
+            mirror.session.token_ids.extend(tokens)
+            return mirror
+        if tokens:
+            path = accepted_path(mirror.draft, tokens)
+            session.token_ids.extend(tokens)
+            observed.append(
+                (
+                    session,
+                    Outcome(
+                        draft=mirror.draft,
+                        path=path,
+                        next_token=tokens[len(path)],
+                        token_ids=tuple(tokens[: len(path) + 1]),
+                        num_accepted=len(path),
+                        verification=_NO_VERIFICATION,
+                    ),
+                )
+            )
+            mirror.draft = EMPTY_DRAFT
+        return mirror
+
+    def _open(self, mirrors: _Mirrors, session_id: str, session: Session) -> _Mirror:
+        self._drafter.open(session)
+        mirrors[session_id] = _Mirror(session)
+        self._num_sessions += 1
+        return mirrors[session_id]
+
+    def _drop(self, mirrors: _Mirrors, session_id: str) -> None:
+        mirror = mirrors.pop(session_id, None)
+        if mirror is not None:
+            self._num_sessions -= 1
+            self._drafter.close(mirror.session)
+
+    def _budget(self, item: draft_pb2.ProposeItem, mirror: _Mirror) -> Budget:
+        depth, nodes = item.max_depth, item.max_nodes
+        if depth > MAX_DEPTH:
+            raise InvalidArgument("max_depth", depth, f"at most {MAX_DEPTH}")
+        if nodes > MAX_NODES:
+            raise InvalidArgument("max_nodes", nodes, f"at most {MAX_NODES}")
+        if self._context_length is not None:
+            depth = min(depth, self._context_length - mirror.session.length)
+        return Budget(depth if nodes else 0, nodes)
+
+    def _checked_plan(self, config: SpeculationConfig, catalogue: Mapping[str, Method]) -> Plan:
+        plan = resolve(config, catalogue)
+        if self._name is not None and plan.method.drafter != self._name:
+            here = sorted(m.name for m in catalogue.values() if m.drafter == self._name)
+            raise InvalidArgument(
+                "method", config.method, f"one that this drafter serves: {', '.join(here)}"
+            )
+        return plan

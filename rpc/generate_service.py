@@ -1,0 +1,163 @@
+"""GenerateService over an engine: prompt in, a stream of committed tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
+from paceline.engine import EngineThread, RoundEvent
+from paceline.errors import InvalidArgument
+from paceline.session import Session
+from rpc.bridge import hand_over
+from rpc.errors import InternalError
+from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
+from rpc.messages import (
+    MAX_MESSAGE_BYTES,
+    sampling_from_message,
+    speculation_from_message,
+    statistics_to_message,
+)
+from rpc.remote_drafter import RemoteDrafter
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# Encoding so much text takes long enough to hold up the other streams.
+_LONG_TEXT = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What GetModel says that the engine does not know.
+
+    Attributes:
+        name: as the operator calls the model.
+        dtype: of its weights.
+        batch_invariant: a token's logits do not depend on what is computed beside it.
+        default_speculation: for requests that name no method.
+    """
+
+    name: str = "unnamed"
+    dtype: str = "float32"
+    batch_invariant: bool = False
+    default_speculation: SpeculationConfig = SpeculationConfig()
+
+
+class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
+    """One engine session for each call."""
+
+    def __init__(self, thread: EngineThread, model: ModelInfo) -> None:
+        self._thread = thread
+        self._model = model
+
+    async def Generate(
+        self, request: generate_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generate_pb2.GenerateReply]:
+        prompt_ids = await self._prompt_ids(request)
+        params = sampling_from_message(request.sampling)
+        speculation = self._model.default_speculation
+        if request.HasField("speculation"):
+            speculation = speculation_from_message(request.speculation)
+        # The id is chosen here, so that a call cancelled before submit returns can be undone too.
+        session_id = secrets.token_urlsafe(16)
+        events: asyncio.Queue[RoundEvent] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        finished = False
+        submitted = self._thread.submit(
+            prompt_ids,
+            params,
+            speculation,
+            session_id=session_id,
+            on_event=hand_over(loop, events.put_nowait),
+        )
+        try:
+            session = await asyncio.wrap_future(submitted)
+            drafter_name = session.plan.method.drafter  # a lost drafter is still told
+            while not finished:
+                event = await events.get()
+                finished = event.finished
+                yield self._reply(event, drafter_name)
+        finally:
+            if not finished:
+                self._thread.cancel(session_id)
+
+    async def GetModel(
+        self, request: generate_pb2.GetModelRequest, context: Context
+    ) -> generate_pb2.Model:
+        engine = self._thread.engine
+        methods = [m.name for m in engine.catalogue.values() if m.drafter in engine.drafters]
+        return generate_pb2.Model(
+            name=self._model.name,
+            vocab_size=engine.target.vocab_size,
+            context_length=engine.target.context_length,
+            dtype=self._model.dtype,
+            batch_invariant=self._model.batch_invariant,
+            has_tokenizer=engine.tokenizer is not None,
+            eos_token_ids=engine.eos_token_ids,
+            methods=sorted(name for name in methods if name != "client"),
+            default_method=self._model.default_speculation.method,
+            limits=generate_pb2.Limits(
+                max_sessions=engine.limits.max_sessions,
+                max_waiting=engine.limits.max_waiting,
+                kv_capacity=engine.target.kv_capacity,
+                max_depth=MAX_DEPTH,
+                max_nodes=MAX_NODES,
+                max_message_bytes=MAX_MESSAGE_BYTES,
+            ),
+        )
+
+    async def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            return list(request.token_ids.token_ids)
+        if kind is None:
+            raise InvalidArgument("prompt", "nothing", "text or token_ids")
+        tokenizer = self._thread.engine.tokenizer
+        if tokenizer is None:
+            raise InvalidArgument(
+                "prompt.text", request.text[:40], "token_ids: this server has no tokenizer"
+            )
+        if not request.text:
+            raise InvalidArgument("prompt.text", "", "at least one character")
+        if len(request.text) > _LONG_TEXT:
+            return await asyncio.to_thread(tokenizer.encode, request.text)
+        return tokenizer.encode(request.text)
+
+    def _reply(self, event: RoundEvent, drafter_name: str) -> generate_pb2.GenerateReply:
+        session = event.session
+        reply = generate_pb2.GenerateReply(
+            round=event.round,
+            token_ids=event.token_ids,
+            num_accepted=event.num_accepted,
+            text=event.text,
+        )
+        if event.finished:
+            self._finish(reply, session, drafter_name)
+        return reply
+
+    def _finish(
+        self, reply: generate_pb2.GenerateReply, session: Session, drafter_name: str
+    ) -> None:
+        """The fields of a last reply.
+
+        Raises:
+            PacelineError: what ended a failed session.
+        """
+        if session.finish_reason == "error":
+            raise session.error or InternalError("the session failed")
+        reply.finish_reason = session.finish_reason or ""
+        reply.statistics.CopyFrom(statistics_to_message(session.stats))
+        reply.prompt_length = session.prompt_length
+        reply.target_pid = os.getpid()
+        drafter = self._thread.engine.drafters[drafter_name]
+        if isinstance(drafter, RemoteDrafter):
+            reply.drafter_pid = drafter.pid
+            reply.drafter_address = drafter.address
+        elif drafter_name != "none":
+            reply.drafter_pid = os.getpid()

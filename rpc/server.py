@@ -1,0 +1,181 @@
+"""One gRPC server for a replica: the services over an engine or a drafter, health, reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paceline.engine import EngineThread
+from paceline.errors import InvalidArgument, PacelineError
+from rpc.draft_service import DraftServicer
+from rpc.errors import ErrorInterceptor
+from rpc.gen.paceline.v1 import (
+    draft_pb2,
+    draft_pb2_grpc,
+    generate_pb2,
+    generate_pb2_grpc,
+    verify_pb2,
+    verify_pb2_grpc,
+)
+from rpc.generate_service import GenerateServicer, ModelInfo
+from rpc.messages import MAX_MESSAGE_BYTES
+from rpc.verify_service import VerifyServicer
+
+logger = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 5.0
+
+SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Two servers on one port would share its connections without a word.
+    ("grpc.so_reuseport", 0),
+    # A client machine that died sends no reset; its sessions end when the pings stay unanswered.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class PortInUse(PacelineError, OSError):
+    """The server cannot listen at its address."""
+
+
+@dataclass(slots=True)
+class RpcServer:
+    """A server that is running.
+
+    Attributes:
+        address: HOST:PORT to connect to.
+        generate, verify, draft: its services, None where it does not have them.
+    """
+
+    address: str
+    port: int
+    server: grpc.aio.Server
+    health: health.aio.HealthServicer
+    generate: GenerateServicer | None = None
+    verify: VerifyServicer | None = None
+    draft: DraftServicer | None = None
+    _sweeper: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    async def stop(self, grace: float = 2.0) -> None:
+        """Refuse new calls, give running ones ``grace`` seconds, then cancel them."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+
+    async def __aenter__(self) -> RpcServer:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+
+async def start_server(
+    *,
+    engine: EngineThread | None = None,
+    model: ModelInfo | None = None,
+    drafter: DraftServicer | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    credentials: grpc.ServerCredentials | None = None,
+    idle_timeout_s: float = 120.0,
+    register: Callable[[grpc.aio.Server], list[str]] | None = None,
+) -> RpcServer:
+    """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
+
+    Args:
+        engine: a started engine thread; it stays the caller's to stop.
+        model: what GetModel says beyond what the engine knows.
+        drafter: the service around a local drafter.
+        host: the default listens on loopback only.
+        port: 0 takes a free one; :attr:`RpcServer.port` tells which.
+        credentials: for TLS; None is plain text.
+        idle_timeout_s: verify sessions that nobody touches for so long are closed.
+        register: adds further services and returns their full names.
+
+    Raises:
+        InvalidArgument: neither an engine nor a drafter nor ``register``, or a port outside the range.
+        PortInUse: something else listens there, or the host is not one of this machine.
+    """
+    if engine is None and drafter is None and register is None:
+        raise InvalidArgument("engine", None, "an engine, a drafter or `register`")
+    if not 0 <= port <= 65535:
+        raise InvalidArgument("port", port, "a port in [0, 65535] (0 takes a free one)")
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+    names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+    result = RpcServer("", 0, server, health.aio.HealthServicer())
+    if engine is not None:
+        result.generate = GenerateServicer(engine, model or ModelInfo())
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(result.generate, server)
+        names.append(_full_name(generate_pb2, "GenerateService"))
+        result.verify = VerifyServicer(engine, idle_timeout_s=idle_timeout_s)
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(result.verify, server)
+        names.append(_full_name(verify_pb2, "VerifyService"))
+    if drafter is not None:
+        result.draft = drafter
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(drafter, server)
+        names.append(_full_name(draft_pb2, "DraftService"))
+    if register is not None:
+        names.extend(register(server))
+    health_pb2_grpc.add_HealthServicer_to_server(result.health, server)
+    reflection.enable_server_reflection(names, server)
+    result.port = _listen(server, host, port, credentials)
+    result.address = f"{host}:{result.port}"
+    await server.start()
+    for name in ("", *names):
+        await result.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    sweeps = [service.sweep for service in (result.verify, result.draft) if service is not None]
+    result._sweeper = asyncio.create_task(_sweep(sweeps, min(SWEEP_INTERVAL_S, idle_timeout_s / 4)))
+    return result
+
+
+def _full_name(module: Any, service: str) -> str:
+    name: str = module.DESCRIPTOR.services_by_name[service].full_name
+    return name
+
+
+def _listen(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
+    address = f"{host}:{port}"
+    try:
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise PortInUse(
+            f"cannot listen on {address}: port {port} is in use, or {host!r} is not an address of "
+            "this machine; choose another port (0 takes a free one)"
+        )
+    return bound
+
+
+async def _sweep(sweeps: list[Callable[[], None]], interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        for sweep in sweeps:
+            try:
+                sweep()
+            except Exception:
+                logger.exception("closing idle sessions failed; trying again later")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from cluster.cli_output import (
     DEBUG_VARIABLE,
@@ -23,6 +24,7 @@ from cluster.cli_output import (
     print_error,
     print_json,
     require,
+    set_threads,
 )
 
 app = typer.Typer(
@@ -39,6 +41,14 @@ _command = partial(app.command, cls=Command)
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
+]
+
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="CPU threads. Default: 1 for models below 100 MB, else what torch chooses.",
+    ),
 ]
 
 
@@ -75,12 +85,14 @@ def main(
 @_command()
 def generate(
     prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text to go on from; `-` reads it from stdin.")
+        str, typer.Argument(metavar="PROMPT", help="The text to go on from; `-` is standard input.")
     ],
     method: Annotated[
         str | None,
         typer.Option(
-            "--method", "-m", metavar="NAME",
+            "--method",
+            "-m",
+            metavar="NAME",
             help="A row of `paceline methods`. Default: draft_model, or prompt_lookup when "
             "`--target` comes without `--drafter`; with `--server`, what the server prefers.",
         ),
@@ -102,7 +114,7 @@ def generate(
     ] = 1.0,
     min_p: Annotated[
         float,
-        typer.Option(metavar="P", help="Drop tokens below P times the most likely one's probability."),
+        typer.Option(metavar="P", help="Drop tokens less likely than P times the likeliest."),
     ] = 0.0,
     repetition_penalty: Annotated[
         float, typer.Option(metavar="R", help="Above 1, tokens that already occur get less likely.")
@@ -122,7 +134,7 @@ def generate(
     ] = False,
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option("--num-speculative-tokens", "-k", metavar="K", help="Depth of a draft; 0 is AR."),
+        typer.Option("-k", "--num-speculative-tokens", metavar="K", help="Depth of a draft."),
     ] = None,
     speculation: Annotated[
         list[str] | None,
@@ -133,7 +145,7 @@ def generate(
     ] = None,
     target: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Target model, a Hugging Face folder. Default: the demo pair."),
+        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
     ] = None,
     drafter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
@@ -153,14 +165,14 @@ def generate(
             "float32 on a CPU.",
         ),
     ] = None,
+    threads: Threads = None,
     server: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Generate on a server, over gRPC, instead of here."),
     ] = None,
     timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="With `--server`: give up after this time."),
-    ] = None,
+        float, typer.Option(metavar="SECONDS", help="With `--server`: give up after this time.")
+    ] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Generate text from a prompt and show which tokens came from the draft.
@@ -203,10 +215,15 @@ def generate(
             dtype=dtype or "float32",
             device=device or "auto",
             batch_invariant=batch_invariant,
+            threads=threads,
         )
     else:
         cli_generate.refuse_local_options(
-            dtype=dtype, device=device, drafter=drafter, batch_invariant=batch_invariant
+            dtype=dtype,
+            device=device,
+            drafter=drafter,
+            batch_invariant=batch_invariant,
+            threads=threads,
         )
         require("serve", "grpc")
         run = cli_generate.run_on_server(request, server, timeout=timeout, tokenizer_from=target)
@@ -220,8 +237,8 @@ def generate(
 def methods(as_json: Json = False) -> None:
     """List the methods: one row for each paper, with its four parts.
 
-    A method is a drafter, a tree shape, an acceptance rule and a length controller. The last
-    column of the table names knobs that `paceline generate --speculation KEY=VALUE` takes.
+    A method is a drafter, a tree shape, an acceptance rule and a length controller, with the knobs
+    that `paceline generate --speculation KEY=VALUE` takes.
     """
     from paceline.methods import METHODS
 
@@ -229,17 +246,11 @@ def methods(as_json: Json = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="underline")
     table.add_column("method", style="bold", no_wrap=True)
-    for name in ("drafter", "shape", "acceptance", "length"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("lossless", justify="center")
-    table.add_column("what it does; paper; knobs", ratio=1, overflow="fold")
+    for column in ("drafter", "shape", "acceptance", "length", "lossless", "needs"):
+        table.add_column(column)
     for row in rows:
-        notes = [row["summary"], f"[dim]{row['paper']}[/dim]"]
-        if row["needs"]:
-            notes.append("needs " + ", ".join(row["needs"]))
-        knobs = ", ".join(k if v is None else f"{k}={v}" for k, v in row["knobs"].items())
         table.add_row(
             row["name"],
             row["drafter"],
@@ -247,9 +258,15 @@ def methods(as_json: Json = False) -> None:
             row["acceptance"],
             row["length"],
             "yes" if row["lossless"] else "[red]no[/red]",
-            "\n".join([*notes, f"[cyan]{knobs}[/cyan]"]),
+            ", ".join(row["needs"]) or "–",
         )
     out.print(table)
+    out.print()
+    for row in rows:
+        knobs = ", ".join(k if v is None else f"{k}={v}" for k, v in row["knobs"].items())
+        out.print(Text.assemble((row["name"], "bold"), f"  {row['summary']}"))
+        for line, style in ((row["paper"], "dim"), (f"knobs: {knobs}", "cyan")):
+            out.print(Padding(Text(line, style), (0, 0, 0, 4)))
 
 
 @_command()
@@ -267,6 +284,7 @@ def doctor(
     """
     from cluster.doctor import Status, run_checks
 
+    set_threads(None, None)
     results = []
     colours = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
     with err.status("checking ...") as status:
@@ -285,7 +303,8 @@ def doctor(
             )
             out.print(result.detail, markup=False, highlight=False, soft_wrap=True)
             if result.mend:
-                out.print(f"{'':17} -> {result.mend}", markup=False, highlight=False, soft_wrap=True)
+                mend = f"{'':17} -> {result.mend}"
+                out.print(mend, markup=False, highlight=False, soft_wrap=True)
     failed = [result.name for result in results if result.status is Status.FAIL]
     if as_json:
         print_json({"ok": not failed, "checks": [result.as_dict() for result in results]})
@@ -293,6 +312,122 @@ def doctor(
         print_error(f"failed: {', '.join(failed)}")
     if failed:
         raise typer.Exit(1)
+
+
+@_command()
+def bench(
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prompts in Spec-Bench's JSONL format. Default: built-in ones."
+        ),
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="`all`, or rows of the catalogue separated by commas, each with knobs after "
+            "colons: `draft_model:num_speculative_tokens=6,prompt_lookup`. AR always runs.",
+        ),
+    ] = "all",
+    batch: Annotated[
+        int, typer.Option("--batch", "-b", metavar="N", help="Prompts generated together.")
+    ] = 1,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens for each prompt.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", metavar="T", help="0 is argmax.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the sampling.")] = 0,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", metavar="N", help="Runs of each method.")
+    ] = 3,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Prompts of each category at most.")
+    ] = None,
+    peers: Annotated[
+        bool | None,
+        typer.Option(
+            "--peers/--no-peers",
+            help="Run transformers' own generate on the same weights, too. Default: at "
+            "temperature 0.",
+        ),
+    ] = None,
+    batch_invariant: Annotated[
+        str,
+        typer.Option(metavar="MODE", help="auto, on, off, or both, which shows what it costs."),
+    ] = "auto",
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Measure a deployment of the same target (`paceline up`), too.",
+        ),
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T",
+            help="colocated (this process), actors (`--server`, else a local Ray for as long as it "
+            "takes), or both. Default: colocated; both with `--server`.",
+        ),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="D", help="float32, bfloat16 or float16.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Compare methods with AR: same prompts, one process, interleaved; medians and spread.
+
+    A speedup is the median of paired ratios, the same prompts in the same repetition. Whether the
+    tokens are those of AR is checked on every prompt and shown.
+
+    Examples:
+
+    - `paceline bench --limit 2`
+    - `paceline bench --methods draft_model,prompt_lookup --batch 8 --json`
+    - `paceline bench --prompts questions.jsonl --target ./big --drafter ./small`
+    - `paceline bench --topology both --methods draft_model`
+    """
+    with err.status("loading torch ..."):
+        from cluster import cli_bench
+        from paceline.bench import BenchOptions, render_table
+
+    set_threads(threads, target)
+    options = BenchOptions(
+        target=target,
+        drafter=drafter,
+        prompts=prompts,
+        methods=methods,
+        batch=batch,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        repetitions=repetitions,
+        limit=limit,
+        peers=peers,
+        batch_invariant=batch_invariant,
+        topology=topology or ("colocated" if server is None else "both"),
+        dtype=dtype,
+        device=device,
+    )
+    if options.topology != "colocated":
+        require("serve", "ray", "grpc")
+    result = cli_bench.run(options, server)
+    if as_json:
+        print_json(result)
+    else:
+        render_table(result, out)
 
 
 # --- a cluster ------------------------------------------------------------------------------------
@@ -324,20 +459,33 @@ def up(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", "-c", metavar="FILE",
+            "--config",
+            "-c",
+            metavar="FILE",
             help="What to deploy (YAML, the same file as for `serve run`). Default: the demo pair "
             "with a drafter and a target in separate actors.",
         ),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Join this Ray cluster. Default: a local one."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Deploy on this Ray cluster. Default: RAY_ADDRESS, else a local Ray of its own.",
+        ),
     ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="P", help="Port of the gateway, instead of the config's."),
+    ] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay until Ctrl-C, then take it down again.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start (or join) a Ray cluster and deploy a target, its drafters and the gateway.
 
-    Returns when the gateway answers; everything stays up until `paceline down`.
+    Returns when the gateway answers; everything stays up until `paceline down`. It listens on
+    loopback unless the config says otherwise.
 
     Examples:
 
@@ -348,7 +496,7 @@ def up(
     require("serve", "ray", "grpc")
     from cluster import local
 
-    result = local.up(config, address=address)
+    result = local.up(config, address=address, port=port, detach=not foreground)
     if as_json:
         print_json(result)
 
@@ -362,6 +510,10 @@ def down(as_json: Json = False) -> None:
     result = local.down()
     if as_json:
         print_json(result)
+    elif result["stopped"]:
+        out.print(f"stopped the deployment at {result['gateway']}", highlight=False)
+    else:
+        out.print("nothing was running")
 
 
 @_command()
@@ -373,9 +525,11 @@ def status(as_json: Json = False) -> None:
     state = local.status()
     if as_json:
         print_json(state)
-    else:
+    elif state["running"]:
         _show_tree(state)
-    if not state.get("running"):
+    else:
+        out.print("nothing is running: `paceline up` starts a deployment", markup=False)
+    if not state["running"]:
         raise typer.Exit(1)
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from cluster.cli_output import err, out
-from paceline.errors import InvalidArgument, PacelineError
+from cluster.cli_output import err, out, set_threads
+from paceline.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "bold"
+
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def run_here(
     dtype: str,
     device: str,
     batch_invariant: bool | None,
+    threads: int | None,
 ) -> Run:
     """Load the models and generate with an engine of our own."""
     from paceline.config import parse_speculation
@@ -149,6 +152,8 @@ def run_here(
 
     with err.status("loading the models ..."):
         from paceline.loading import load_engine
+
+        set_threads(threads, target)
 
         engine = load_engine(
             target, drafter, dtype=dtype, device=device, batch_invariant=batch_invariant
@@ -183,6 +188,79 @@ def run_here(
         **session.stats.as_dict(),
         "finish_reason": session.finish_reason,
     }
+
+
+# --- on a server ----------------------------------------------------------------------------------
+
+
+def check_address(server: str) -> str:
+    """``server`` if it has the form HOST:PORT."""
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidArgument("server", server, "HOST:PORT, for example 127.0.0.1:50051")
+    return server
+
+
+def run_on_server(
+    request: Request, server: str, *, timeout: float, tokenizer_from: Path | None
+) -> Run:
+    """Generate over gRPC.
+
+    Args:
+        timeout: seconds for the whole generation.
+        tokenizer_from: a model folder whose tokenizer tells which text came from which token;
+            None tries the demo pair's.
+    """
+    from paceline.config import parse_speculation
+    from rpc.client import Client
+
+    check_address(server)
+    if not timeout > 0:
+        raise InvalidArgument("timeout", timeout, "seconds above 0")
+    with Client(server, timeout=min(timeout, _CONNECT_TIMEOUT_S)) as client:
+        model = client.get_model()
+    config = parse_speculation({"method": model.default_method, **request.speculation})
+    splitter = PieceSplitter(_tokenizer_of(model.vocab_size, tokenizer_from))
+    rounds = []
+    with (
+        Client(server, timeout=timeout) as client,
+        client.generate(request.prompt, request.params, config) as generation,
+    ):
+        for item in generation:
+            rounds.append(item)
+            pieces = splitter.split(item.token_ids, item.num_accepted, item.text)
+            if pieces:
+                yield pieces
+    last = rounds[-1]
+    assert last.statistics is not None  # the last round of a generation has them
+    return {
+        "text": "".join(item.text for item in rounds),
+        "token_ids": [token for item in rounds for token in item.token_ids],
+        "method": config.method,
+        "num_prompt_tokens": last.prompt_length,
+        **last.statistics.as_dict(),
+        "finish_reason": last.finish_reason,
+        "target_pid": last.target_pid,
+        "drafter_pid": last.drafter_pid,
+    }
+
+
+def _tokenizer_of(vocab_size: int, folder: Path | None) -> Tokenizer | None:
+    """A local tokenizer that can be the server's. It only chooses colours, never text."""
+    from paceline.demo import TARGET_DIR
+    from paceline.errors import ModelNotFound
+    from paceline.tokenizer import load_tokenizer
+
+    if folder is not None:
+        return load_tokenizer(folder)
+    try:
+        tokenizer = load_tokenizer(TARGET_DIR)
+    except ModelNotFound:
+        return None
+    return tokenizer if tokenizer.vocab_size == vocab_size else None
+
+
+# --- which token a text came from -----------------------------------------------------------------
 
 
 class PieceSplitter:
@@ -236,17 +314,20 @@ def finish(run: Run) -> dict[str, Any]:
 
 def show(run: Run) -> None:
     """Print pieces as they come, then a line of statistics (on stderr: the text can be piped)."""
+    started = False
     try:
         while True:
             for piece in next(run):
+                started = True
                 style = {True: ACCEPTED_STYLE, False: OWN_STYLE, None: ""}[piece.accepted]
                 out.print(Text(piece.text, style), end="", soft_wrap=True)
             out.file.flush()
     except StopIteration as stop:
         result = stop.value
     finally:
-        out.print()
         run.close()
+        if started:
+            out.print()
     if result.get("drafter_lost"):
         err.print("the drafter was lost on the way; the rest is plain AR", style="yellow")
     seconds = result["num_tokens"] / result["tokens_per_second"] if result["num_tokens"] else 0.0
@@ -258,4 +339,4 @@ def show(run: Run) -> None:
     if result["num_drafted"]:
         parts.append(f"acceptance rate {result['acceptance_rate']:.2f}")
     parts.append(f"method {result['method']}, finished: {result['finish_reason']}")
-    err.print(" · ".join(parts), style="dim", highlight=False)
+    err.print(" · ".join(parts), style="dim", highlight=False, soft_wrap=True)

@@ -7,21 +7,26 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from paceline.errors import PacelineError
+from paceline.errors import InvalidArgument, PacelineError
 
 DEBUG_VARIABLE = "PACELINE_DEBUG"
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
-out = Console()
-err = Console(stderr=True)
+_SMALL_MODEL_BYTES = 100e6
+
+# A pipe or a file has no width of its own; 100 columns keep tables whole.
+_width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
+out = Console(width=_width)
+err = Console(stderr=True, width=_width)
 
 
 class MissingExtra(PacelineError):
@@ -50,6 +55,24 @@ def print_error(message: str) -> None:
     sys.stderr.write(f"{prefix} {' '.join(message.split())}\n")
 
 
+def set_threads(threads: int | None, target: Path | None) -> None:
+    """Set torch's CPU threads; ``None`` means 1 for a small target (None: the demo's), else all.
+
+    On one forward of a small model threads gain nothing, and lose much when cores are busy.
+    """
+    import torch
+
+    from paceline.demo import TARGET_DIR
+
+    if threads is not None and not 1 <= threads <= 1024:
+        raise InvalidArgument("threads", threads, "an integer in [1, 1024]")
+    if threads is None:
+        weights = sum(f.stat().st_size for f in (target or TARGET_DIR).glob("*.safetensors"))
+        if weights > _SMALL_MODEL_BYTES:
+            return
+    torch.set_num_threads(threads or 1)
+
+
 class Command(TyperCommand):
     """A command whose failures are one line and an exit code, never a traceback.
 
@@ -69,7 +92,7 @@ class Command(TyperCommand):
             # Whoever read our output has seen enough (`paceline methods | head -1`). Python must
             # not try to flush what is left when it exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
+            raise typer.Exit(1) from None
         except PacelineError as error:
             self._show_traceback()
             print_error(str(error))

@@ -15,7 +15,7 @@ T = TypeVar("T")
 def hand_over(
     loop: asyncio.AbstractEventLoop, handler: Callable[[RoundEvent], Any]
 ) -> Callable[[RoundEvent], None]:
-    """An ``on_event`` that runs ``handler`` on ``loop``; nothing happens once the loop is closed."""
+    """An ``on_event`` that runs ``handler`` on ``loop``, and does nothing once that is closed."""
 
     def on_event(event: RoundEvent) -> None:
         with suppress(RuntimeError):  # the server is gone; the engine goes on

@@ -43,11 +43,12 @@ _NO_VERIFICATION = Verification(torch.empty(0, 0))
 class _Mirror:
     """A target's session as this drafter knows it."""
 
-    __slots__ = ("draft", "session", "touched_at")
+    __slots__ = ("asked", "draft", "session", "touched_at")
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.draft = EMPTY_DRAFT  # the last one, to find the accepted path in
+        self.draft = EMPTY_DRAFT  # the one after these tokens, to find the accepted path in
+        self.asked: Budget | None = None  # what that draft was made for
         self.touched_at = time.monotonic()
 
 
@@ -101,7 +102,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if drafter.needs:
             needs = ", ".join(sorted(need.value for need in drafter.needs))
             raise InvalidArgument(
-                "drafter", type(drafter).__name__,
+                "drafter",
+                type(drafter).__name__,
                 f"a drafter that needs only tokens (this one needs {needs}: host it in the "
                 "target's process)",
             )
@@ -159,8 +161,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     continue
                 mirror = self._apply(item, mirrors, stream, observed)
                 budget = self._budget(item, mirror)
-                if budget.depth > 0:
-                    asking.append((i, mirror, budget))
+                if budget.depth <= 0:
+                    continue
+                if mirror.asked == budget:
+                    results[i] = mirror.draft  # asked again: the answer was lost
+                    continue
+                if mirror.asked is not None:  # drafters draft once after a token
+                    mirror = self._reopen(mirrors, item.session_id, mirror.session.length)
+                asking.append((i, mirror, budget))
             except PacelineError as error:
                 results[i] = error
         try:
@@ -169,8 +177,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if asking:
                 sessions = [mirror.session for _, mirror, _ in asking]
                 drafts = self._drafter.propose(sessions, [budget for _, _, budget in asking])
-                for (i, mirror, _), draft in zip(asking, drafts, strict=True):
-                    mirror.draft = draft
+                for (i, mirror, budget), draft in zip(asking, drafts, strict=True):
+                    mirror.draft, mirror.asked = draft, budget
                     results[i] = draft
         except Exception as error:
             # The drafter's state of these sessions is unknown now: forget them. The targets open
@@ -248,6 +256,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if mirror.touched_at < limit:
                 self._drop(self._unary, session_id)
 
+    def close(self) -> None:
+        """Close all unary sessions, when the server stops; streams close theirs as they end."""
+        for session_id in list(self._unary):
+            self._drop(self._unary, session_id)
+
     # --- mirrors ----------------------------------------------------------------------------------
 
     def _apply(
@@ -283,13 +296,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 session.length,
             )
         if item.base_length < session.length:
-            # Drafters cannot roll back committed tokens; a shorter session is a new one.
             if item.base_length < 1:
                 raise InvalidArgument("base_length", item.base_length, "at least 1")
-            kept = session.token_ids[: item.base_length]
-            self._drop(mirrors, session_id)
-            again = Session(session.session_id, kept, session.params, session.plan)
-            mirror = self._open(mirrors, session_id, again)
+            mirror = self._reopen(mirrors, session_id, item.base_length)
             mirror.session.token_ids.extend(tokens)
             return mirror
         if tokens:
@@ -308,7 +317,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     ),
                 )
             )
-            mirror.draft = EMPTY_DRAFT
+            mirror.draft, mirror.asked = EMPTY_DRAFT, None
         return mirror
 
     def _open(self, mirrors: _Mirrors, session_id: str, session: Session) -> _Mirror:
@@ -316,6 +325,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         mirrors[session_id] = _Mirror(session)
         self._num_sessions += 1
         return mirrors[session_id]
+
+    def _reopen(self, mirrors: _Mirrors, session_id: str, length: int) -> _Mirror:
+        """Start again with the first ``length`` tokens: drafters cannot roll back."""
+        session = mirrors[session_id].session
+        self._drop(mirrors, session_id)
+        kept = session.token_ids[:length]
+        again = Session(session.session_id, kept, session.params, session.plan)
+        return self._open(mirrors, session_id, again)
 
     def _drop(self, mirrors: _Mirrors, session_id: str) -> None:
         mirror = mirrors.pop(session_id, None)

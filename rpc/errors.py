@@ -135,7 +135,9 @@ _CODE = grpc.StatusCode
 
 ERRORS: tuple[ErrorRow, ...] = (
     ErrorRow(
-        InvalidArgument, _CODE.INVALID_ARGUMENT, "INVALID_ARGUMENT",
+        InvalidArgument,
+        _CODE.INVALID_ARGUMENT,
+        "INVALID_ARGUMENT",
         lambda d: InvalidArgument(
             d.metadata.get("field", "request"),
             _Verbatim(d.metadata.get("value", "?")),
@@ -148,15 +150,17 @@ ERRORS: tuple[ErrorRow, ...] = (
         },
     ),
     ErrorRow(
-        SessionNotFound, _CODE.NOT_FOUND, "SESSION_NOT_FOUND",
+        SessionNotFound,
+        _CODE.NOT_FOUND,
+        "SESSION_NOT_FOUND",
         lambda d: SessionNotFound(d.metadata.get("session_id", "")),
         lambda e: {"session_id": _shortened(e.session_id, _MAX_VALUE)},
     ),
+    ErrorRow(ModelNotFound, _CODE.NOT_FOUND, "MODEL_NOT_FOUND", _message_only(ModelNotFound)),
     ErrorRow(
-        ModelNotFound, _CODE.NOT_FOUND, "MODEL_NOT_FOUND", _message_only(ModelNotFound)
-    ),
-    ErrorRow(
-        PrefixDiverged, _CODE.FAILED_PRECONDITION, "PREFIX_DIVERGED",
+        PrefixDiverged,
+        _CODE.FAILED_PRECONDITION,
+        "PREFIX_DIVERGED",
         lambda d: PrefixDiverged(
             d.message,
             int(d.metadata.get("committed_length", 0)),
@@ -165,35 +169,47 @@ ERRORS: tuple[ErrorRow, ...] = (
         lambda e: {"committed_length": str(e.committed_length), "digest": e.digest.hex()},
     ),
     ErrorRow(
-        RoundOutOfOrder, _CODE.FAILED_PRECONDITION, "ROUND_OUT_OF_ORDER",
+        RoundOutOfOrder,
+        _CODE.FAILED_PRECONDITION,
+        "ROUND_OUT_OF_ORDER",
         lambda d: RoundOutOfOrder(d.message, int(d.metadata.get("expected_round", 0))),
         lambda e: {"expected_round": str(e.expected_round)},
     ),
+    ErrorRow(EpochFenced, _CODE.FAILED_PRECONDITION, "EPOCH_FENCED", _message_only(EpochFenced)),
     ErrorRow(
-        EpochFenced, _CODE.FAILED_PRECONDITION, "EPOCH_FENCED", _message_only(EpochFenced)
-    ),
-    ErrorRow(
-        TokenizerMismatch, _CODE.FAILED_PRECONDITION, "TOKENIZER_MISMATCH",
+        TokenizerMismatch,
+        _CODE.FAILED_PRECONDITION,
+        "TOKENIZER_MISMATCH",
         _message_only(TokenizerMismatch),
     ),
     ErrorRow(
-        FailedPrecondition, _CODE.FAILED_PRECONDITION, "FAILED_PRECONDITION",
+        FailedPrecondition,
+        _CODE.FAILED_PRECONDITION,
+        "FAILED_PRECONDITION",
         _message_only(FailedPrecondition),
     ),
     ErrorRow(
-        ResourceExhausted, _CODE.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED",
+        ResourceExhausted,
+        _CODE.RESOURCE_EXHAUSTED,
+        "RESOURCE_EXHAUSTED",
         lambda d: ResourceExhausted(d.message, d.retry_after_s),
     ),
     ErrorRow(
-        DrafterUnavailable, _CODE.UNAVAILABLE, "DRAFTER_UNAVAILABLE",
+        DrafterUnavailable,
+        _CODE.UNAVAILABLE,
+        "DRAFTER_UNAVAILABLE",
         _message_only(DrafterUnavailable),
     ),
     ErrorRow(
-        ServerUnavailable, _CODE.UNAVAILABLE, "SERVER_UNAVAILABLE",
+        ServerUnavailable,
+        _CODE.UNAVAILABLE,
+        "SERVER_UNAVAILABLE",
         _message_only(ServerUnavailable),
     ),
     ErrorRow(
-        DeadlineExceeded, _CODE.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED",
+        DeadlineExceeded,
+        _CODE.DEADLINE_EXCEEDED,
+        "DEADLINE_EXCEEDED",
         _message_only(DeadlineExceeded),
     ),
     ErrorRow(Cancelled, _CODE.CANCELLED, "CANCELLED", _message_only(Cancelled)),
@@ -231,8 +247,8 @@ def to_status(error: BaseException) -> status_pb2.Status:
     )
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=metadata["field"], description=f"got {metadata['value']}, expected "
-            f"{metadata['allowed']}",
+            field=metadata["field"],
+            description=f"got {metadata['value']}, expected {metadata['allowed']}",
         )
         _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, ResourceExhausted):
@@ -285,13 +301,15 @@ def _from_code(code: grpc.StatusCode, message: str) -> PacelineError:
 
 def from_rpc_error(error: grpc.RpcError) -> PacelineError:
     """The Paceline exception behind an error of a sync or an aio call."""
-    code: grpc.StatusCode = error.code()
-    message: str = error.details() or ""
-    trailing: Any = error.trailing_metadata()
+    return from_parts(error.code(), error.details(), error.trailing_metadata())
+
+
+def from_parts(code: grpc.StatusCode, message: str | None, trailing: Any) -> PacelineError:
+    """The Paceline exception behind the status that a call ended with."""
     for key, value in trailing or ():
         if key == DETAILS_KEY:
             return from_status(status_pb2.Status.FromString(value))
-    return _from_code(code, message)
+    return _from_code(code, message or "")
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:

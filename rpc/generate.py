@@ -37,14 +37,18 @@ def render() -> dict[str, str]:
     scripts = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "grpc_tools.protoc",
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
             f"-I{PROTO}",
             f"-I{_site('google.rpc').parent.parent}",
             f"-I{_site('grpc_tools') / '_proto'}",
             f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}",
             f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}",
-            f"--python_out={folder}", f"--grpc_python_out={folder}",
-            f"--mypy_out=quiet:{folder}", f"--mypy_grpc_out=quiet:{folder}",
+            f"--python_out={folder}",
+            f"--grpc_python_out={folder}",
+            f"--mypy_out=quiet:{folder}",
+            f"--mypy_grpc_out=quiet:{folder}",
             *protos,
         ]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -64,8 +68,9 @@ def stale() -> list[str]:
         for path in GEN.rglob("*_pb2*.py*")
         if "__pycache__" not in path.parts
     }
-    return sorted(name for name in wanted.keys() | present.keys()
-                  if wanted.get(name) != present.get(name))
+    return sorted(
+        name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name)
+    )
 
 
 def write() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -46,7 +46,7 @@ class ModelInfo:
     name: str = "unnamed"
     dtype: str = "float32"
     batch_invariant: bool = False
-    default_speculation: SpeculationConfig = SpeculationConfig()
+    default_speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
 class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):

@@ -18,7 +18,7 @@ from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
-from paceline.types import EMPTY_DRAFT, Draft, DraftProbs, IntArray
+from paceline.types import EMPTY_DRAFT, Draft, DraftProbs
 from rpc.gen.paceline.v1 import common_pb2
 
 M = TypeVar("M", bound=Message)
@@ -113,9 +113,7 @@ def speculation_to_message(config: SpeculationConfig) -> common_pb2.Speculation:
     return build(common_pb2.Speculation, "speculation.", **config.overrides())
 
 
-def draft_from_message(
-    message: Any, vocab_size: int, *, max_nodes: int = MAX_NODES
-) -> Draft:
+def draft_from_message(message: Any, vocab_size: int, *, max_nodes: int = MAX_NODES) -> Draft:
     """A checked draft from a message with ``token_ids``, ``parent_indices`` and ``probs``.
 
     Raises:
@@ -155,14 +153,11 @@ def tokens_from_message(field: str, token_ids: Sequence[int], vocab_size: int) -
     Raises:
         InvalidArgument: one is outside the vocabulary.
     """
-    ids: IntArray = np.asarray(token_ids, np.int64)
-    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(bad):
-        raise InvalidArgument(
-            f"{field}[{bad[0]}]", int(ids[bad[0]]), f"a token id in [0, {vocab_size})"
-        )
-    result: list[int] = ids.tolist()
-    return result
+    ids = list(token_ids)
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise InvalidArgument(f"{field}[{i}]", bad, f"a token id in [0, {vocab_size})")
+    return ids
 
 
 # Moments are local to a process; they travel as seconds since the session's start.

@@ -113,7 +113,8 @@ class RemoteDrafter:
 
     Never blocks and never hangs: while there is no live drafter, and for as long as it owes an
     answer that is past its deadline, drafts fail at once with DrafterUnavailable and the engine
-    goes on as AR. It connects in the background from the start, and again whenever the stream breaks.
+    goes on as AR. It connects in the background from the start, and again whenever the stream
+    breaks.
 
     Args:
         resolve: gives the address of a drafter as HOST:PORT; asked before each connection, so the

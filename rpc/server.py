@@ -72,6 +72,9 @@ class RpcServer:
         """Refuse new calls, give running ones ``grace`` seconds, then cancel them."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace)
+        for service in (self.verify, self.draft):
+            if service is not None:
+                service.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -112,7 +115,7 @@ async def start_server(
         register: adds further services and returns their full names.
 
     Raises:
-        InvalidArgument: neither an engine nor a drafter nor ``register``, or a port outside the range.
+        InvalidArgument: nothing to serve, or a port outside the range.
         PortInUse: something else listens there, or the host is not one of this machine.
     """
     if engine is None and drafter is None and register is None:
@@ -138,7 +141,7 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(result.health, server)
     reflection.enable_server_reflection(names, server)
     result.port = _listen(server, host, port, credentials)
-    result.address = f"{host}:{result.port}"
+    result.address = _join(host, result.port)
     await server.start()
     for name in ("", *names):
         await result.health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -152,10 +155,14 @@ def _full_name(module: Any, service: str) -> str:
     return name
 
 
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}"
+
+
 def _listen(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
 ) -> int:
-    address = f"{host}:{port}"
+    address = _join(host, port)
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)

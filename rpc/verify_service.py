@@ -209,6 +209,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             if wire.touched_at < limit and (wire.answer is None or wire.answer.done()):
                 self._forget(wire)
 
+    def close(self) -> None:
+        """Close all sessions, when the server stops."""
+        for wire in list(self._wires.values()):
+            self._forget(wire)
+
     # --- steps ----------------------------------------------------------------------------------
 
     def _find(self, request: Any) -> _Wire:
@@ -238,7 +243,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             given = speculation_from_message(request.speculation)
             if request.speculation.HasField("method") and given.method != "client":
                 raise InvalidArgument(
-                    "speculation.method", given.method, "'client' (or nothing): drafts come from you"
+                    "speculation.method", given.method, "'client' or nothing: the drafts are yours"
                 )
             speculation = given.model_copy(update={"method": "client"})
         params = sampling_from_message(request.sampling)
@@ -253,7 +258,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             early.append(event) if wire is None else wire.on_event(event)
 
         submitted = self._thread.submit(
-            prompt_ids, params, speculation, session_id=session_id, on_event=hand_over(loop, on_event)
+            prompt_ids,
+            params,
+            speculation,
+            session_id=session_id,
+            on_event=hand_over(loop, on_event),
         )
         try:
             session = await asyncio.wrap_future(submitted)

@@ -1,0 +1,16 @@
+"""Benchmarks: every method against AR, in one process, on the same prompts."""
+
+from paceline.bench.backends import Backend, BatchRun, LocalBackend, SequenceRun
+from paceline.bench.run import BenchOptions, parse_methods, run_bench
+from paceline.bench.table import render_table
+
+__all__ = [
+    "Backend",
+    "BatchRun",
+    "BenchOptions",
+    "LocalBackend",
+    "SequenceRun",
+    "parse_methods",
+    "render_table",
+    "run_bench",
+]

@@ -21,8 +21,9 @@ from paceline.errors import InvalidArgument
 
 PROMPTS_PER_CATEGORY = 8
 
-# Characters of a built-in prompt: about 110 to 350 tokens with the demo tokenizer.
+# Size of a built-in prompt: about 100 to 350 tokens with the demo tokenizer.
 _MIN_CHARS, _MAX_CHARS = 320, 720
+_MAX_WORDS = 230  # words and signs: tables of numbers have many for their length
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument("prompts", str(path), f"a readable JSONL file ({error})") from error
     prompts = [
-        _question(line, f"{path}:{number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
+        _question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not prompts:
         raise InvalidArgument("prompts", str(path), "at least one question")
@@ -142,7 +141,7 @@ def _ending_at(lines: list[str], end: int) -> str | None:
     while start < end and not lines[start].strip():
         start += 1
     text = "\n".join(lines[start:end]) + "\n"
-    return text if len(text) >= _MIN_CHARS else None
+    return text if len(text) >= _MIN_CHARS and len(_words(text)) <= _MAX_WORDS else None
 
 
 def _code_completion(source: str) -> Iterator[str]:
@@ -231,10 +230,12 @@ def _repetition(text: str, following: str) -> float:
 
 def _trigrams(text: str) -> list[tuple[str, ...]]:
     # Names and numbers count by their kind: rows of a table differ in their values.
-    words = [
-        "0" if word[0].isdigit() else word for word in re.findall(r"\w+|[^\w\s]", text)
-    ]
+    words = ["0" if word[0].isdigit() else word for word in _words(text)]
     return list(zip(words, words[1:], words[2:], strict=False))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text)
 
 
 _CATEGORIES: dict[str, Callable[[str], Iterator[str]]] = {

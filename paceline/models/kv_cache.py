@@ -55,10 +55,10 @@ class PooledSequence:
 class KVPool:
     """Keys and values of all sequences of one model.
 
-    Slot 0 is scratch: rows that pad a batch write there.
+    Slot 0 is never handed out: it stands, as zeros, for masked places of padded contexts.
 
     Args:
-        num_tokens: capacity, without the scratch slot.
+        num_tokens: capacity, without slot 0.
     """
 
     def __init__(

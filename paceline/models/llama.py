@@ -2,15 +2,14 @@
 
 One packed forward serves any mix of prompts, chains and trees of any number of sequences. Rows of
 all of them lie behind one another; only attention knows where a row's context is. With
-``batch_invariant`` the logits of a token are bit-identical whatever is computed beside it: matrix
-products see at least ``_min_rows`` rows (found by a check at load, because libraries use another
-algorithm for one or two), and everything else treats rows one by one.
+``batch_invariant`` the logits of a token have the same bits whatever is computed beside it. On a
+CPU with float32 or bfloat16 the C kernels give that for free (and so give it always); elsewhere
+the switch chooses a slower order of plain torch operations.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.ops import NativeOps, Ops, Rows, TorchOps
+from paceline.models.ops import Layer, NativeOps, Ops, Rows, Stack, TorchOps, Weight
 from paceline.types import Need
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -132,22 +131,6 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    input_norm: Tensor
-    qkv: Tensor  # [(H + 2G) * D, hidden]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Tensor  # [hidden, H * D]
-    out_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Tensor  # [2 * ffn, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, ffn]
-    down_bias: Tensor | None
-
-
 class LlamaRunner:
     """A Llama-type model with its KV pool (see :class:`paceline.models.base.ModelRunner`).
 
@@ -173,16 +156,14 @@ class LlamaRunner:
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         if batch_invariant is None:
             batch_invariant = device.type == "cpu" and dtype is torch.float32
-        self.batch_invariant = batch_invariant
+        self.num_parameters = 0  # a tied embedding counts once
+        self._ops = self._choose_ops(batch_invariant)
+        self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
         self._load(folder, load_tensors(folder))
-        self._ops = self._choose_ops()
-        self._cos_sin = self._rope_table()
         tokens = kv_tokens or min(16 * config.context_length, 65536)
         self._pool = KVPool(
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
         )
-        self._scale = config.head_dim**-0.5
-        self._min_rows, self._tile, self._num_threads = 1, 0, 0
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -198,61 +179,72 @@ class LlamaRunner:
                     f"{name} in {str(folder)!r} has shape {tuple(tensor.shape)}, but config.json "
                     f"says {shape}"
                 )
+            self.num_parameters += tensor.numel()
             return tensor.to(self.device, self.dtype).contiguous()
 
-        def fused(names: Sequence[str], sizes: Sequence[int], *shape: int) -> Tensor:
-            parts = [take(n, size, *shape) for n, size in zip(names, sizes, strict=True)]
-            return torch.cat(parts)
+        def fused(names: Sequence[str], sizes: Sequence[int], inputs: int) -> Weight:
+            parts = [take(f"{n}.weight", s, inputs) for n, s in zip(names, sizes, strict=True)]
+            return self._ops.pack(torch.cat(parts))
 
         def bias(names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
-            return fused(names, sizes) if names[0] in tensors else None
+            if f"{names[0]}.bias" not in tensors:
+                return None
+            return torch.cat([take(f"{n}.bias", s) for n, s in zip(names, sizes, strict=True)])
 
         hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         self._embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
-        self._layers: list[_Layer] = []
+        layers = []
         for i in range(config.num_layers):
             at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-            qkv_names, qkv_sizes = [f"{at}.{x}_proj" for x in "qkv"], [q_size, kv_size, kv_size]
+            qkv = [f"{at}.{x}_proj" for x in "qkv"], [q_size, kv_size, kv_size]
+            gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [ffn, ffn]
+            out, down = ([f"{at}.o_proj"], [hidden]), ([f"{mlp}.down_proj"], [hidden])
             has_head_norms = f"{at}.q_norm.weight" in tensors
-            self._layers.append(
-                _Layer(
+            layers.append(
+                Layer(
                     input_norm=take(f"model.layers.{i}.input_layernorm.weight", hidden),
-                    qkv=fused([f"{n}.weight" for n in qkv_names], qkv_sizes, hidden),
-                    qkv_bias=bias([f"{n}.bias" for n in qkv_names], qkv_sizes),
+                    qkv=fused(*qkv, hidden),
+                    qkv_bias=bias(*qkv),
                     q_norm=take(f"{at}.q_norm.weight", dim) if has_head_norms else None,
                     k_norm=take(f"{at}.k_norm.weight", dim) if has_head_norms else None,
-                    out=take(f"{at}.o_proj.weight", hidden, q_size),
-                    out_bias=bias([f"{at}.o_proj.bias"], [hidden]),
+                    out=fused(*out, q_size),
+                    out_bias=bias(*out),
                     post_norm=take(f"model.layers.{i}.post_attention_layernorm.weight", hidden),
-                    gate_up=fused(
-                        [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], [ffn, ffn], hidden
-                    ),
-                    gate_up_bias=bias([f"{mlp}.gate_proj.bias", f"{mlp}.up_proj.bias"], [ffn, ffn]),
-                    down=take(f"{mlp}.down_proj.weight", hidden, ffn),
-                    down_bias=bias([f"{mlp}.down_proj.bias"], [hidden]),
+                    gate_up=fused(*gate_up, hidden),
+                    gate_up_bias=bias(*gate_up),
+                    down=fused(*down, ffn),
+                    down_bias=bias(*down),
+                    window=config.windows[i],
                 )
             )
+        self._stack = Stack(
+            layers=tuple(layers),
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=dim,
+            eps=config.rms_norm_eps,
+            cos_sin=self._rope_table(),
+        )
         self._final_norm = take("model.norm.weight", hidden)
         if config.tie_word_embeddings or "lm_head.weight" not in tensors:
-            self._head = self._embedding
+            self._head = self._ops.pack(self._embedding)
         else:
-            self._head = take("lm_head.weight", config.vocab_size, hidden)
+            self._head = self._ops.pack(take("lm_head.weight", config.vocab_size, hidden))
 
-    def _choose_ops(self) -> Ops:
-        native = (
-            self.device.type == "cpu"
-            and self.dtype in NativeOps.DTYPES
-            and self.config.head_dim <= NativeOps.MAX_HEAD_DIM
-        )
-        if native:
+    def _choose_ops(self, batch_invariant: bool) -> Ops:
+        config = self.config
+        widths = config.head_dim, config.hidden_size, config.intermediate_size
+        if NativeOps.supports(self.dtype, self.device, *widths):
             try:
                 return NativeOps(self.dtype)
             except KernelsUnavailable as error:
                 import warnings
 
                 warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
-        return TorchOps(by_row=self.batch_invariant)
+        return TorchOps(by_row=batch_invariant)
 
     def _rope_table(self) -> Tensor:
         """Cosines and sines of every position.  # [context_length, head_dim] float32"""
@@ -280,34 +272,6 @@ class LlamaRunner:
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * scaling
         return table.to(self.device).contiguous()
 
-    def _find_invariant_products(self) -> tuple[int, int]:
-        """Smallest batch from which a row of a product stops depending on the others.
-
-        Returns ``(min_rows, tile)``: batches are padded to ``min_rows``; when no padding is
-        enough on this machine, ``tile`` > 0 asks for products of exactly that many rows each.
-        """
-        generator = torch.Generator().manual_seed(0)
-        layer, head = self._layers[0], self._head
-        weights = {w.shape: w for w in (layer.qkv, layer.out, layer.gate_up, layer.down, head)}
-        inputs = {
-            shape: torch.randn(67, shape[1], generator=generator).to(self.device, self.dtype)
-            for shape in weights
-        }
-        counts = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 33, 48, 64, 67)
-        agrees = {
-            count: all(
-                torch.equal(
-                    F.linear(x[-count:], weights[shape]), F.linear(x, weights[shape])[-count:]
-                )
-                for shape, x in inputs.items()
-            )
-            for count in counts
-        }
-        for minimum in (1, 2, 4, 8, 16):
-            if all(agrees[count] for count in counts if count >= minimum):
-                return minimum, 0
-        return 1, 8
-
     # --- sequences -----------------------------------------------------------------------------
 
     @property
@@ -317,17 +281,6 @@ class LlamaRunner:
     @property
     def num_free(self) -> int:
         return self._pool.num_free
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights, a tied embedding counted once."""
-        tensors = [self._embedding, self._final_norm]
-        if self._head is not self._embedding:
-            tensors.append(self._head)
-        for layer in self._layers:
-            fields = (getattr(layer, name) for name in _Layer.__slots__)
-            tensors += [t for t in fields if t is not None]
-        return sum(t.numel() for t in tensors)
 
     def new_sequence(self) -> KVSequence:
         return PooledSequence(self.context_length)
@@ -357,62 +310,26 @@ class LlamaRunner:
     def forward(
         self, segments: Sequence[Segment], wants: frozenset[Need] = frozenset()
     ) -> ForwardResult:
-        if self.batch_invariant and torch.get_num_threads() != self._num_threads:
-            # Products are split over threads, so what is invariant depends on their number.
-            self._num_threads = torch.get_num_threads()
-            self._min_rows, self._tile = self._find_invariant_products()
         tokens, selected, offsets, rows = self._pack(segments)
         x = F.embedding(tokens, self._embedding)
-        hidden = self._run_layers(x, rows)
-        if not len(selected):
-            return ForwardResult(x.new_empty(0, self.vocab_size), offsets, {})
-        hidden = hidden[selected]
-        count = len(selected)
-        if count < self._min_rows:
-            hidden = F.pad(hidden, (0, 0, 0, self._min_rows - count))
-        logits = self._linear(hidden, self._head, None)[:count].float()
+        stack, pool = self._stack, self._pool
+        self._ops.run_layers(stack, 0, len(stack.layers), x, pool.keys, pool.values, rows)
+        hidden = self._ops.rmsnorm(x[selected], self._final_norm, stack.eps)
+        logits = self._ops.linear(hidden, self._head).float()
         extras = {}
         if Need.HIDDEN_STATES in wants:
-            extras[Need.HIDDEN_STATES] = hidden[:count]
+            extras[Need.HIDDEN_STATES] = hidden
         return ForwardResult(logits, offsets, extras)
-
-    def _run_layers(self, x: Tensor, rows: Rows) -> Tensor:
-        """All layers and the final norm.  # [R, hidden] -> [R, hidden]"""
-        ops, eps, scale = self._ops, self.config.rms_norm_eps, self._scale
-        delta: Tensor | None = None
-        windowed = {window: _with_window(rows, window) for window in set(self.config.windows)}
-        for i, layer in enumerate(self._layers):
-            keys, values = self._pool.keys[i], self._pool.values[i]
-            normed = ops.add_rmsnorm(x, delta, layer.input_norm, eps)
-            qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
-            ops.rope_store(qkv, self._cos_sin, rows, keys, values, layer.q_norm, layer.k_norm, eps)
-            context = windowed[self.config.windows[i]]
-            attended = ops.attention(qkv, keys, values, context, scale)
-            delta = self._linear(attended, layer.out, layer.out_bias)
-            normed = ops.add_rmsnorm(x, delta, layer.post_norm, eps)
-            gate_up = self._linear(normed, layer.gate_up, layer.gate_up_bias)
-            delta = self._linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
-        return ops.add_rmsnorm(x, delta, self._final_norm, eps)
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self._tile:
-            return F.linear(x, weight, bias)
-        padded = F.pad(x, (0, 0, 0, -len(x) % self._tile))
-        parts = [F.linear(part, weight, bias) for part in padded.split(self._tile)]
-        return torch.cat(parts)[: len(x)]
 
     def _pack(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, tuple[int, ...], Rows]:
         """Append all tokens as pending entries and lay the rows of the batch out."""
-        total = sum(len(segment.token_ids) for segment in segments)
-        count = max(total, self._min_rows)
-        table = np.zeros((5, count), np.int32)  # positions, slots, start, prefix, path lengths
-        positions, slots, starts, prefixes, path_lengths = table
-        prefixes[total:] = 1  # padding rows attend to the scratch slot
-        addresses = np.full((2, count), _SCRATCH.ctypes.data, np.int64)
-        tables = [_SCRATCH] * count
-        tokens = np.zeros(count, np.int64)
+        count = sum(len(segment.token_ids) for segment in segments)
+        positions = np.empty(count, np.int32)
+        slots, prefixes = np.empty(count, np.int32), np.empty(count, np.int32)
+        path_lengths, path_offsets = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        addresses, tables = np.empty(count, np.int64), []
+        tokens = np.empty(count, np.int64)
         path_slots: list[int] = []
-        path_offsets = np.zeros(count, np.int32)
         selected: list[int] = []
         offsets = [0]
         row = 0
@@ -427,8 +344,8 @@ class LlamaRunner:
             end = row + size
             slots[row:end] = self._pool.append(sequence, parents)
             tokens[row:end] = segment.token_ids
-            addresses[0, row:end] = sequence.address
-            tables[row:end] = [sequence.slots] * size
+            addresses[row:end] = sequence.address
+            tables += [sequence.slots] * size
             if sequence.chain:
                 start = sequence.length + first
                 positions[row:end] = np.arange(start, start + size)
@@ -447,37 +364,13 @@ class LlamaRunner:
                 selected.append(end - 1)
             offsets.append(len(selected))
             row = end
-        paths = np.asarray(path_slots or [0], np.int32)
-        addresses[1] = 4 * path_offsets.astype(np.int64) + int(paths.ctypes.data)
         if int(positions.max()) >= self.context_length:
             raise InvalidArgument(
                 "position", int(positions.max()), f"below the context of {self.context_length}"
             )
-        base, wide = int(table.ctypes.data), int(addresses.ctypes.data)
+        paths = np.asarray(path_slots, np.int32)
         rows = Rows(
-            positions, slots, starts, prefixes, path_lengths, addresses[0], addresses[1],
-            tables, paths, path_offsets,
-            longest=int((prefixes + path_lengths).max()),
-            addresses=(*(base + 4 * count * i for i in range(5)), wide, wide + 8 * count),
-        )  # fmt: skip
+            positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets
+        )
         index = torch.tensor(selected, dtype=torch.long, device=self.device)
         return torch.from_numpy(tokens).to(self.device), index, tuple(offsets), rows
-
-
-_SCRATCH = np.zeros(1, np.int32)  # slot table of a padding row
-
-
-def _with_window(rows: Rows, window: int | None) -> Rows:
-    """The same rows, seeing at most the last ``window`` positions of their context."""
-    if window is None or rows.longest <= window:
-        return rows
-    # A path is never cut: it would take a draft deeper than the window.
-    starts = np.maximum(0, rows.prefix_length + rows.path_length - window).astype(np.int32)
-    starts = np.minimum(starts, rows.prefix_length)
-    addresses = (*rows.addresses[:2], int(starts.ctypes.data), *rows.addresses[3:])
-    return Rows(
-        rows.positions, rows.slots, starts, rows.prefix_length, rows.path_length,
-        rows.prefix_address, rows.path_address, rows.tables, rows.paths, rows.path_offset,
-        longest=min(rows.longest, math.ceil(window) + int(rows.path_length.max())),
-        addresses=addresses,
-    )  # fmt: skip

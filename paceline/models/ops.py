@@ -1,18 +1,20 @@
-"""The parts of a decoder layer that are not matrix products, in two versions.
+"""The arithmetic of a Llama-type model, in two versions that compute the same.
 
 :class:`TorchOps` is plain torch: it runs on any device and says what the other one must compute.
-:class:`NativeOps` calls the C kernels (CPU, float32 and bfloat16); in each of its functions a row
-is computed without regard to the others. Shapes: R rows, H heads, G key/value heads, D head
+:class:`NativeOps` calls the C kernels (CPU, float32 and bfloat16): all layers in one call, each row
+computed without regard to the others. Shapes: R rows, H heads, G key/value heads, D head
 dimension, N slots of the KV pool.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -26,61 +28,99 @@ Tensor = torch.Tensor
 class Rows:
     """Where each row of a packed batch stands: its position, its slot, its context.
 
-    The context of row r is ``prefix[r]`` (a table of slots, read from ``prefix_start[r]`` to
-    ``prefix_length[r]``) followed by ``path[r]``: the ancestors of a tree node, itself included.
-    Tables are kept as arrays and, for the kernels, as addresses.
+    The context of row r is ``tables[r][:prefix_length[r]]`` (slots of the sequence, in position
+    order) followed by ``path_length[r]`` entries of ``paths`` from ``path_offset[r]`` on: the
+    ancestors of a tree node, itself included.
     """
 
     positions: IndexArray  # [R]
     slots: IndexArray  # [R]
-    prefix_start: IndexArray  # [R]
     prefix_length: IndexArray  # [R]
     path_length: IndexArray  # [R]
-    prefix_address: np.ndarray[tuple[int], np.dtype[np.int64]]  # [R]
-    path_address: np.ndarray[tuple[int], np.dtype[np.int64]]  # [R]
-    tables: list[IndexArray]  # [R] slot table behind prefix_address
-    paths: IndexArray  # flat storage behind path_address
+    tables: list[IndexArray]  # [R]
+    table_addresses: npt.NDArray[np.int64]  # [R] where the kernels find ``tables``
+    paths: IndexArray  # flat
     path_offset: IndexArray  # [R]
-    longest: int  # context, in slots
-    # Looking an array's address up costs a microsecond: once a forward, not once a layer.
-    addresses: tuple[int, ...]  # of the first seven arrays, in order
 
     def context(self, row: int) -> IndexArray:
         """Slots that a row attends to, in position order."""
-        prefix = self.tables[row][self.prefix_start[row] : self.prefix_length[row]]
         first = self.path_offset[row]
-        return np.concatenate([prefix, self.paths[first : first + self.path_length[row]]])
+        path = self.paths[first : first + self.path_length[row]]
+        return np.concatenate([self.tables[row][: self.prefix_length[row]], path])
+
+    @property
+    def longest(self) -> int:
+        """Slots in the longest context."""
+        return int((self.prefix_length + self.path_length).max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A weight matrix in the layout that its ops want."""
+
+    data: Tensor
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layer:
+    """The weights of one decoder layer."""
+
+    input_norm: Tensor
+    qkv: Weight  # [(H + 2G) * D, hidden]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    out: Weight  # [hidden, H * D]
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Weight  # [2 * ffn, hidden]
+    gate_up_bias: Tensor | None
+    down: Weight  # [hidden, ffn]
+    down_bias: Tensor | None
+    window: int | None  # positions that attention sees, None for all
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Stack:
+    """All layers and the numbers that they share."""
+
+    layers: tuple[Layer, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    cos_sin: Tensor  # [positions, D] float32: D/2 cosines, D/2 sines
 
 
 class Ops(Protocol):
-    """What a decoder layer needs besides F.linear. Arguments are contiguous."""
+    """What :class:`paceline.models.llama.LlamaRunner` needs. Tensors are contiguous."""
 
-    def add_rmsnorm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """``x += delta`` in place (if given), then the RMS norm of ``x``.  # [R, hidden]"""
+    def pack(self, weight: Tensor) -> Weight:
+        """Bring a weight into the layout that :meth:`linear` wants.  # [outputs, inputs]"""
         ...
 
-    def rope_store(
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``.  # [R, inputs] -> [R, outputs]"""
+        ...
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``weight * x / rms(x)``.  # [R, hidden]"""
+        ...
+
+    def run_layers(
         self,
-        qkv: Tensor,  # [R, (H + 2G) * D]
-        cos_sin: Tensor,  # [positions, D] float32: D/2 cosines, D/2 sines
+        stack: Stack,
+        first: int,
+        last: int,
+        x: Tensor,  # [R, hidden]
+        keys: Tensor,  # [layers, N, G, D]
+        values: Tensor,  # [layers, N, G, D]
         rows: Rows,
-        keys: Tensor,  # [N, G, D]
-        values: Tensor,  # [N, G, D]
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
     ) -> None:
-        """Rotate queries and keys in place, store keys and values in the rows' slots."""
-        ...
-
-    def attention(
-        self, qkv: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float
-    ) -> Tensor:
-        """Each row's query over its own context.  # [R, H * D]"""
-        ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up``.  # [R, 2 * ffn] -> [R, ffn]"""
+        """Layers ``first`` to ``last - 1`` on ``x`` in place; stores keys and values."""
         ...
 
 
@@ -88,182 +128,250 @@ class TorchOps:
     """Plain torch.
 
     Args:
-        by_row: compute attention row by row, each over exactly its own context, so that a row
-            never depends on its neighbours; otherwise rows are padded to the longest context.
+        by_row: a row never depends on its neighbours. Attention is computed row by row, each over
+            exactly its own context, and products in tiles of always the same number of rows;
+            otherwise attention pads rows to the longest context and products take all rows.
     """
+
+    _TILE = 8
 
     def __init__(self, by_row: bool) -> None:
         self.by_row = by_row
 
-    def add_rmsnorm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        if delta is not None:
-            x += delta
-        return _rmsnorm(x, weight, eps)
+    def pack(self, weight: Tensor) -> Weight:
+        return Weight(weight, len(weight))
 
-    def rope_store(
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if not self.by_row:
+            return F.linear(x, weight.data, bias)
+        padded = F.pad(x, (0, 0, 0, -len(x) % self._TILE))
+        tiles = [F.linear(tile, weight.data, bias) for tile in padded.split(self._TILE)]
+        return torch.cat(tiles)[: len(x)]
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def run_layers(
         self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        rows: Rows,
+        stack: Stack,
+        first: int,
+        last: int,
+        x: Tensor,
         keys: Tensor,
         values: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        rows: Rows,
     ) -> None:
-        groups, dim = keys.shape[1:]
-        heads = qkv.view(len(qkv), -1, dim)  # [R, H + 2G, D]
-        num_heads = heads.shape[1] - 2 * groups
-        positions = torch.from_numpy(rows.positions).to(qkv.device, torch.long)
-        slots = torch.from_numpy(rows.slots).to(qkv.device, torch.long)
-        if q_norm is not None:
-            heads[:, :num_heads] = _rmsnorm(heads[:, :num_heads], q_norm, eps)
-        if k_norm is not None:
-            k = heads[:, num_heads : num_heads + groups]
-            heads[:, num_heads : num_heads + groups] = _rmsnorm(k, k_norm, eps)
-        cosine, sine = cos_sin[positions][:, None].chunk(2, dim=-1)  # [R, 1, D/2]
-        a, b = heads[:, : num_heads + groups].float().chunk(2, dim=-1)
-        rotated = torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
-        heads[:, : num_heads + groups] = rotated.to(qkv.dtype)
-        keys[slots] = heads[:, num_heads : num_heads + groups]
-        values[slots] = heads[:, num_heads + groups :]
+        contexts = [rows.context(row) for row in range(len(x))]
+        for i in range(first, last):
+            layer = stack.layers[i]
+            normed = self.rmsnorm(x, layer.input_norm, stack.eps)
+            qkv = self.linear(normed, layer.qkv, layer.qkv_bias)
+            heads = qkv.view(len(x), -1, stack.head_dim)  # [R, H + 2G, D]
+            self._rope_store(stack, layer, heads, keys[i], values[i], rows)
+            seen = contexts if layer.window is None else [c[-layer.window :] for c in contexts]
+            attended = self._attention(heads[:, : stack.num_heads], keys[i], values[i], seen)
+            x += self.linear(attended, layer.out, layer.out_bias)
+            normed = self.rmsnorm(x, layer.post_norm, stack.eps)
+            gate, up = self.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x += self.linear(F.silu(gate) * up, layer.down, layer.down_bias)
 
-    def attention(
-        self, qkv: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float
+    def _rope_store(
+        self, stack: Stack, layer: Layer, heads: Tensor, keys: Tensor, values: Tensor, rows: Rows
+    ) -> None:
+        """Rotate queries and keys in place, store keys and values in the rows' slots."""
+        num_q, num_k = stack.num_heads, stack.num_kv_heads
+        positions = torch.from_numpy(rows.positions).to(heads.device, torch.long)
+        slots = torch.from_numpy(rows.slots).to(heads.device, torch.long)
+        if layer.q_norm is not None:
+            heads[:, :num_q] = self.rmsnorm(heads[:, :num_q], layer.q_norm, stack.eps)
+        if layer.k_norm is not None:
+            k = heads[:, num_q : num_q + num_k]
+            heads[:, num_q : num_q + num_k] = self.rmsnorm(k, layer.k_norm, stack.eps)
+        cosine, sine = stack.cos_sin[positions][:, None].chunk(2, dim=-1)  # [R, 1, D/2]
+        a, b = heads[:, : num_q + num_k].float().chunk(2, dim=-1)
+        rotated = torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
+        heads[:, : num_q + num_k] = rotated.to(heads.dtype)
+        keys[slots] = heads[:, num_q : num_q + num_k]
+        values[slots] = heads[:, num_q + num_k :]
+
+    def _attention(
+        self, query: Tensor, keys: Tensor, values: Tensor, contexts: Sequence[IndexArray]
     ) -> Tensor:
-        groups, dim = keys.shape[1:]
-        query = qkv.view(len(qkv), -1, dim)[:, : -2 * groups]  # [R, H, D]
-        contexts = [rows.context(row) for row in range(len(qkv))]
+        """Each row's query over its own context.  # [R, H, D] -> [R, H * D]"""
         if self.by_row:
-            parts = [
-                self._attend(query[r : r + 1], keys, values, context[None], None, scale)
-                for r, context in enumerate(contexts)
-            ]
-            return torch.cat(parts)
-        longest = rows.longest
-        padded = np.zeros((len(qkv), longest), np.int32)
-        mask = np.zeros((len(qkv), longest), np.bool_)
+            each = zip(query.split(1), contexts, strict=True)
+            return torch.cat([self._attend(q, keys, values, c[None], None) for q, c in each])
+        padded = np.zeros((len(contexts), max(map(len, contexts))), np.int32)
+        mask = np.zeros(padded.shape, np.bool_)
         for r, context in enumerate(contexts):
             padded[r, : len(context)] = context
             mask[r, : len(context)] = True
-        allowed = torch.from_numpy(mask).to(qkv.device)[:, None, None]  # [R, 1, 1, longest]
-        return self._attend(query, keys, values, padded, allowed, scale)
+        allowed = torch.from_numpy(mask).to(query.device)[:, None, None]  # [R, 1, 1, longest]
+        return self._attend(query, keys, values, padded, allowed)
 
     @staticmethod
     def _attend(
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        contexts: IndexArray,
-        mask: Tensor | None,
-        scale: float,
+        query: Tensor, keys: Tensor, values: Tensor, contexts: IndexArray, mask: Tensor | None
     ) -> Tensor:
         index = torch.from_numpy(contexts).to(query.device, torch.long)
         k, v = keys[index].transpose(1, 2), values[index].transpose(1, 2)  # [R, G, L, D]
         out = F.scaled_dot_product_attention(
-            query[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=True
+            query[:, :, None], k, v, attn_mask=mask, enable_gqa=True
         )
         return out.reshape(len(query), -1)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+
+class _Rows(ctypes.Structure):
+    """``struct rows`` of kernels/decode.c."""
+
+    _fields_ = [
+        ("count", ctypes.c_int32),
+        ("longest", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "prefix_length")),
+        *((name, ctypes.c_void_p) for name in ("path_length", "prefix", "path")),
+    ]
 
 
-def _rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+class _Model(ctypes.Structure):
+    """``struct model``."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("hidden", "ffn", "heads", "kv_heads", "dim")),
+        ("num_slots", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("cos_sin", ctypes.c_void_p),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    """``struct layer``: the fields of :class:`Layer` in order, as addresses."""
+
+    _fields_ = [
+        *((f.name, ctypes.c_void_p) for f in fields(Layer) if f.name != "window"),
+        ("window", ctypes.c_int64),
+    ]
 
 
 class NativeOps:
     """The C kernels, for CPU tensors in float32 or bfloat16."""
 
-    MAX_HEAD_DIM = 256
-    DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # noqa: RUF012
+    _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # noqa: RUF012
+    _MAX_HEAD_DIM = 256
+    _WIDTH = 16  # outputs in a panel of packed weights
+
+    @classmethod
+    def supports(cls, dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
+        """Whether a model with these inner widths, the first being the head dimension, fits."""
+        return (
+            device.type == "cpu"
+            and dtype in cls._DTYPES
+            and widths[0] <= cls._MAX_HEAD_DIM
+            # bfloat16 products take inputs in pairs.
+            and all(width % 2 == 0 for width in widths)
+        )
 
     def __init__(self, dtype: torch.dtype) -> None:
-        library, suffix = kernels.load(), self.DTYPES[dtype]
-        self._add_rmsnorm = self._function(library, f"add_rmsnorm_{suffix}", "ppppiif")
-        self._rope_store = self._function(library, f"rope_store_{suffix}", "ppppppiiiippf")
-        self._attention = self._function(library, f"attention_{suffix}", "ppppiiiipppppif")
-        self._silu_mul = self._function(library, f"silu_mul_{suffix}", "ppii")
-
-    @staticmethod
-    def _function(library: ctypes.CDLL, name: str, signature: str) -> ctypes._NamedFuncPointer:
+        library, suffix = kernels.load(), self._DTYPES[dtype]
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
-        function = getattr(library, name)
-        function.argtypes = [kinds[letter] for letter in signature]
-        function.restype = ctypes.c_int if "attention" in name else None
-        return function  # type: ignore[no-any-return]
 
-    def add_rmsnorm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x)
-        rows, dim = x.shape
-        address = None if delta is None else delta.data_ptr()
-        self._add_rmsnorm(x.data_ptr(), address, weight.data_ptr(), out.data_ptr(), rows, dim, eps)
+        def function(name: str, signature: str) -> Any:
+            result = getattr(library, f"{name}_{suffix}")
+            result.argtypes, result.restype = [kinds[letter] for letter in signature], ctypes.c_int
+            return result
+
+        self._run_layers = function("run_layers", "ppiipppp")
+        self._rmsnorm = function("rmsnorm", "pppiif")
+        self._linear = function("linear", "ppppiii")
+        self._pair = 2 if dtype is torch.bfloat16 else 1
+        self._tables: dict[int, tuple[Stack, Any, Any]] = {}
+
+    def pack(self, weight: Tensor) -> Weight:
+        outputs, inputs = weight.shape
+        panels = F.pad(weight, (0, 0, 0, -outputs % self._WIDTH))
+        panels = panels.view(-1, self._WIDTH, inputs // self._pair, self._pair)
+        return Weight(panels.transpose(1, 2).contiguous(), outputs)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        rows, inputs = x.shape
+        out = x.new_empty(rows, weight.num_outputs)
+        self._linear(
+            x.data_ptr(),
+            weight.data.data_ptr(),
+            _address(bias),
+            out.data_ptr(),
+            rows,
+            inputs // self._pair,
+            weight.num_outputs,
+        )
         return out
 
-    def rope_store(
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        self._rmsnorm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        return out
+
+    def run_layers(
         self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        rows: Rows,
+        stack: Stack,
+        first: int,
+        last: int,
+        x: Tensor,
         keys: Tensor,
         values: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        rows: Rows,
     ) -> None:
-        groups, dim = keys.shape[1:]
-        count, width = qkv.shape
-        self._rope_store(
-            qkv.data_ptr(),
-            cos_sin.data_ptr(),
-            rows.addresses[0],
-            rows.addresses[1],
-            keys.data_ptr(),
-            values.data_ptr(),
-            count,
-            width // dim - 2 * groups,
-            groups,
-            dim,
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
-            eps,
-        )
-
-    def attention(
-        self, qkv: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float
-    ) -> Tensor:
-        groups, dim = keys.shape[1:]
-        count, width = qkv.shape
-        heads = width // dim - 2 * groups
-        out = qkv.new_empty(count, heads * dim)
-        _, _, start, length, path_length, prefix, path = rows.addresses
-        failed = self._attention(
-            qkv.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            out.data_ptr(),
-            count,
-            heads,
-            groups,
-            dim,
-            prefix,
-            start,
-            length,
-            path,
-            path_length,
+        model, layers = self._table(stack, keys.shape[1])
+        paths = rows.path_offset.astype(np.int64) * 4 + int(rows.paths.ctypes.data)
+        packed = _Rows(
+            len(x),
             rows.longest,
-            scale,
+            rows.positions.ctypes.data,
+            rows.slots.ctypes.data,
+            rows.prefix_length.ctypes.data,
+            rows.path_length.ctypes.data,
+            rows.table_addresses.ctypes.data,
+            paths.ctypes.data,
+        )
+        failed = self._run_layers(
+            ctypes.addressof(model),
+            ctypes.addressof(layers),
+            first,
+            last,
+            x.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            ctypes.addressof(packed),
         )
         if failed:
-            raise MemoryError("no memory for the attention scores")
-        return out
+            raise MemoryError("no memory for the activations of a forward")
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        rows, width = gate_up.shape
-        out = gate_up.new_empty(rows, width // 2)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
-        return out
+    def _table(self, stack: Stack, num_slots: int) -> tuple[Any, Any]:
+        """The C structures of a stack, built once; the stack is kept alive beside them."""
+        if id(stack) not in self._tables:
+            model = _Model(
+                stack.hidden_size,
+                stack.intermediate_size,
+                stack.num_heads,
+                stack.num_kv_heads,
+                stack.head_dim,
+                num_slots,
+                stack.eps,
+                stack.head_dim**-0.5,
+                stack.cos_sin.data_ptr(),
+            )
+            layers = (_Layer * len(stack.layers))()
+            for place, layer in zip(layers, stack.layers, strict=True):
+                for f in fields(Layer):
+                    value = getattr(layer, f.name)
+                    setattr(place, f.name, value or 0 if f.name == "window" else _address(value))
+            self._tables[id(stack)] = (stack, model, layers)
+        return self._tables[id(stack)][1:]
+
+
+def _address(value: Tensor | Weight | None) -> int | None:
+    if value is None:
+        return None
+    return (value.data if isinstance(value, Weight) else value).data_ptr()

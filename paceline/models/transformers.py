@@ -125,7 +125,7 @@ class TransformersRunner:
             raise InvalidArgument("strategy", strategy, "one of tree, paths, recompute")
         self.device = _resolve_device(str(device))
         self.dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
-        self.model = _load(Path(path), self.dtype).to(self.device).eval()
+        self.model = load_causal_lm(Path(path), self.dtype).to(self.device).eval()
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.context_length = _context_length(config)
@@ -561,7 +561,13 @@ def _kv_capacity(kv_tokens: Any, context_length: int) -> int:
     return kv_tokens
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
+    """The ``transformers`` model of a local folder; no network, no code from the folder.
+
+    Raises:
+        ModelNotFound: the folder, its config or its weights are missing, damaged or incomplete.
+        InvalidArgument: the folder holds another kind of model.
+    """
     if not folder.is_dir():
         raise ModelNotFound(f"model folder {str(folder)!r} does not exist")
     if not (folder / "config.json").is_file():

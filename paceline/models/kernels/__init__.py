@@ -17,12 +17,14 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-_SOURCES = ("decode.c", "decode_impl.h")
-# Infinity stays meaningful: a kernel starts a maximum with it.
-_FLAGS = (
-    "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC",
-    "-fvisibility=hidden", "-fopenmp",
-)  # fmt: skip
+_HEADERS = ("decode_impl.h",)
+_COMMON = ("-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fopenmp")
+_SOURCES = {
+    # Infinity stays meaningful: a kernel starts a maximum with it.
+    "decode.c": (*_COMMON, "-ffast-math", "-fno-finite-math-only"),
+    # Sums keep their order: no -ffast-math.
+    "matmul.c": (*_COMMON, "-ffp-contract=fast"),
+}
 _WIDE_VECTORS = "-mprefer-vector-width=512"  # a GCC option; others do without
 
 
@@ -46,22 +48,24 @@ def _processor() -> str:
 def _build(compiler: str, folder: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built, library = Path(scratch) / "decode.o", Path(scratch) / target.name
-        compile_command = [compiler, *_FLAGS, "-c", str(folder / "decode.c"), "-o", str(built)]
+        objects = []
+        for name, flags in _SOURCES.items():
+            built = Path(scratch) / f"{name}.o"
+            command = [compiler, *flags, "-c", str(folder / name), "-o", str(built)]
+            if _run([*command, _WIDE_VECTORS]).returncode != 0:
+                _must(command)
+            objects.append(str(built))
         # Linked in a step of its own, without -ffast-math: with it, GCC adds start-up code that
         # makes the thread that loads the library flush denormals, and threads would disagree.
-        link_command = [
-            compiler, "-shared", "-fopenmp", str(built), "-o", str(library), "-lm",
-        ]  # fmt: skip
-        for command in ([*compile_command, _WIDE_VECTORS], compile_command):
-            done = _run(command)
-            if done.returncode == 0:
-                break
-        if done.returncode == 0:
-            done = _run(link_command)
-        if done.returncode != 0:
-            raise KernelsUnavailable(f"{' '.join(done.args)} failed: {done.stderr.strip()[-500:]}")
+        library = Path(scratch) / target.name
+        _must([compiler, "-shared", "-fopenmp", *objects, "-o", str(library), "-lm"])
         os.replace(library, target)  # atomic: several processes may build at once
+
+
+def _must(command: list[str]) -> None:
+    done = _run(command)
+    if done.returncode != 0:
+        raise KernelsUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -80,8 +84,8 @@ def load() -> ctypes.CDLL:
     import torch  # noqa: F401  (brings its OpenMP runtime, which the kernels then share)
 
     folder = Path(__file__).parent
-    digest = hashlib.sha256(repr((_FLAGS, _processor(), platform.machine())).encode())
-    for name in _SOURCES:
+    digest = hashlib.sha256(repr((_SOURCES, _processor(), platform.machine())).encode())
+    for name in (*_SOURCES, *_HEADERS):
         digest.update((folder / name).read_bytes())
     library = _cache_dir() / f"decode-{digest.hexdigest()[:16]}.so"
     if not library.is_file():

@@ -1,7 +1,7 @@
 /* Included once for each element type; ELEM, LOAD(x), STORE(f) and NAME(f) are set by decode.c. */
 
 /* x += delta (when given), out = weight * normalised x. */
-EXPORT void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, ELEM *out,
+static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, ELEM *out,
                               int rows, int dim, float eps)
 {
     for (int r = 0; r < rows; r++) {
@@ -42,15 +42,14 @@ static inline void NAME(rotate)(ELEM *x, const float *cosine, const float *sine,
 
 /* Rotates queries and keys in place and stores keys and values in their cache slots.
  * qkv: [rows, (heads + 2 * kv_heads) * dim]; cos_sin: [positions, dim], cosines then sines. */
-EXPORT void NAME(rope_store)(ELEM *qkv, const float *cos_sin, const int32_t *positions,
-                             const int32_t *slots, ELEM *keys, ELEM *values, int rows, int heads,
-                             int kv_heads, int dim, const ELEM *q_norm, const ELEM *k_norm,
-                             float eps)
+static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *values, int heads,
+                             int kv_heads, int dim, const struct rows *rows, const ELEM *q_norm,
+                             const ELEM *k_norm, float eps)
 {
     const int stride = (heads + 2 * kv_heads) * dim;
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows->count; r++) {
         ELEM *row = qkv + (size_t)r * stride;
-        const float *cosine = cos_sin + (size_t)positions[r] * dim;
+        const float *cosine = cos_sin + (size_t)rows->positions[r] * dim;
         for (int h = 0; h < heads + kv_heads; h++) {
             ELEM *x = row + h * dim;
             const ELEM *norm = h < heads ? q_norm : k_norm;
@@ -59,27 +58,35 @@ EXPORT void NAME(rope_store)(ELEM *qkv, const float *cos_sin, const int32_t *pos
             NAME(rotate)(x, cosine, cosine + dim / 2, dim / 2);
         }
         const size_t width = (size_t)kv_heads * dim;
-        memcpy(keys + slots[r] * width, row + heads * dim, width * sizeof(ELEM));
-        memcpy(values + slots[r] * width, row + (heads + kv_heads) * dim, width * sizeof(ELEM));
+        memcpy(keys + rows->slots[r] * width, row + heads * dim, width * sizeof(ELEM));
+        memcpy(values + rows->slots[r] * width, row + (heads + kv_heads) * dim, width * sizeof(ELEM));
     }
 }
 
+/* One query head over a context, for head dimensions that are a multiple of 16. */
 ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, const ELEM *keys, const ELEM *values,
                                      ELEM *out, const int32_t *context, int length, size_t width,
                                      float scale, float *scores, const int dim)
 {
-    float q[MAX_HEAD_DIM];
-    for (int d = 0; d < dim; d++)
-        q[d] = LOAD(query[d]) * scale;
+    vec q[MAX_HEAD_DIM / WIDTH];
+    for (int d = 0; d < dim / WIDTH; d++)
+        q[d] = VLOAD(query + d * WIDTH) * scale;
     float top = -INFINITY;
-    for (int j = 0; j < length; j++) {
-        const ELEM *key = keys + context[j] * width;
-        float dot = 0.0f;
-        for (int d = 0; d < dim; d++)
-            dot += q[d] * LOAD(key[d]);
-        scores[j] = dot;
-        top = dot > top ? dot : top;
+    for (int j = 0; j < length; j += WIDTH) {
+        vec products[WIDTH];
+        for (int i = 0; i < WIDTH; i++) {
+            /* Beyond the end the last key stands in; its scores are not used. */
+            const ELEM *key = keys + context[j + i < length ? j + i : length - 1] * width;
+            vec sum = q[0] * VLOAD(key);
+            for (int d = 1; d < dim / WIDTH; d++)
+                sum += q[d] * VLOAD(key + d * WIDTH);
+            products[i] = sum;
+        }
+        const vec dots = sum_each(products);
+        memcpy(scores + j, &dots, sizeof dots);
     }
+    for (int j = 0; j < length; j++)
+        top = scores[j] > top ? scores[j] : top;
     float total = 0.0f;
     for (int j = 0; j < length; j++) {
         scores[j] = fast_exp(scores[j] - top);
@@ -87,82 +94,109 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, const ELEM *keys, const 
     }
     /* Four accumulators hide the latency of the additions; which one a position goes to depends
      * on the position alone. */
-    float acc[4][MAX_HEAD_DIM];
-    for (int d = 0; d < dim; d++)
-        acc[0][d] = acc[1][d] = acc[2][d] = acc[3][d] = 0.0f;
+    vec acc[4][MAX_HEAD_DIM / WIDTH];
+    for (int d = 0; d < dim / WIDTH; d++)
+        acc[0][d] = acc[1][d] = acc[2][d] = acc[3][d] = (vec){0};
     int j = 0;
-    for (; j + 4 <= length; j += 4) {
-        const ELEM *v0 = values + context[j] * width, *v1 = values + context[j + 1] * width;
-        const ELEM *v2 = values + context[j + 2] * width, *v3 = values + context[j + 3] * width;
-        for (int d = 0; d < dim; d++) {
-            acc[0][d] += scores[j] * LOAD(v0[d]);
-            acc[1][d] += scores[j + 1] * LOAD(v1[d]);
-            acc[2][d] += scores[j + 2] * LOAD(v2[d]);
-            acc[3][d] += scores[j + 3] * LOAD(v3[d]);
+    for (; j + 4 <= length; j += 4)
+        for (int i = 0; i < 4; i++) {
+            const ELEM *value = values + context[j + i] * width;
+            for (int d = 0; d < dim / WIDTH; d++)
+                acc[i][d] += scores[j + i] * VLOAD(value + d * WIDTH);
         }
-    }
     for (; j < length; j++) {
         const ELEM *value = values + context[j] * width;
-        for (int d = 0; d < dim; d++)
-            acc[0][d] += scores[j] * LOAD(value[d]);
+        for (int d = 0; d < dim / WIDTH; d++)
+            acc[0][d] += scores[j] * VLOAD(value + d * WIDTH);
     }
-    for (int d = 0; d < dim; d++)
-        out[d] = STORE(((acc[0][d] + acc[1][d]) + (acc[2][d] + acc[3][d])) / total);
+    for (int d = 0; d < dim / WIDTH; d++) {
+        const vec sum = ((acc[0][d] + acc[1][d]) + (acc[2][d] + acc[3][d])) / total;
+        for (int i = 0; i < WIDTH; i++)
+            out[d * WIDTH + i] = STORE(sum[i]);
+    }
 }
 
-/* Attention of each row over its own context: the first prefix_length[r] slots of
- * prefix[r] and then path_length[r] slots of path[r]. Everything a row computes depends on that
- * list alone, so the result is the same in any batch, tree or chunk. */
-EXPORT int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
-                           int rows, int heads, int kv_heads, int dim,
-                           const int32_t *const *prefix, const int32_t *prefix_start,
-                           const int32_t *prefix_length, const int32_t *const *path,
-                           const int32_t *path_length, int max_length, float scale)
+/* The same for any head dimension. */
+static void NAME(attend_any)(const ELEM *query, const ELEM *keys, const ELEM *values, ELEM *out,
+                             const int32_t *context, int length, size_t width, float scale,
+                             float *scores, int dim)
+{
+    float top = -INFINITY;
+    for (int j = 0; j < length; j++) {
+        const ELEM *key = keys + context[j] * width;
+        float dot = 0.0f;
+        for (int d = 0; d < dim; d++)
+            dot += LOAD(query[d]) * LOAD(key[d]);
+        scores[j] = dot * scale;
+        top = scores[j] > top ? scores[j] : top;
+    }
+    float total = 0.0f, acc[MAX_HEAD_DIM] = {0};
+    for (int j = 0; j < length; j++) {
+        const ELEM *value = values + context[j] * width;
+        const float weight = fast_exp(scores[j] - top);
+        total += weight;
+        for (int d = 0; d < dim; d++)
+            acc[d] += weight * LOAD(value[d]);
+    }
+    for (int d = 0; d < dim; d++)
+        out[d] = STORE(acc[d] / total);
+}
+
+/* Attention of each row over the last `window` slots of its own context (all of them for window
+ * 0): the first prefix_length[r] slots of prefix[r] and then path_length[r] slots of path[r].
+ * Everything a row computes depends on that list alone, so the result is the same in any batch,
+ * tree or chunk. */
+static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
+                           int heads, int kv_heads, int dim, const struct rows *rows, int window,
+                           float scale)
 {
     const size_t width = (size_t)kv_heads * dim;
     const int group = heads / kv_heads, stride = (heads + 2 * kv_heads) * dim;
     int failed = 0;
-#pragma omp parallel if (rows > 32)
+#pragma omp parallel if ((double)rows->count * rows->longest * heads > 20000)
     {
-        const size_t padded = ((size_t)max_length + 15) & ~(size_t)15;
+        const size_t padded = ((size_t)rows->longest + 15) & ~(size_t)15;
         float *scores = aligned_alloc(64, padded * (sizeof(float) + sizeof(int32_t)));
-        int32_t *context = (int32_t *)(scores + padded);
+        int32_t *slots = (int32_t *)(scores + padded);
         if (!scores)
             failed = 1;
-#pragma omp for schedule(dynamic, 8)
-        for (int r = 0; r < rows; r++) {
-            if (!scores)
-                continue;
-            const int first = prefix_length[r] - prefix_start[r];
-            const int length = first + path_length[r];
-            memcpy(context, prefix[r] + prefix_start[r], first * sizeof(int32_t));
-            memcpy(context + first, path[r], path_length[r] * sizeof(int32_t));
-            for (int h = 0; h < heads; h++) {
-                const ELEM *query = qkv + (size_t)r * stride + h * dim;
-                const ELEM *k = keys + (h / group) * dim, *v = values + (h / group) * dim;
-                ELEM *o = out + ((size_t)r * heads + h) * dim;
-                switch (dim) {
-                case 32:
-                    NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 32);
-                    break;
-                case 64:
-                    NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 64);
-                    break;
-                case 128:
-                    NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 128);
-                    break;
-                default:
-                    NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, dim);
+        /* Rows in the inner loop: the keys of a head stay in the cache for those that share them. */
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int first_row = 0; first_row < rows->count; first_row += 16)
+            for (int g = 0; g < kv_heads; g++) {
+                const int end = first_row + 16 < rows->count ? first_row + 16 : rows->count;
+                const ELEM *k = keys + g * dim, *v = values + g * dim;
+                for (int r = first_row; r < end && scores; r++) {
+                    const int prefix = rows->prefix_length[r];
+                    int length = prefix + rows->path_length[r];
+                    memcpy(slots, rows->prefix[r], prefix * sizeof(int32_t));
+                    memcpy(slots + prefix, rows->path[r], (length - prefix) * sizeof(int32_t));
+                    const int32_t *context = slots;
+                    if (window && length > window) {
+                        context += length - window;
+                        length = window;
+                    }
+                    for (int h = g * group; h < (g + 1) * group; h++) {
+                        const ELEM *query = qkv + (size_t)r * stride + h * dim;
+                        ELEM *o = out + ((size_t)r * heads + h) * dim;
+                        if (dim == 32)
+                            NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 32);
+                        else if (dim == 64)
+                            NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 64);
+                        else if (dim == 128)
+                            NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 128);
+                        else
+                            NAME(attend_any)(query, k, v, o, context, length, width, scale, scores, dim);
+                    }
                 }
             }
-        }
         free(scores);
     }
     return failed;
 }
 
 /* out = silu(gate) * up, from the fused [rows, 2 * dim] projection. */
-EXPORT void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim)
+static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim)
 {
     for (int r = 0; r < rows; r++) {
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
@@ -172,4 +206,52 @@ EXPORT void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim)
             o[i] = STORE(LOAD(STORE(g / (1.0f + fast_exp(-g)))) * LOAD(up[i]));
         }
     }
+}
+
+/* Layers [first, last) on x: [rows, hidden], in place, without the final norm: x is the residual
+ * stream afterwards. Returns non-zero when memory runs out. */
+EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, int first, int last,
+                            ELEM *x, ELEM *keys, ELEM *values, const struct rows *rows)
+{
+    const int count = rows->count, qkv_width = (m->heads + 2 * m->kv_heads) * m->dim;
+    const int attended_width = m->heads * m->dim;
+    const size_t layer_size = (size_t)m->num_slots * m->kv_heads * m->dim;
+    const size_t widest = (size_t)m->hidden * 2 + qkv_width + attended_width + 3 * (size_t)m->ffn;
+    ELEM *memory = aligned_alloc(64, (count * widest * sizeof(ELEM) + 63) & ~(size_t)63);
+    if (!memory)
+        return 1;
+    ELEM *normed = memory, *delta = normed + (size_t)count * m->hidden;
+    ELEM *qkv = delta + (size_t)count * m->hidden, *attended = qkv + (size_t)count * qkv_width;
+    ELEM *gate_up = attended + (size_t)count * attended_width;
+    ELEM *inner = gate_up + (size_t)count * 2 * m->ffn;
+    const ELEM *pending = NULL;
+    int failed = 0;
+    for (int i = first; i < last && !failed; i++) {
+        const struct layer *l = layers + i;
+        ELEM *k = keys + i * layer_size, *v = values + i * layer_size;
+        NAME(add_rmsnorm)(x, pending, l->input_norm, normed, count, m->hidden, m->eps);
+        NAME(linear)(normed, l->qkv, l->qkv_bias, qkv, count, m->hidden / PAIR, qkv_width);
+        NAME(rope_store)(qkv, m->cos_sin, k, v, m->heads, m->kv_heads, m->dim, rows, l->q_norm,
+                         l->k_norm, m->eps);
+        failed = NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows,
+                                 l->window, m->scale);
+        NAME(linear)(attended, l->out, l->out_bias, delta, count, attended_width / PAIR, m->hidden);
+        NAME(add_rmsnorm)(x, delta, l->post_norm, normed, count, m->hidden, m->eps);
+        NAME(linear)(normed, l->gate_up, l->gate_up_bias, gate_up, count, m->hidden / PAIR,
+                     2 * m->ffn);
+        NAME(silu_mul)(gate_up, inner, count, m->ffn);
+        NAME(linear)(inner, l->down, l->down_bias, delta, count, m->ffn / PAIR, m->hidden);
+        pending = delta;
+    }
+    if (pending)
+        for (size_t i = 0; i < (size_t)count * m->hidden; i++)
+            x[i] = STORE(LOAD(x[i]) + LOAD(pending[i]));
+    free(memory);
+    return failed;
+}
+
+/* out = weight * normalised x, row by row. */
+EXPORT void NAME(rmsnorm)(const ELEM *x, const ELEM *weight, ELEM *out, int rows, int dim, float eps)
+{
+    NAME(add_rmsnorm)((ELEM *)x, NULL, weight, out, rows, dim, eps);
 }

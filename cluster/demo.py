@@ -1,0 +1,254 @@
+"""`paceline demo`: a draft actor and a target actor generate real text together.
+
+Everything is real and local: Ray, Ray Serve, two actors and a gateway, gRPC between them. The same
+prompts are run as plain AR decoding on the same target, to compare speed and to see that the
+tokens are the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter
+from cluster.cli_output import err, out
+from cluster.local import DEMO_CONFIG, PortInUse, check_port, deployed, showing_progress
+from deployments.config import ConfigFile, read_config_file
+from paceline.config import SpeculationConfig
+from paceline.sampling import SamplingParams
+from paceline.tokenizer import load_tokenizer
+from rpc.client import Client, Completion
+
+PROMPTS = {
+    "code": 'def read_config(path):\n    """Read a configuration file and return a dictionary.\n',
+    "class": "class Queue:\n    def __init__(self, maxsize=0):\n",
+    "maths": (
+        "Question: Anna buys 4 boxes of pencils. Each box holds 12 pencils and costs $3. She gives "
+        "half of the pencils to her class. How many pencils does she have left?\nAnswer:"
+    ),
+}
+REPEATS = 3
+"""Timed runs of each prompt with each method, interleaved; the table has the medians."""
+CALL_TIMEOUT_S = 60.0
+
+
+@dataclass
+class _Prompt:
+    """What was measured for one prompt."""
+
+    drafts: list[Completion] = field(default_factory=list)
+    ar: list[Completion] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)
+    ar_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """Every run, with drafts or without, gave the same tokens."""
+        return len({completion.token_ids for completion in (*self.drafts, *self.ar)}) == 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ar[0].token_ids)
+
+
+def run(max_tokens: int = 96, *, show: bool = True) -> dict[str, Any]:
+    """Start everything, generate, compare, and shut everything down again.
+
+    Args:
+        max_tokens: for each prompt at most.
+        show: print text and table; without it, the result is all there is.
+
+    Returns:
+        ``identical_to_ar``, tokens per second with and without drafts, speedup, mean accepted
+        length, acceptance rate, the process ids of the two actors, and the same for each prompt.
+
+    Raises:
+        InvalidArgument: ``max_tokens`` below 1.
+        ClusterError: Ray, Serve or a replica does not start; the message says why.
+    """
+    params = SamplingParams(max_tokens=max_tokens)
+    file = _with_free_port(read_config_file(DEMO_CONFIG))
+    started = time.perf_counter()
+    with showing_progress(show) as report, deployed(file, report=report) as described:
+        address = described["gateway"]
+        with Client(address, timeout=CALL_TIMEOUT_S) as client:
+            report("first tokens")
+            for method in ("ar", "draft_model"):  # builds and loads whatever is loaded at first use
+                client.complete("import os\n", SamplingParams(max_tokens=8), _method(method))
+            report("")
+            if show:
+                err.print(
+                    f"[dim]Ray, target, drafter and gateway are up after "
+                    f"{time.perf_counter() - started:.0f} s; the gateway is at {address}[/]",
+                    highlight=False,
+                )
+                _print_legend(out)
+            measured = {name: _measure(client, text, params, show) for name, text in PROMPTS.items()}
+        result = _result(measured, described)
+        if show:
+            out.print(_table(measured, result))
+        with showing_progress(show) as closing:
+            closing("shutting down")
+    if show and not result["identical_to_ar"]:
+        err.print("the tokens with drafts differ from AR: that must not happen", style="bold red")
+    return result
+
+
+def _with_free_port(file: ConfigFile) -> ConfigFile:
+    """The demo needs no particular port; it gives way to whatever runs already."""
+    try:
+        check_port(file)
+    except PortInUse:
+        return file.with_args({"gateway": {"grpc_port": 0}})
+    return file
+
+
+def _method(name: str) -> SpeculationConfig:
+    return SpeculationConfig(method=name)
+
+
+def _measure(client: Client, prompt: str, params: SamplingParams, show: bool) -> _Prompt:
+    measured = _Prompt()
+    if show:
+        measured.drafts.append(_stream(client, prompt, params))
+    with showing_progress(show) as report:
+        report("timing drafts against AR")
+        for _ in range(REPEATS):
+            for method, completions, seconds in (
+                ("draft_model", measured.drafts, measured.draft_seconds),
+                ("ar", measured.ar, measured.ar_seconds),
+            ):
+                begin = time.perf_counter()
+                completions.append(client.complete(prompt, params, _method(method)))
+                seconds.append(time.perf_counter() - begin)
+    return measured
+
+
+# --- on the terminal ------------------------------------------------------------------------------
+
+
+def _print_legend(console: Console) -> None:
+    if _plain(console):
+        console.print("legend: «accepted from the draft», the target's own")
+    else:
+        console.print(
+            Text.assemble(
+                ("legend: ", "dim"), ("accepted from the draft", ACCEPTED_STYLE), " ",
+                ("the target's own", OWN_STYLE),
+            )
+        )  # fmt: skip
+
+
+def _plain(console: Console) -> bool:
+    """Colours would not be seen: mark accepted text with «» instead."""
+    return console.no_color or not console.is_terminal
+
+
+def _stream(client: Client, prompt: str, params: SamplingParams) -> Completion:
+    """Print the prompt and the text that follows, as its tokens are committed."""
+    splitter = PieceSplitter(load_tokenizer(read_config_file(DEMO_CONFIG).config.target_folder))
+    out.print()
+    out.print(Text(prompt, "dim"), end="", soft_wrap=True)
+    marks = _Marks(out)
+    rounds = []
+    for item in client.generate(prompt, params, _method("draft_model")):
+        rounds.append(item)
+        for piece in splitter.split(item.token_ids, item.num_accepted, item.text):
+            marks.print(piece)
+        out.file.flush()
+    marks.close()
+    return Completion.of(rounds)
+
+
+class _Marks:
+    """Prints pieces in colour, or accepted runs between « and »."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._plain = _plain(console)
+        self._inside = False
+
+    def print(self, piece: Piece) -> None:
+        text, accepted = piece.text, bool(piece.accepted)
+        if self._plain:
+            text = self._switch(accepted) + text
+        style = ACCEPTED_STYLE if accepted else OWN_STYLE
+        self._console.print(Text(text, style), end="", soft_wrap=True)
+
+    def close(self) -> None:
+        self._console.print(self._switch(False) if self._plain else "", soft_wrap=True)
+
+    def _switch(self, accepted: bool) -> str:
+        mark = {(False, True): "«", (True, False): "»"}.get((self._inside, accepted), "")
+        self._inside = accepted
+        return mark
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def _result(measured: dict[str, _Prompt], described: dict[str, Any]) -> dict[str, Any]:
+    rows = {name: _row([prompt]) for name, prompt in measured.items()}
+    last = next(iter(measured.values())).drafts[-1].last
+    return {
+        **_row(list(measured.values())),
+        "target_pid": last.target_pid,
+        "drafter_pid": last.drafter_pid,
+        "gateway": described["gateway"],
+        "prompts": rows,
+    }
+
+
+def _row(prompts: list[_Prompt]) -> dict[str, Any]:
+    """Sums over prompts; ratios of sums."""
+    num_tokens = sum(p.num_tokens for p in prompts)
+    with_drafts = num_tokens / sum(statistics.median(p.draft_seconds) for p in prompts)
+    ar = num_tokens / sum(statistics.median(p.ar_seconds) for p in prompts)
+    stats = [p.drafts[-1].statistics for p in prompts]
+    drafted = sum(s.num_drafted for s in stats)
+    return {
+        "num_tokens": num_tokens,
+        "tokens_per_second": with_drafts,
+        "ar_tokens_per_second": ar,
+        "speedup": with_drafts / ar,
+        "mean_accepted_length": sum(s.num_tokens for s in stats)
+        / sum(s.num_target_forwards for s in stats),
+        "acceptance_rate": sum(s.num_accepted for s in stats) / drafted if drafted else 0.0,
+        "drafter_lost": any(s.drafter_lost for s in stats),
+        "identical_to_ar": all(p.identical for p in prompts),
+    }
+
+
+def _table(measured: dict[str, _Prompt], result: dict[str, Any]) -> Table:
+    table = Table(title="draft actor + target actor, against AR on the same target")
+    table.add_column("")
+    columns = [*(result["prompts"][name] for name in measured), result]
+    for name in (*measured, "all"):
+        table.add_column(name, justify="right", style="bold" if name == "all" else "")
+    for label, key, form in (
+        ("tokens", "num_tokens", "{}"),
+        ("tokens/s with drafts", "tokens_per_second", "{:.0f}"),
+        ("tokens/s AR", "ar_tokens_per_second", "{:.0f}"),
+        ("speedup", "speedup", "{:.2f}×"),
+        ("mean accepted length", "mean_accepted_length", "{:.2f}"),
+        ("acceptance rate", "acceptance_rate", "{:.2f}"),
+    ):
+        table.add_row(label, *(form.format(column[key]) for column in columns))
+    table.add_row(
+        "tokens identical to AR",
+        *(
+            Text("yes", "green") if column["identical_to_ar"] else Text("NO", "bold red")
+            for column in columns
+        ),
+    )
+    table.add_section()
+    blank = [""] * len(measured)
+    table.add_row("target actor, process", *blank, str(result["target_pid"]))
+    table.add_row("drafter actor, process", *blank, str(result["drafter_pid"]))
+    return table

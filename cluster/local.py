@@ -1,0 +1,593 @@
+"""`paceline up`, `down` and `status`: a deployment on this machine, or on a cluster that runs already.
+
+Without an address, ``up`` starts a Ray of its own that listens on loopback only, in a background
+process that lives as long as the deployment. ``down`` asks that process to end, and with it goes
+everything that it started, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
+from paceline.errors import PacelineError
+
+DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 45.0
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB, and nothing here uses it
+_POLL_S = 0.2
+
+Report = Callable[[str], None]
+"""Called with a line for the user when a new stage begins."""
+
+
+class ClusterError(PacelineError, RuntimeError):
+    """A deployment cannot be started, found or stopped."""
+
+
+class PortInUse(ClusterError):
+    """Something else listens on the gateway's port."""
+
+
+# --- Ray ------------------------------------------------------------------------------------------
+
+
+def prepare_environment(token: str | None = None) -> None:
+    """Settings that Ray reads when it is imported; what the user has set stays.
+
+    Args:
+        token: of a Ray of our own. It listens on loopback where it can, but Serve's replicas have
+            a port for one another on all interfaces: nobody gets in without the token.
+    """
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",  # no reports to anybody
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # busy machines take longer than 5 s
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    if token is not None and "ray" not in sys.modules:
+        settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback, not the machine's address
+        if "RAY_AUTH_MODE" not in os.environ:
+            settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def start_ray(file: ConfigFile) -> str:
+    """Start a Ray of this process's own; it ends with the process. Returns its address."""
+    prepare_environment(secrets.token_hex(32))
+    import ray
+
+    config = file.config
+    wanted = config.target.num_replicas * config.target.num_cpus
+    wanted += config.gateway.num_replicas * config.gateway.num_cpus
+    if config.topology == "actors":
+        wanted += config.drafter.num_replicas * config.drafter.num_cpus
+    context = ray.init(
+        address="local",
+        # A share of a CPU is only a label: with fewer of them than the file asks for, some
+        # replicas would wait for ever.
+        num_cpus=max(os.cpu_count() or 1, math.ceil(wanted)),
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    return str(context.address_info["gcs_address"])
+
+
+def join_ray(address: str, token: str | None = None) -> str:
+    """Connect to a Ray that runs already (HOST:PORT or auto); ``token`` if it is one of our own.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    prepare_environment(token)
+    import ray
+
+    if ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ClusterError(f"cannot join the Ray cluster at {address!r}: {reason}") from error
+    return str(ray.get_runtime_context().gcs_address)
+
+
+# --- an application on it -------------------------------------------------------------------------
+
+
+def check_port(file: ConfigFile) -> None:
+    """Raise PortInUse when the gateway's port is taken on this machine."""
+    gateway = file.config.gateway
+    if gateway.grpc_port == 0:
+        return
+    family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((gateway.host, gateway.grpc_port))
+            probe.listen(1)
+        except OSError as error:
+            raise PortInUse(
+                f"gateway.grpc_port: {gateway.host}:{gateway.grpc_port} cannot be used "
+                f"({error.strerror}); stop what listens there, or choose another port in "
+                f"{file.path} (gateway: grpc_port: N, 0 picks a free one)"
+            ) from None
+
+
+def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Deploy the application of ``file`` on the Ray that this process is connected to.
+
+    Returns when every replica is ready.
+
+    Raises:
+        ClusterError: a replica failed to start, or it took too long; the message says why.
+    """
+    from ray import serve
+
+    from deployments.app import build
+
+    report("starting Ray Serve")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        proxy_location=file.proxy_location,
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+    failure: list[Exception] = []
+
+    def run() -> None:
+        try:
+            serve.run(build(file.args), name=file.name, route_prefix=file.route_prefix)
+        except Exception as error:
+            failure.append(error)
+
+    worker = threading.Thread(target=run, name="serve-run", daemon=True)
+    worker.start()
+    deadline = time.monotonic() + timeout_s
+    seen = ""
+    while worker.is_alive():
+        worker.join(_POLL_S)
+        states = _deployment_states(file.name)
+        bad = [text for state, text in states.values() if state in ("DEPLOY_FAILED", "UNHEALTHY")]
+        if bad and worker.is_alive():
+            serve.delete(file.name, _blocking=False)
+            raise ClusterError(f"{file.path}: {_reason(bad[0])}")
+        line = "loading " + ", ".join(
+            f"{name} ({'ready' if state == 'HEALTHY' else state.lower()})"
+            for name, (state, _) in states.items()
+        )
+        if states and line != seen:
+            report(line)
+            seen = line
+        if time.monotonic() > deadline:
+            serve.delete(file.name, _blocking=False)
+            texts = "; ".join(f"{n}: {s} {t}" for n, (s, t) in states.items() if s != "HEALTHY")
+            raise ClusterError(f"{file.path}: not ready after {timeout_s:g} s: {texts}")
+    if failure:
+        raise ClusterError(f"{file.path}: {_reason(str(failure[0]))}") from failure[0]
+
+
+def _deployment_states(app: str) -> dict[str, tuple[str, str]]:
+    """State and message of each deployment."""
+    from ray import serve
+
+    application = serve.status().applications.get(app)
+    if application is None:
+        return {}
+    return {
+        name: (str(deployment.status.value), deployment.message)
+        for name, deployment in application.deployments.items()
+    }
+
+
+def _reason(message: str) -> str:
+    """The line of a replica's traceback that says what was wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [
+        line for line in lines
+        if line.split(":")[0].rpartition(".")[2][:1].isupper() and ": " in line
+        and " " not in line.split(":")[0]
+    ]  # fmt: skip
+    return (errors or lines or ["no reason given"])[-1]
+
+
+def describe(app: str) -> dict[str, Any]:
+    """Deployments with their replicas, the gateway's address, and the number of sessions.
+
+    Needs a connection to the Ray that runs ``app``.
+    """
+    from ray import serve
+
+    deployments: dict[str, Any] = {}
+    for name, (state, message) in _deployment_states(app).items():
+        replicas: list[dict[str, Any]] = []
+        if state == "HEALTHY":
+            handle = serve.get_deployment_handle(name, app)
+            replicas = handle.broadcast("status").results(timeout_s=20)
+        deployments[name] = {"state": state, "message": message, "replicas": replicas}
+
+    def field(name: str, key: str) -> list[Any]:
+        return [replica[key] for replica in deployments.get(name, {}).get("replicas", [])]
+
+    return {
+        "running": bool(deployments),
+        "ready": bool(deployments) and all(d["state"] == "HEALTHY" for d in deployments.values()),
+        "gateway": next(iter(field("gateway", "address")), None),
+        "sessions": sum(field("target", "sessions")),
+        "deployments": deployments,
+    }
+
+
+@contextlib.contextmanager
+def deployed(
+    file: ConfigFile, *, address: str | None = None, report: Report = lambda line: None
+) -> Iterator[dict[str, Any]]:
+    """Bring a deployment up, yield what :func:`describe` says, and take it down at the end.
+
+    Args:
+        address: of a Ray to join; None starts one of its own.
+
+    Raises:
+        ClusterError: as :func:`deploy`; PortInUse.
+    """
+    check_port(file)
+    report("joining Ray" if address else "starting Ray")
+    try:
+        ray_address = join_ray(address) if address else start_ray(file)
+        deploy(file, report)
+        yield {**describe(file.name), "ray_address": ray_address}
+    finally:
+        _take_down(file.name)
+
+
+def _take_down(app: str) -> None:
+    """Delete the application, which drains it, and leave (or end) the Ray."""
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized():
+        return
+    with contextlib.suppress(Exception):  # of a Serve that never came up there is none
+        serve.delete(app)
+    ray.shutdown()
+
+
+# --- what is up on this machine -------------------------------------------------------------------
+
+
+def state_folder() -> Path:
+    """Where the running deployment is remembered."""
+    root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "paceline" / "local"
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state file: what :func:`up` wrote for the other commands.
+
+    The process that owns a Ray holds a lock as long as it lives, so a file that a crash left
+    behind, or a process id that somebody else has now, is told from a running deployment.
+    """
+
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "state.json"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "up.log"
+
+    def read(self) -> dict[str, Any]:
+        try:
+            value = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def write(self, **values: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        scratch = self.file.with_suffix(f".{os.getpid()}")
+        scratch.touch(mode=0o600)  # the token is in it
+        scratch.write_text(json.dumps(values))
+        scratch.replace(self.file)
+
+    def clear(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+    def lock(self) -> IO[str] | None:
+        """Become the owner; None when another process is. The lock ends with the process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.close()
+            return None
+        return handle
+
+    @property
+    def owned(self) -> bool:
+        """True while the process that owns the deployment lives."""
+        handle = self.lock()
+        if handle is None:
+            return True
+        handle.close()
+        return False
+
+
+def _load(config_path: str | Path | None, port: int | None) -> ConfigFile:
+    file = read_config_file(config_path or DEMO_CONFIG)
+    return file if port is None else file.with_args({"gateway": {"grpc_port": port}})
+
+
+def up(
+    config_path: str | Path | None = None,
+    *,
+    address: str | None = None,
+    port: int | None = None,
+    detach: bool = True,
+) -> dict[str, Any]:
+    """Deploy a config file (default: the demo pair as two actors) and wait until it is ready.
+
+    Args:
+        address: of a Ray cluster to join; default: ``RAY_ADDRESS``, else a local Ray of its own.
+        port: instead of the file's ``gateway.grpc_port``.
+        detach: True returns when all is ready and leaves it running until :func:`down`; False
+            stays until Ctrl-C (or SIGTERM) and takes it down again.
+
+    Returns:
+        what :func:`status` returns.
+
+    Raises:
+        InvalidArgument, ModelNotFound: the file is wrong.
+        PortInUse, ClusterError: it cannot be started; the message says why.
+    """
+    file = _load(config_path, port)
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    state = _State(state_folder())
+    known = state.read()
+    if known.get("gateway") and (known.get("address") or state.owned):
+        raise ClusterError(
+            f"{known['config']} is up already, with its gateway at {known['gateway']}: "
+            "`paceline down` stops it"
+        )
+    check_port(file)
+    with showing_progress() as report:
+        if address is None and detach:
+            result = _spawn(file, port, state, report)
+        elif address is None:
+            return _own(file, state, report)
+        else:
+            report("joining Ray")
+            ray_address = join_ray(address)
+            deploy(file, report)
+            result = {
+                "config": str(file.path), "app": file.name, "address": address,
+                "ray_address": ray_address, **describe(file.name),
+            }  # fmt: skip
+            state.write(**result)
+    console = Console(stderr=True)
+    _announce(console, result)
+    if not detach:
+        try:
+            _wait_for_signal(console)
+        finally:
+            down()
+    return result
+
+
+def _announce(console: Console, result: dict[str, Any]) -> None:
+    console.print(f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC)", highlight=False)
+    for name, deployment in result["deployments"].items():
+        for replica in deployment["replicas"]:
+            console.print(
+                f"  {name:<8} process {replica['pid']:<8} {replica['address']}", highlight=False
+            )
+
+
+def _wait_for_signal(console: Console) -> None:
+    console.print("Ctrl-C takes it down again")
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while not stop.wait(3600):
+            pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _own(file: ConfigFile, state: _State, report: Report) -> dict[str, Any]:
+    """Run a Ray and the deployment in this process until a signal."""
+    lock = state.lock()
+    if lock is None:
+        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
+    result: dict[str, Any] = {
+        "config": str(file.path), "app": file.name, "address": None, "pid": os.getpid(),
+    }  # fmt: skip
+
+    def progress(line: str) -> None:
+        state.write(**result, stage=line)
+        report(line)
+
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with deployed(file, report=progress) as described:
+            result.update(described)
+            state.write(**result, token=os.environ.get("RAY_AUTH_TOKEN"))
+            report("")
+            console = Console(stderr=True)
+            _announce(console, result)
+            _wait_for_signal(console)
+            report("stopping")
+    except KeyboardInterrupt:
+        raise ClusterError("stopped before it was ready") from None
+    except PacelineError as error:
+        state.write(error=str(error))
+        raise
+    else:
+        state.clear()
+        return {**result, "running": False}
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        lock.close()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _spawn(file: ConfigFile, port: int | None, state: _State, report: Report) -> dict[str, Any]:
+    """Run :func:`_own` in a process that outlives this one; wait until it is ready."""
+    if state.owned:
+        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
+    state.clear()
+    state.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "cluster.local", str(file.path.resolve())]
+    if port is not None:
+        command.append(str(port))
+    with state.log.open("w") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    seen = ""
+    try:
+        while True:
+            ended = process.poll() is not None
+            known = state.read()
+            if known.get("gateway"):
+                known.pop("token", None)
+                return known
+            if ended:
+                reason = known.get("error") or f"it ended with code {process.returncode}"
+                raise ClusterError(f"{reason} (log: {state.log})")
+            stage = known.get("stage", "")
+            if stage != seen:
+                report(stage)
+                seen = stage
+            time.sleep(_POLL_S)
+    except BaseException:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+        raise
+
+
+def down() -> dict[str, Any]:
+    """Stop what :func:`up` started. Nothing running is not an error.
+
+    Returns:
+        ``{"stopped": bool, "gateway": address or None}``.
+
+    Raises:
+        ClusterError: it does not stop, or the cluster that it joined cannot be reached.
+    """
+    state = _State(state_folder())
+    known = state.read()
+    result = {"stopped": False, "gateway": known.get("gateway")}
+    if known.get("address"):
+        with showing_progress() as report:
+            report("removing the application")
+            join_ray(known["address"])
+            _take_down(known["app"])
+        result["stopped"] = True
+    elif known.get("pid") and state.owned:
+        with showing_progress() as report:
+            report("stopping replicas and Ray")
+            os.kill(known["pid"], signal.SIGTERM)
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            while state.owned:
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"process {known['pid']} does not stop; its log is {state.log}"
+                    )
+                time.sleep(_POLL_S)
+        result["stopped"] = True
+    state.clear()
+    return result
+
+
+def status() -> dict[str, Any]:
+    """What is running: deployments, replicas with process ids and addresses, sessions.
+
+    Returns:
+        ``{"running": False, ...}`` when nothing is.
+
+    Raises:
+        ClusterError: it should be running but cannot be reached.
+    """
+    state = _State(state_folder())
+    known = state.read()
+    if not known.get("gateway") or not (known.get("address") or state.owned):
+        nothing = {"running": False, "gateway": None, "sessions": 0, "deployments": {}}
+        if known.get("stage") and state.owned:
+            nothing["stage"] = known["stage"]
+        return nothing
+    import_needed = "ray" not in sys.modules
+    with showing_progress() as report:
+        if import_needed:
+            report("connecting to Ray")
+        join_ray(known["ray_address"], known.get("token"))
+        fresh = describe(known["app"])
+    keep = ("config", "app", "pid", "address", "ray_address")
+    return {**{key: known[key] for key in keep if key in known}, **fresh}
+
+
+@contextlib.contextmanager
+def showing_progress(show: bool = True) -> Iterator[Report]:
+    """A spinner with the current stage and the time, on standard error."""
+    console = Console(stderr=True, quiet=not show)
+    if not console.is_terminal:
+        yield lambda line: console.print(line, highlight=False) if line else None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def report(line: str) -> None:
+            if line:
+                progress.update(task, description=line)
+            else:
+                progress.stop()
+
+        yield report
+
+
+def main() -> None:
+    """The background process of a detached ``up``: FILE [PORT]."""
+    port = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    try:
+        _own(_load(sys.argv[1], port), _State(state_folder()), lambda line: None)
+    except PacelineError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

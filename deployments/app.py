@@ -1,0 +1,75 @@
+"""From one YAML block to a Serve application: ``import_path: deployments.app:build``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve import Application
+from ray.serve.schema import LoggingConfig
+
+from deployments.config import DeploymentConfig, parse_config
+from deployments.drafter import DrafterDeployment
+from deployments.gateway import GatewayDeployment
+from deployments.target import TargetDeployment
+
+TARGET, DRAFTER, GATEWAY = "target", "drafter", "gateway"
+"""Names of the deployments in the application."""
+
+# Every lease is a Serve request; a log line for each would drown the rest.
+_LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
+
+_COMMON: dict[str, Any] = {
+    "logging_config": _LOGGING,
+    # What fails at start (a model file, a port) fails again: say so instead of trying for minutes.
+    "max_constructor_retry_count": 1,
+    "health_check_period_s": 5,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application that ``args`` describe.
+
+    Raises:
+        InvalidArgument, ModelNotFound: as :func:`deployments.config.parse_config`.
+    """
+    config = parse_config(args)
+    drafter = _drafter(config) if config.topology == "actors" else None
+    return GatewayDeployment.options(
+        name=GATEWAY,
+        num_replicas=config.gateway.num_replicas,
+        max_replicas_per_node=1,  # the port is fixed
+        max_ongoing_requests=1000,
+        graceful_shutdown_timeout_s=5,
+        ray_actor_options={"num_cpus": config.gateway.num_cpus},
+        **_COMMON,
+    ).bind(config, _target(config, drafter))
+
+
+def _target(config: DeploymentConfig, drafter: Application | None) -> Application:
+    limits = config.target.limits
+    return TargetDeployment.options(
+        name=TARGET,
+        num_replicas=config.target.num_replicas,
+        # The engine refuses what is beyond its limits, with a reason; Serve would let it wait.
+        max_ongoing_requests=limits.max_sessions + limits.max_waiting + 16,
+        graceful_shutdown_timeout_s=config.target.drain_s,
+        ray_actor_options={
+            "num_cpus": config.target.num_cpus, "num_gpus": config.target.num_gpus,
+        },
+        **_COMMON,
+    ).bind(config, drafter)  # fmt: skip
+
+
+def _drafter(config: DeploymentConfig) -> Application:
+    return DrafterDeployment.options(
+        name=DRAFTER,
+        num_replicas=config.drafter.num_replicas,
+        max_ongoing_requests=1000,
+        # Its leases last as long as the targets live, and losing a drafter costs no tokens.
+        graceful_shutdown_timeout_s=1,
+        ray_actor_options={
+            "num_cpus": config.drafter.num_cpus, "num_gpus": config.drafter.num_gpus,
+        },
+        **_COMMON,
+    ).bind(config)  # fmt: skip

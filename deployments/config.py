@@ -1,0 +1,254 @@
+"""The one schema for a deployed Paceline: what stands under ``args`` of the Serve config file.
+
+Every block forbids keys that it does not know, and every error names the key with its full path
+and says what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.config import SpeculationConfig
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.engine import EngineLimits
+from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.methods import resolve
+
+CONFIGS_DIR = Path(__file__).parent / "configs"
+"""The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""
+IMPORT_PATH = "deployments.app:build"
+SMALL_MODEL_BYTES = 100e6
+"""Up to this size of the weights, one forward gains nothing from more than one thread."""
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Block):
+    """Which models, and how they are held. Without any folder: the demo pair."""
+
+    name: str = Field("paceline", min_length=1, description="What clients are told it is called.")
+    target: str | None = Field(None, description="Hugging Face folder of the target.")
+    drafter: str | None = Field(None, description="Hugging Face folder of the drafter.")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    batch_invariant: bool | None = Field(
+        None, description="Bit-identical logits in any batch; null: where it is the default."
+    )
+    kv_tokens: int | None = Field(None, ge=16, description="KV entries over all sessions.")
+    threads: int | None = Field(
+        None, ge=1, le=1024,
+        description="CPU threads of each model; null: 1 for a small target, which is fastest with "
+        "that, else one for each CPU that Ray reserves.",
+    )
+
+
+class LimitsConfig(_Block):
+    """How much one target replica takes on."""
+
+    max_sessions: int = Field(64, ge=1, description="Sessions that are computed together.")
+    max_waiting: int = Field(1024, ge=0, description="Sessions that may wait for a place.")
+    prefill_chunk: int = Field(256, ge=1, description="Prompt tokens computed in one step.")
+
+    def engine_limits(self) -> EngineLimits:
+        return EngineLimits(**self.model_dump())
+
+
+class _Replicas(_Block):
+    num_replicas: int = Field(1, ge=1, le=1024)
+    num_cpus: float = Field(0.5, gt=0, description="CPUs that Ray reserves for each replica.")
+
+
+class TargetConfig(_Replicas):
+    num_gpus: float = Field(0.0, ge=0)
+    limits: LimitsConfig = LimitsConfig()
+    idle_timeout_s: float = Field(
+        120.0, gt=0, description="Verify sessions that nobody touches for so long are closed."
+    )
+    drain_s: float = Field(
+        10.0, ge=0, description="Seconds that running sessions get when a replica is stopped."
+    )
+
+
+class DrafterConfig(_Replicas):
+    num_gpus: float = Field(0.0, ge=0)
+    max_sessions: int = Field(256, ge=1)
+    deadline_s: float = Field(
+        2.0, gt=0, description="A draft that takes longer counts as lost: its session goes on as AR."
+    )
+
+
+class GatewayConfig(_Replicas):
+    """Where clients connect. There is at most one gateway on a node, because its port is fixed."""
+
+    num_cpus: float = Field(0.25, gt=0, description="CPUs that Ray reserves for each replica.")
+    host: str = Field("127.0.0.1", min_length=1, description="Interface to listen on.")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free port.")
+    open_timeout_s: float = Field(
+        30.0, gt=0, description="How long a call waits for a target replica that can take it."
+    )
+
+
+class DeploymentConfig(_Block):
+    """All of it."""
+
+    model: ModelConfig = ModelConfig()
+    topology: Literal["colocated", "actors"] = Field(
+        "actors", description="The drafter in the target's process, or in replicas of its own."
+    )
+    data_plane: Literal["loopback", "node_ip"] = Field(
+        "loopback",
+        description="Where replicas listen for one another. node_ip, for clusters of several "
+        "nodes, is neither encrypted nor authenticated: keep that network to the cluster.",
+    )
+    speculation: SpeculationConfig = Field(
+        SpeculationConfig(), description="What a request gets that says nothing about speculation."
+    )
+    target: TargetConfig = TargetConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+    def num_threads(self, num_cpus: float) -> int:
+        """CPU threads of a model in a replica for which Ray reserves ``num_cpus``."""
+        if self.model.threads is not None:
+            return self.model.threads
+        weights = sum(f.stat().st_size for f in Path(self.target_folder).glob("*.safetensors"))
+        return 1 if weights <= SMALL_MODEL_BYTES else max(1, int(num_cpus))
+
+    @property
+    def target_folder(self) -> str:
+        return self.model.target or str(TARGET_DIR)
+
+    @property
+    def drafter_folder(self) -> str | None:
+        """None: a target of the user's own without a drafter."""
+        if self.model.target is None and self.model.drafter is None:
+            return str(DRAFTER_DIR)
+        return self.model.drafter
+
+
+def parse_config(args: Mapping[str, Any] | None) -> DeploymentConfig:
+    """Check untrusted keys and values; model folders come back as absolute paths.
+
+    Raises:
+        InvalidArgument: naming the first wrong key, for example ``target.num_cpus``.
+        ModelNotFound: a model folder does not exist.
+    """
+    try:
+        config = DeploymentConfig.model_validate(dict(args or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        allowed = first["msg"]
+        if first["type"] == "extra_forbidden":
+            allowed = "one of the keys " + ", ".join(_keys_at(first["loc"][:-1]))
+        raise InvalidArgument(key, first["input"], allowed) from None
+    try:
+        method = resolve(config.speculation).method
+    except InvalidArgument as error:
+        raise InvalidArgument(f"speculation.{error.field}", error.value, error.allowed) from None
+    if config.drafter_folder is None and config.topology == "actors":
+        raise InvalidArgument(
+            "model.drafter", None, "a model folder with topology 'actors', or topology 'colocated'"
+        )
+    if config.drafter_folder is None and method.drafter == "draft_model":
+        raise InvalidArgument(
+            "speculation.method", method.name,
+            "a method that needs no draft model ('prompt_lookup', 'ar'), or a model.drafter",
+        )  # fmt: skip
+    folders: dict[str, str] = {}
+    for role, given in (("target", config.model.target), ("drafter", config.model.drafter)):
+        if given is not None:
+            folder = Path(given).expanduser().resolve()
+            if not folder.is_dir():
+                raise ModelNotFound(f"model.{role}: folder {str(folder)!r} does not exist")
+            folders[role] = str(folder)
+    return config.model_copy(update={"model": config.model.model_copy(update=folders)})
+
+
+def _keys_at(path: tuple[str | int, ...]) -> list[str]:
+    """The keys that the block at ``path`` knows."""
+    block: type[BaseModel] = DeploymentConfig
+    for part in path:
+        inner = block.model_fields[str(part)].annotation
+        assert isinstance(inner, type) and issubclass(inner, BaseModel)
+        block = inner
+    return sorted(block.model_fields)
+
+
+class ConfigFile(BaseModel):
+    """A Serve config file with one Paceline application."""
+
+    model_config = ConfigDict(frozen=True)
+
+    path: Path
+    name: str
+    route_prefix: str | None
+    proxy_location: str
+    config: DeploymentConfig
+    args: dict[str, Any]
+
+    def with_args(self, blocks: Mapping[str, Mapping[str, Any]]) -> ConfigFile:
+        """The same file with some keys of its blocks changed."""
+        args = dict(self.args)
+        for name, values in blocks.items():
+            args[name] = {**(args.get(name) or {}), **values}
+        return self.model_copy(update={"args": args, "config": parse_config(args)})
+
+
+_APPLICATION_KEYS = {"name", "import_path", "route_prefix", "args"}
+_FILE_KEYS = {"proxy_location", "applications"}
+
+
+def read_config_file(path: str | Path) -> ConfigFile:
+    """Read the file that `paceline up`, `serve run` and `serve deploy` share.
+
+    Raises:
+        InvalidArgument: not YAML, a key that does not belong there, or a wrong value.
+        ModelNotFound: a model folder does not exist.
+    """
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument("config", str(path), f"a file: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidArgument("config", str(path), f"a YAML file: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidArgument("config", str(path), "a mapping with the key 'applications'")
+    _only("", data, _FILE_KEYS)
+    applications = data.get("applications")
+    if not isinstance(applications, list) or len(applications) != 1:
+        raise InvalidArgument("applications", applications, "a list with one application")
+    (application,) = applications
+    if not isinstance(application, dict):
+        raise InvalidArgument("applications[0]", application, "a mapping")
+    _only("applications[0].", application, _APPLICATION_KEYS)
+    if application.get("import_path") != IMPORT_PATH:
+        raise InvalidArgument(
+            "applications[0].import_path", application.get("import_path"), repr(IMPORT_PATH)
+        )
+    args = application.get("args") or {}
+    if not isinstance(args, dict):
+        raise InvalidArgument("applications[0].args", args, "a mapping")
+    return ConfigFile(
+        path=path,
+        name=str(application.get("name", "paceline")),
+        route_prefix=application.get("route_prefix", "/"),
+        proxy_location=str(data.get("proxy_location", "Disabled")),
+        config=parse_config(args),
+        args=args,
+    )
+
+
+def _only(prefix: str, data: Mapping[Any, Any], known: set[str]) -> None:
+    for key in data:
+        if key not in known:
+            allowed = "one of the keys " + ", ".join(sorted(known))
+            raise InvalidArgument(f"{prefix}{key}", data[key], allowed)

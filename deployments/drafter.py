@@ -1,0 +1,77 @@
+"""A drafter replica: DraftService over a draft model, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+from ray import serve
+
+from deployments.config import DeploymentConfig
+from deployments.lease import Endpoint, LeaseBook, data_host
+from paceline.drafters.draft_model import DraftModel
+from paceline.loading import load_runner
+from paceline.models.base import ModelRunner
+from paceline.tokenizer import check_same_tokenizer, load_tokenizer
+from rpc.draft_service import DraftServicer
+from rpc.server import start_server
+
+
+def _load(config: DeploymentConfig) -> ModelRunner:
+    folder, model = config.drafter_folder, config.model
+    assert folder is not None  # checked with topology "actors"
+    torch.set_num_threads(config.num_threads(config.drafter.num_cpus))
+    check_same_tokenizer(load_tokenizer(config.target_folder), load_tokenizer(folder))
+    # Drafts never change the output, so the drafter need not be batch-invariant.
+    return load_runner(
+        folder, dtype=model.dtype, device=model.device, batch_invariant=False,
+        kv_tokens=model.kv_tokens,
+    )  # fmt: skip
+
+
+@serve.deployment
+class DrafterDeployment:
+    """Drafts for the sessions of any number of target replicas.
+
+    When it dies, its sessions go on as AR; Serve starts another one and new sessions use that.
+    """
+
+    async def __init__(self, config: DeploymentConfig) -> None:
+        runner = await asyncio.to_thread(_load, config)
+        self._servicer = DraftServicer(
+            DraftModel(runner),
+            name="draft_model",
+            vocab_size=runner.vocab_size,
+            context_length=runner.context_length,
+            max_sessions=config.drafter.max_sessions,
+        )
+        self._server = await start_server(drafter=self._servicer, host=data_host(config))
+        self._leases = LeaseBook(self._server.address)
+
+    async def open_session(self) -> AsyncIterator[Endpoint]:
+        """The lease of a target on this replica, for all of its sessions."""
+        async for endpoint in self._leases.hold():
+            yield endpoint
+
+    def address(self) -> Endpoint:
+        """Where the data plane listens."""
+        return self._leases.endpoint
+
+    def status(self) -> dict[str, Any]:
+        """Counters for `paceline status`."""
+        endpoint = self._leases.endpoint
+        return {
+            "replica_id": endpoint.replica_id,
+            "pid": endpoint.pid,
+            "address": endpoint.address,
+            "sessions": self._servicer.num_sessions,
+            "leases": self._leases.num_leases,
+        }
+
+    async def __del__(self) -> None:
+        # Serve awaits this once after draining; it is not reached when the constructor failed.
+        if hasattr(self, "_leases"):
+            self._leases.close()
+            await self._server.stop(grace=0.5)

@@ -1,0 +1,146 @@
+"""A target replica: the engine on its own thread, VerifyService and GenerateService beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.config import DeploymentConfig
+from deployments.lease import Endpoint, Lease, LeaseBook, data_host, open_lease
+from paceline.engine import Engine, EngineThread
+from paceline.loading import load_engine
+from rpc.bridge import on_engine
+from rpc.generate_service import ModelInfo
+from rpc.remote_drafter import RemoteDrafter
+from rpc.server import start_server
+
+logger = logging.getLogger(__name__)
+
+DRAFTER_TIMEOUT_S = 30.0
+"""How long a new target waits for its drafter before it serves without, and a lease for one."""
+HEALTH_TIMEOUT_S = 20.0
+
+
+def _load(config: DeploymentConfig) -> Engine:
+    model = config.model
+    torch.set_num_threads(config.num_threads(config.target.num_cpus))
+    return load_engine(
+        config.target_folder,
+        config.drafter_folder if config.topology == "colocated" else None,
+        dtype=model.dtype,
+        device=model.device,
+        batch_invariant=model.batch_invariant,
+        kv_tokens=model.kv_tokens,
+        limits=config.target.limits.engine_limits(),
+    )
+
+
+@serve.deployment
+class TargetDeployment:
+    """Verifies drafts and drives the loop; the drafter is in its process or behind a handle.
+
+    Args:
+        drafters: the drafter deployment in topology ``actors``, else None.
+    """
+
+    async def __init__(
+        self, config: DeploymentConfig, drafters: DeploymentHandle | None = None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._drafters = drafters
+        self._drafter_lease: Lease | None = None
+        self._remote: RemoteDrafter | None = None
+        engine = await asyncio.to_thread(_load, config)
+        if drafters is not None:
+            self._remote = RemoteDrafter(
+                self._find_drafter,
+                vocab_size=engine.target.vocab_size,
+                deadline_s=config.drafter.deadline_s,
+            )
+            engine.drafters["draft_model"] = self._remote
+        self._engine = EngineThread(engine).start()
+        self._server = await start_server(
+            engine=self._engine,
+            model=ModelInfo(
+                name=config.model.name,
+                dtype=config.model.dtype,
+                batch_invariant=engine.target.runner.batch_invariant,
+                default_speculation=config.speculation,
+            ),
+            host=data_host(config),
+            idle_timeout_s=config.target.idle_timeout_s,
+        )
+        self._leases = LeaseBook(self._server.address)
+        if self._remote is not None:
+            ready = await asyncio.to_thread(self._remote.wait_ready, DRAFTER_TIMEOUT_S)
+            if not ready:
+                logger.warning("no drafter yet: sessions run as AR until there is one")
+
+    async def open_session(self) -> AsyncIterator[Endpoint]:
+        """The lease of one session: yields this replica's address and ends with the session."""
+        async for endpoint in self._leases.hold():
+            yield endpoint
+
+    def address(self) -> Endpoint:
+        """Where the data plane listens."""
+        return self._leases.endpoint
+
+    async def status(self) -> dict[str, Any]:
+        """Counters for `paceline status`."""
+        endpoint = self._leases.endpoint
+
+        def counters(engine: Engine) -> dict[str, Any]:
+            load = engine.load
+            return {
+                "sessions": load.num_running + load.num_waiting,
+                "waiting": load.num_waiting,
+                "kv_free": engine.target.num_free,
+                "kv_capacity": engine.target.kv_capacity,
+            }
+
+        status = {
+            "replica_id": endpoint.replica_id,
+            "pid": endpoint.pid,
+            "address": endpoint.address,
+            "leases": self._leases.num_leases,
+            **await on_engine(self._engine, counters),
+        }
+        if self._remote is not None:
+            status["drafter_address"] = self._remote.address if self._remote.connected else None
+            status["drafter_pid"] = self._remote.pid if self._remote.connected else None
+        return status
+
+    async def check_health(self) -> None:
+        """Serve restarts a replica whose engine no longer takes calls."""
+        await asyncio.wait_for(on_engine(self._engine, lambda engine: None), HEALTH_TIMEOUT_S)
+
+    def _find_drafter(self) -> str:
+        """The address of a drafter replica; runs on a thread of the remote drafter."""
+        future = asyncio.run_coroutine_threadsafe(self._lease_drafter(), self._loop)
+        return future.result(DRAFTER_TIMEOUT_S + 5)
+
+    async def _lease_drafter(self) -> str:
+        assert self._drafters is not None
+        if self._drafter_lease is not None:
+            self._drafter_lease.release()
+            self._drafter_lease = None
+        self._drafter_lease = await open_lease(self._drafters, "drafter", DRAFTER_TIMEOUT_S)
+        return self._drafter_lease.endpoint.address
+
+    async def __del__(self) -> None:
+        # Serve awaits this once after draining. Whatever the constructor reached is taken down.
+        if hasattr(self, "_leases"):
+            self._leases.close()
+            await self._server.stop(grace=0.5)
+        if hasattr(self, "_engine"):
+            await asyncio.to_thread(self._engine.stop)
+        if self._drafter_lease is not None:
+            self._drafter_lease.release()
+        if self._remote is not None:
+            await asyncio.to_thread(self._remote.stop)

@@ -1,0 +1,154 @@
+"""What a benchmark measures: a function from (method, prompts) to tokens, times and counters.
+
+:class:`LocalBackend` drives an engine in this process. A deployment with actors is measured
+through a :class:`Backend` of its own, built by whoever can reach it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine
+from paceline.sampling import SamplingParams
+from paceline.session import Session, SessionState
+from paceline.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRun:
+    """One prompt's generation.
+
+    Attributes:
+        token_ids: the generated tokens.
+        num_target_forwards: verifications; the forwards of the prefill are not counted.
+        num_drafted, num_accepted: drafted tokens along one path of each draft, and how many of
+            them were accepted; None where nobody counts them.
+        decode_tokens_per_second: after the first token; None where it is not known.
+    """
+
+    token_ids: tuple[int, ...]
+    num_target_forwards: int
+    num_drafted: int | None = None
+    num_accepted: int | None = None
+    decode_tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRun:
+    """Prompts that were generated together.
+
+    Attributes:
+        sequences: in the order of the prompts.
+        seconds: from handing over the first prompt to the last token of the last sequence,
+            prefill included.
+        round_overheads: seconds of each round that went neither to the target's computation nor to
+            the drafter's: bookkeeping, detokenisation, and transport where there is any.
+    """
+
+    sequences: tuple[SequenceRun, ...]
+    seconds: float
+    round_overheads: tuple[float, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens of all sequences over the time from end to end."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences) / self.seconds
+
+
+class Backend(Protocol):
+    """Something that can generate with the methods of the catalogue.
+
+    Attributes:
+        topology: "colocated", "actors", ...
+        batch_invariant: mode of the target.
+        methods: names of the rows that it can run.
+        tokenizer, context_length: of the target.
+    """
+
+    topology: str
+    batch_invariant: bool
+    methods: Sequence[str]
+    tokenizer: Tokenizer
+    context_length: int
+
+    def generate(
+        self,
+        speculation: SpeculationConfig,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+    ) -> BatchRun:
+        """Generate for all prompts together; they are submitted at once."""
+        ...
+
+
+class LocalBackend:
+    """An engine in this process: drafter and target are colocated.
+
+    Args:
+        engine: must have a tokenizer.
+        batch_invariant: the mode of its target, as the results name it.
+    """
+
+    topology = "colocated"
+
+    def __init__(self, engine: Engine, *, batch_invariant: bool) -> None:
+        assert engine.tokenizer is not None
+        self.engine = engine
+        self.batch_invariant = batch_invariant
+        self.tokenizer = engine.tokenizer
+        self.context_length = engine.target.context_length
+        # Drafts of the method `client` come from outside: nobody would send any here.
+        self.methods = [
+            name
+            for name, method in engine.catalogue.items()
+            if method.drafter in engine.drafters and method.drafter != "client"
+        ]
+
+    def generate(
+        self,
+        speculation: SpeculationConfig,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+    ) -> BatchRun:
+        engine, overheads = self.engine, []
+        started = time.perf_counter()
+        sessions = [engine.submit(prompt, params, speculation) for prompt in prompts]
+        while not all(session.finished for session in sessions):
+            decoding = [s for s in sessions if not s.finished]
+            # A step with prefill in it is no plain round.
+            plain = all(s.stats.num_rounds > 0 for s in decoding)
+            computed = _computed(decoding[0])
+            step_started = time.perf_counter()
+            engine.step()
+            elapsed = time.perf_counter() - step_started
+            if plain:
+                overheads.append(elapsed - (_computed(decoding[0]) - computed))
+        seconds = time.perf_counter() - started
+        for session in sessions:
+            if session.error is not None:
+                raise session.error
+        return BatchRun(
+            sequences=tuple(_sequence_run(session) for session in sessions),
+            seconds=seconds,
+            round_overheads=tuple(overheads),
+        )
+
+
+def _computed(session: Session) -> float:
+    return session.stats.draft_seconds + session.stats.verify_seconds
+
+
+def _sequence_run(session: Session) -> SequenceRun:
+    assert session.state is SessionState.FINISHED
+    stats = session.stats
+    return SequenceRun(
+        token_ids=tuple(session.output_ids),
+        num_target_forwards=stats.num_target_forwards,
+        num_drafted=stats.num_drafted,
+        num_accepted=stats.num_accepted,
+        decode_tokens_per_second=stats.decode_tokens_per_second,
+    )

@@ -1,0 +1,541 @@
+"""Measure methods against AR, interleaved, in one process, on the same prompts.
+
+Every repetition runs every method on every group of prompts, in an order that rotates, so that a
+machine that speeds up or slows down does so for all of them. ``tokens_per_second`` is measured
+from end to end, prefill included, the same way for the engine and for transformers' ``generate``;
+``decode_tokens_per_second`` leaves the time to the first token out. A speedup is the median of
+paired ratios: the same prompts in the same repetition.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.bench import peers as peer_names
+from paceline.bench.backends import Backend, BatchRun, LocalBackend
+from paceline.bench.environment import describe_environment
+from paceline.bench.peers import TransformersPeer
+from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
+from paceline.config import SpeculationConfig, parse_speculation
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.engine import EngineLimits
+from paceline.errors import InvalidArgument
+from paceline.loading import DTYPES, load_engine, pick_device
+from paceline.methods import METHODS, Plan, resolve
+from paceline.models.base import ModelRunner, Segment
+from paceline.sampling import SamplingParams
+from paceline.target import ModelTarget
+
+Progress = Callable[[int, int, str], None]
+"""Called with (runs done, runs in all, what runs next)."""
+
+_WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What to measure.
+
+    Attributes:
+        target, drafter: model folders; without a target, the demo pair.
+        prompts: a JSONL file in Spec-Bench's format; without one, the built-in prompts.
+        methods: "all", or rows of the catalogue, as a sequence or separated by commas. Knobs
+            follow a row's name: ``draft_model:num_speculative_tokens=6``. AR always runs.
+        batch: prompts that are generated together.
+        repetitions: how often every method runs on every prompt.
+        limit: prompts of each category at most.
+        peers: run transformers' ``generate`` too; None does so at temperature 0, where it can be
+            compared.
+        batch_invariant: "auto" is the default of the model's path; "both" measures what the mode
+            costs.
+        topology: "colocated" measures an engine in this process; "actors" and "both" need the
+            backend of a deployment.
+    """
+
+    target: str | Path | None = None
+    drafter: str | Path | None = None
+    prompts: str | Path | None = None
+    methods: str | Sequence[str] = "all"
+    batch: int = 1
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    repetitions: int = 3
+    limit: int | None = None
+    peers: bool | None = None
+    batch_invariant: str = "auto"
+    topology: str = "colocated"
+    dtype: str = "float32"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, low in (("batch", 1), ("max_tokens", 1), ("repetitions", 1), ("limit", 1)):
+            value = getattr(self, name)
+            if name == "limit" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise InvalidArgument(name, value, f"an integer >= {low}")
+        for name, known in (
+            ("batch_invariant", ("auto", "on", "off", "both")),
+            ("topology", ("colocated", "actors", "both")),
+            ("dtype", tuple(DTYPES)),
+        ):
+            if getattr(self, name) not in known:
+                raise InvalidArgument(name, getattr(self, name), f"one of {', '.join(known)}")
+        if self.peers and self.temperature != 0:
+            raise InvalidArgument(
+                "peers",
+                True,
+                "temperature 0: transformers draws other samples than coupled sampling, so there "
+                "is nothing to compare",
+            )
+        if self.drafter is not None and self.target is None:
+            raise InvalidArgument("drafter", str(self.drafter), "a target to go with it")
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """Every sequence gets the full number of tokens, whatever the model would end with."""
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+        )
+
+
+def parse_methods(
+    methods: str | Sequence[str], known: Iterable[str]
+) -> dict[str, tuple[SpeculationConfig, Plan]]:
+    """What each label asks for, and the plan that it resolves to; AR first.
+
+    Raises:
+        InvalidArgument: an unknown row (lists the known ones), a knob that a row does not have.
+    """
+    known = [name for name in known if name in METHODS]
+    labels = methods.split(",") if isinstance(methods, str) else list(methods)
+    labels = [label.strip() for label in labels if label.strip()]
+    if not labels:
+        raise InvalidArgument("methods", methods, f"all, or some of {', '.join(known)}")
+    if "all" in labels:
+        labels += [name for name in known if METHODS[name].lossless]
+    plans: dict[str, tuple[SpeculationConfig, Plan]] = {}
+    for label in ["ar", *(label for label in labels if label != "all")]:
+        name, *knobs = label.split(":")
+        if name not in known:
+            raise InvalidArgument("methods", name, f"all, or some of {', '.join(known)}")
+        values: dict[str, Any] = {"method": name}
+        for knob in knobs:
+            key, equals, text = knob.partition("=")
+            if not equals:
+                raise InvalidArgument("methods", label, "knobs in the form name:key=value")
+            values[key] = _knob_value(text)
+        config = parse_speculation(values, f"methods[{label}]")
+        plans[label] = (config, resolve(config))
+    return plans
+
+
+def _knob_value(text: str) -> int | bool | str:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def run_bench(
+    options: BenchOptions, progress: Progress | None = None, backends: Sequence[Backend] = ()
+) -> dict[str, Any]:
+    """Run a benchmark and return its result as JSON values.
+
+    Args:
+        options: what to measure.
+        progress: told before every run.
+        backends: deployments to measure beside the engine in this process (topology "both") or in
+            its place ("actors"). They must serve the same target.
+
+    Returns:
+        ``environment``, ``results`` (a row for each method and category, and for the category
+        "all"), ``notes``, and ``batch_invariant_cost`` where both modes were measured.
+
+    Raises:
+        InvalidArgument: an option that does not fit; names it.
+        ModelNotFound: a model folder is missing or damaged.
+    """
+    if options.topology != "colocated" and not backends:
+        raise InvalidArgument(
+            "topology", options.topology, "colocated, unless a running deployment is given"
+        )
+    local = [] if options.topology == "actors" else _local_backends(options)
+    every: list[Backend] = [*local, *(backends if options.topology != "colocated" else ())]
+    notes: list[str] = []
+    groups = _groups(options, every[0], notes)
+    entries = _entries(options, every, notes)
+    runs = _measure(options, entries, groups, progress)
+    result: dict[str, Any] = {
+        "environment": {**describe_environment(), **_settings(options, every)},
+        "results": _rows(options, entries, groups, runs),
+        "notes": notes,
+    }
+    runners = {
+        backend.batch_invariant: backend.engine.target.runner
+        for backend in local
+        if isinstance(backend.engine.target, ModelTarget)
+    }
+    if len(runners) == 2:
+        result["batch_invariant_cost"] = _batch_invariant_cost(runners)
+    return result
+
+
+def _local_backends(options: BenchOptions) -> list[LocalBackend]:
+    modes = {"auto": [None], "on": [True], "off": [False], "both": [True, False]}
+    backends = []
+    for mode in modes[options.batch_invariant]:
+        engine = load_engine(
+            options.target,
+            options.drafter,
+            dtype=options.dtype,
+            device=options.device,
+            batch_invariant=mode,
+            limits=EngineLimits(max_sessions=max(64, options.batch)),
+        )
+        backends.append(LocalBackend(engine, batch_invariant=engine.target.runner.batch_invariant))
+    return backends
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Prompts of one category that are generated together."""
+
+    category: str
+    prompt_ids: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+def _groups(options: BenchOptions, backend: Backend, notes: list[str]) -> list[_Group]:
+    prompts = builtin_prompts() if options.prompts is None else read_prompts(options.prompts)
+    prompts = limit_per_category(prompts, options.limit)
+    room = backend.context_length - options.max_tokens
+    if room < 1:
+        raise InvalidArgument(
+            "max_tokens", options.max_tokens, f"less than the context of {backend.context_length}"
+        )
+    encoded: list[tuple[Prompt, tuple[int, ...]]] = []
+    num_cut = 0
+    for prompt in prompts:
+        ids = backend.tokenizer.encode(prompt.text)
+        if not ids:
+            raise InvalidArgument("prompts", prompt.prompt_id, "a text of at least one token")
+        num_cut += len(ids) > room
+        encoded.append((prompt, tuple(ids[-room:])))
+    if num_cut:
+        notes.append(
+            f"{num_cut} of {len(encoded)} prompts were cut from the left to {room} tokens, so that "
+            f"{options.max_tokens} more fit into the context of {backend.context_length}"
+        )
+    groups = []
+    for category in dict.fromkeys(prompt.category for prompt in prompts):
+        members = [item for item in encoded if item[0].category == category]
+        for start in range(0, len(members), options.batch):
+            # A last group that is too small is filled up from the start of the category: rows of
+            # different batch sizes could not be compared.
+            chosen = [members[(start + i) % len(members)] for i in range(options.batch)]
+            groups.append(
+                _Group(
+                    category,
+                    tuple(prompt.prompt_id for prompt, _ in chosen),
+                    tuple(ids for _, ids in chosen),
+                )
+            )
+        if len(members) % options.batch:
+            notes.append(
+                f"{category}: {len(members)} prompts do not fill batches of {options.batch}; some "
+                "run more than once"
+            )
+    return groups
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One line of the comparison.
+
+    Attributes:
+        baseline: index of the entry that is AR on the same backend.
+        has_same_tokens: whether its tokens have to be AR's; None where they may differ by design.
+    """
+
+    method: str
+    topology: str
+    batch_invariant: bool | None
+    generate: Callable[[Sequence[Sequence[int]], SamplingParams], BatchRun]
+    baseline: int
+    has_same_tokens: bool | None = True
+    note: str | None = None
+
+
+def _entries(options: BenchOptions, backends: Sequence[Backend], notes: list[str]) -> list[_Entry]:
+    entries: list[_Entry] = []
+    for backend in backends:
+        baseline = len(entries)
+        for label, (config, plan) in parse_methods(options.methods, backend.methods).items():
+            same: bool | None = True
+            note = None
+            if not plan.rule.lossless:
+                same, note = None, f"the rule {plan.rule.name} is not lossless"
+            elif options.temperature > 0 and plan.rule.name not in ("coupled", "greedy"):
+                same = None
+                note = f"the rule {plan.rule.name} has AR's distribution, not its tokens"
+            entries.append(
+                _Entry(
+                    method=label,
+                    topology=backend.topology,
+                    batch_invariant=backend.batch_invariant,
+                    generate=_generate_with(backend, config),
+                    baseline=baseline,
+                    has_same_tokens=same,
+                    note=note,
+                )
+            )
+    if options.peers or (options.peers is None and options.temperature == 0):
+        entries += _peer_entries(options, notes)
+    return entries
+
+
+def _generate_with(
+    backend: Backend, config: SpeculationConfig
+) -> Callable[[Sequence[Sequence[int]], SamplingParams], BatchRun]:
+    return lambda prompts, params: backend.generate(config, prompts, params)
+
+
+def _peer_entries(options: BenchOptions, notes: list[str]) -> list[_Entry]:
+    target, drafter = options.target, options.drafter
+    if target is None:
+        target, drafter = TARGET_DIR, DRAFTER_DIR
+    peer = TransformersPeer(
+        target,
+        drafter,
+        dtype=DTYPES[options.dtype],
+        device=torch.device(pick_device(options.device)),
+    )
+    methods = peer.methods
+    if options.batch > 1:
+        methods = [peer_names.AR]
+        notes.append(
+            "transformers' assisted decoding takes one sequence: with batches, its AR runs alone"
+        )
+    notes.append(
+        "transformers: generate() with the same weights, dtype, threads, prompts and number of "
+        "tokens, greedy; an assistant model drafts with transformers' own defaults"
+    )
+
+    def generate_with(
+        method: str,
+    ) -> Callable[[Sequence[Sequence[int]], SamplingParams], BatchRun]:
+        return lambda prompts, params: peer.generate(method, prompts, params.max_tokens)
+
+    return [
+        _Entry(
+            method=method,
+            topology="colocated",
+            batch_invariant=None,
+            generate=generate_with(method),
+            baseline=0,
+            note="computed by other code: ties within rounding may fall differently",
+        )
+        for method in methods
+    ]
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+_Runs = dict[tuple[int, int, int], BatchRun]
+"""By (entry, group, repetition)."""
+
+
+def _measure(
+    options: BenchOptions,
+    entries: Sequence[_Entry],
+    groups: Sequence[_Group],
+    progress: Progress | None,
+) -> _Runs:
+    params = options.sampling_params()
+    total = len(entries) * (1 + options.repetitions * len(groups))
+    done = 0
+
+    def tell(what: str) -> None:
+        if progress is not None:
+            progress(done, total, what)
+
+    for entry in entries:  # first runs allocate, compile and read pages: they are not counted
+        tell(f"warming up {entry.method}")
+        entry.generate(groups[0].token_ids, replace(params, max_tokens=_warmup_tokens(options)))
+        done += 1
+    runs: _Runs = {}
+    for repetition in range(options.repetitions):
+        for g, group in enumerate(groups):
+            for turn in range(len(entries)):
+                e = (turn + g + repetition) % len(entries)
+                tell(f"{entries[e].method} on {group.category}")
+                runs[e, g, repetition] = entries[e].generate(group.token_ids, params)
+                done += 1
+    tell("done")
+    return runs
+
+
+def _warmup_tokens(options: BenchOptions) -> int:
+    return min(_WARMUP_TOKENS, options.max_tokens)
+
+
+def _rows(
+    options: BenchOptions, entries: Sequence[_Entry], groups: Sequence[_Group], runs: _Runs
+) -> list[dict[str, Any]]:
+    rows = []
+    categories = list(dict.fromkeys(group.category for group in groups))
+    for category in [*categories, "all"]:
+        members = [g for g, group in enumerate(groups) if category in (group.category, "all")]
+        rows += [
+            _row(options, entries, groups, runs, entry, category, members)
+            for entry in range(len(entries))
+        ]
+    return rows
+
+
+def _row(
+    options: BenchOptions,
+    entries: Sequence[_Entry],
+    groups: Sequence[_Group],
+    runs: _Runs,
+    index: int,
+    category: str,
+    members: Sequence[int],
+) -> dict[str, Any]:
+    entry = entries[index]
+    keys = [(g, r) for g in members for r in range(options.repetitions)]
+    mine = [runs[index, g, r] for g, r in keys]
+    speeds = [run.tokens_per_second for run in mine]
+    ratios = [
+        run.tokens_per_second / runs[entry.baseline, g, r].tokens_per_second
+        for run, (g, r) in zip(mine, keys, strict=True)
+    ]
+    sequences = [sequence for run in mine for sequence in run.sequences]
+    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    num_forwards = sum(sequence.num_target_forwards for sequence in sequences)
+    drafted = [s.num_drafted for s in sequences if s.num_drafted is not None]
+    accepted = [s.num_accepted for s in sequences if s.num_accepted is not None]
+    decode = [
+        sum(s.decode_tokens_per_second for s in run.sequences if s.decode_tokens_per_second)
+        for run in mine
+        if all(s.decode_tokens_per_second for s in run.sequences)
+    ]
+    overheads = [1e6 * seconds for run in mine for seconds in run.round_overheads]
+    mismatches = None
+    if entry.has_same_tokens is not None:
+        # Repetitions compare with AR's first one, so AR has to repeat itself too.
+        mismatches = sum(
+            ours.token_ids != reference.token_ids
+            for run, (g, _) in zip(mine, keys, strict=True)
+            for ours, reference in zip(
+                run.sequences, runs[entry.baseline, g, 0].sequences, strict=True
+            )
+        )
+    return {
+        "method": entry.method,
+        "category": category,
+        "topology": entry.topology,
+        "batch_invariant": entry.batch_invariant,
+        "tokens_per_second": statistics.median(speeds),
+        "p25": _percentile(speeds, 25),
+        "p75": _percentile(speeds, 75),
+        "speedup_vs_ar": statistics.median(ratios),
+        "speedup_p25": _percentile(ratios, 25),
+        "speedup_p75": _percentile(ratios, 75),
+        "decode_tokens_per_second": statistics.median(decode) if decode else None,
+        "mean_accepted_length": num_tokens / num_forwards if num_forwards else None,
+        "acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
+        "identical_to_ar": None if mismatches is None else mismatches == 0,
+        "mismatch_rate": None if mismatches is None else mismatches / len(sequences),
+        "round_overhead_us_p50": _percentile(overheads, 50) if overheads else None,
+        "round_overhead_us_p90": _percentile(overheads, 90) if overheads else None,
+        "num_prompts": len({prompt for g in members for prompt in groups[g].prompt_ids}),
+        "batch": options.batch,
+        "num_samples": len(mine),
+        "note": entry.note,
+    }
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
+def _settings(options: BenchOptions, backends: Sequence[Backend]) -> dict[str, Any]:
+    modes = list(dict.fromkeys(backend.batch_invariant for backend in backends))
+    return {
+        "target": "demo" if options.target is None else str(options.target),
+        "drafter": (
+            "demo"
+            if options.target is None
+            else None
+            if options.drafter is None
+            else str(options.drafter)
+        ),
+        "prompts": "built-in" if options.prompts is None else str(options.prompts),
+        "dtype": options.dtype,
+        "device": pick_device(options.device),
+        "batch_invariant": modes[0] if len(modes) == 1 else "both",
+        "batch": options.batch,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "repetitions": options.repetitions,
+        "tokens_per_second": "generated tokens over wall time from end to end, prefill included",
+        "speedup_vs_ar": "median of paired ratios: same prompts, same repetition",
+    }
+
+
+# --- the cost of batch-invariant mode -------------------------------------------------------------
+
+
+def _batch_invariant_cost(runners: Mapping[bool, ModelRunner]) -> list[dict[str, Any]]:
+    """Milliseconds of one forward with and without the mode, by number of tokens in it.
+
+    One token is a step of AR; more are a verification. Both modes take turns after the same
+    prefix.
+    """
+    num_repetitions, prefix_length = 15, min(200, runners[True].context_length - 16)
+    prefix = np.arange(prefix_length, dtype=np.int64) % runners[True].vocab_size
+    sequences = {}
+    for mode, runner in runners.items():
+        sequences[mode] = runner.new_sequence()
+        runner.forward([Segment(sequences[mode], prefix, logits="none")])
+        runner.commit(sequences[mode], range(prefix_length))
+    rows = []
+    for count in (1, 5, 8, 16):
+        tokens = np.arange(count, dtype=np.int64) % runners[True].vocab_size
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(num_repetitions):
+            for mode, runner in runners.items():
+                started = time.perf_counter()
+                runner.forward([Segment(sequences[mode], tokens)])
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds[mode].append(time.perf_counter() - started)
+                runner.commit(sequences[mode], ())
+        on, off = (1e3 * statistics.median(seconds[mode]) for mode in (True, False))
+        rows.append({"num_tokens": count, "on_ms": on, "off_ms": off, "cost": on / off})
+    for mode, runner in runners.items():
+        runner.free(sequences[mode])
+    return rows

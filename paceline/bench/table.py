@@ -1,0 +1,87 @@
+"""A benchmark's result for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def render_table(result: Mapping[str, Any], console: Console) -> None:
+    """Print a result of :func:`paceline.bench.run_bench`: a section for each category."""
+    environment, rows = result["environment"], result["results"]
+    console.print(
+        f"[bold]{escape(str(environment['target']))}[/] · {environment['dtype']} · "
+        f"{environment['device']} · {escape(str(environment['cpu']))}, {environment['cores']} "
+        f"cores, {environment['threads']} threads · torch {environment['torch']}"
+    )
+    console.print(
+        f"batch {environment['batch']} · {environment['max_tokens']} tokens a prompt · "
+        f"temperature {environment['temperature']} · {environment['repetitions']} repetitions"
+    )
+    several = {
+        "topology": len({row["topology"] for row in rows}) > 1,
+        "batch_invariant": environment["batch_invariant"] == "both",
+    }
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("method")
+    if several["topology"]:
+        table.add_column("topology")
+    if several["batch_invariant"]:
+        table.add_column("invariant")
+    for name in ("tok/s", "p25–p75", "× AR", "p25–p75", "τ", "α", "= AR", "overhead µs"):
+        table.add_column(name, justify="right")
+    category = None
+    for row in rows:
+        if row["category"] != category:
+            category = row["category"]
+            if table.rows:
+                table.add_row("")
+            table.add_row(f"[bold cyan]{escape(category)}[/] ({row['num_prompts']} prompts)")
+        cells = [escape(row["method"])]
+        if several["topology"]:
+            cells.append(row["topology"])
+        if several["batch_invariant"]:
+            cells.append({True: "on", False: "off", None: "–"}[row["batch_invariant"]])
+        table.add_row(
+            *cells,
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['p25']:.1f}–{row['p75']:.1f}",
+            f"[bold]{row['speedup_vs_ar']:.2f}[/]",
+            f"{row['speedup_p25']:.2f}–{row['speedup_p75']:.2f}",
+            _number(row["mean_accepted_length"], ".2f"),
+            _number(row["acceptance_rate"], ".2f"),
+            _identity(row),
+            _number(row["round_overhead_us_p50"], ".0f"),
+        )
+    console.print(table)
+    console.print(
+        "[dim]tok/s: medians from end to end, prefill included; × AR: median of paired ratios; τ: "
+        "mean accepted length; α: acceptance rate; = AR: the same token ids as AR; overhead: of a "
+        "round (p50), without the models' own time[/]"
+    )
+    if "batch_invariant_cost" in result:
+        console.print("[bold]one forward, batch-invariant mode on / off[/]")
+        for cost in result["batch_invariant_cost"]:
+            console.print(
+                f"  {cost['num_tokens']:>2} tokens: {cost['on_ms']:.2f} / {cost['off_ms']:.2f} ms "
+                f"(× {cost['cost']:.2f})"
+            )
+    remarks = dict.fromkeys(f"{row['method']}: {row['note']}" for row in rows if row["note"])
+    for note in [*result["notes"], *remarks]:
+        console.print(f"[dim]{escape(note)}[/]")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _identity(row: Mapping[str, Any]) -> str:
+    if row["identical_to_ar"] is None:
+        return "–"
+    if row["identical_to_ar"]:
+        return "[green]yes[/]"
+    return f"[red]{100 * row['mismatch_rate']:.0f} % differ[/]"

@@ -1,0 +1,621 @@
+"""Clients of a target: generate text, or verify drafts of one's own. Blocking and asyncio.
+
+Errors come back as the exceptions that the server raised (``rpc/errors.py``). Leaving a loop over a
+generation, ``cancel()``, leaving the ``with`` block and losing the connection all free the session
+and its KV memory on the server at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import numpy as np
+
+from paceline.config import SpeculationConfig
+from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
+from paceline.sampling import SamplingParams
+from paceline.session import SessionStatistics
+from paceline.types import EMPTY_DRAFT, Draft
+from rpc.errors import DeadlineExceeded, from_parts, from_rpc_error, from_status
+from rpc.gen.paceline.v1 import (
+    common_pb2,
+    generate_pb2,
+    generate_pb2_grpc,
+    verify_pb2,
+    verify_pb2_grpc,
+)
+from rpc.messages import (
+    MAX_MESSAGE_BYTES,
+    PrefixDigest,
+    build,
+    fill_draft,
+    sampling_to_message,
+    speculation_to_message,
+    statistics_from_message,
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A server machine that died sends no reset: without pings a call without deadline would hang.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Clients do not share a connection: when one goes away, the server sees it.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What one round committed. The first ``num_accepted`` of ``token_ids`` were drafted.
+
+    The fields from ``finish_reason`` on are set in the last round of a generation only.
+    """
+
+    round: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    text: str
+    finish_reason: str | None = None
+    statistics: SessionStatistics | None = None
+    target_pid: int = 0
+    drafter_pid: int = 0
+    drafter_address: str = ""
+    prompt_length: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole generation."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    statistics: SessionStatistics
+    rounds: tuple[Round, ...] = field(repr=False)
+
+    @property
+    def last(self) -> Round:
+        """The round that has the process ids."""
+        return self.rounds[-1]
+
+    @staticmethod
+    def of(rounds: Sequence[Round]) -> Completion:
+        last = rounds[-1]
+        assert last.finish_reason is not None
+        assert last.statistics is not None
+        return Completion(
+            token_ids=tuple(token for r in rounds for token in r.token_ids),
+            text="".join(r.text for r in rounds),
+            finish_reason=last.finish_reason,
+            statistics=last.statistics,
+            rounds=tuple(rounds),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The verdict on a draft: ``accepted_indices`` are its nodes that were committed.
+
+    ``token_ids`` are all tokens that the round committed, ``next_token`` (None when an accepted
+    token ended the generation) included. Seconds as the server measured them.
+    """
+
+    round: int
+    accepted_indices: tuple[int, ...]
+    next_token: int | None
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    verify_seconds: float
+    total_seconds: float
+
+
+def _generate_request(
+    prompt: Prompt, params: SamplingParams | None, speculation: SpeculationConfig | None
+) -> generate_pb2.GenerateRequest:
+    request = generate_pb2.GenerateRequest(sampling=sampling_to_message(params))
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.CopyFrom(build(common_pb2.TokenIds, "prompt.", token_ids=list(prompt)))
+    if speculation is not None:
+        request.speculation.CopyFrom(speculation_to_message(speculation))
+    if request.ByteSize() > MAX_MESSAGE_BYTES:
+        raise InvalidArgument(
+            "prompt", f"{request.ByteSize()} bytes", f"at most {MAX_MESSAGE_BYTES} bytes"
+        )
+    return request
+
+
+def _open_request(
+    prompt_ids: Sequence[int],
+    params: SamplingParams | None,
+    speculation: SpeculationConfig | None,
+) -> verify_pb2.OpenRequest:
+    request = build(verify_pb2.OpenRequest, "", token_ids=list(prompt_ids))
+    request.sampling.CopyFrom(sampling_to_message(params))
+    if speculation is not None:
+        request.speculation.CopyFrom(speculation_to_message(speculation))
+    return request
+
+
+def _round(reply: generate_pb2.GenerateReply) -> Round:
+    last = bool(reply.finish_reason)
+    return Round(
+        round=reply.round,
+        token_ids=tuple(reply.token_ids),
+        num_accepted=reply.num_accepted,
+        text=reply.text,
+        finish_reason=reply.finish_reason or None,
+        statistics=statistics_from_message(reply.statistics) if last else None,
+        target_pid=reply.target_pid,
+        drafter_pid=reply.drafter_pid,
+        drafter_address=reply.drafter_address,
+        prompt_length=reply.prompt_length,
+    )
+
+
+class Prefix:
+    """The client's side of a verify session: its tokens, and what to send and expect next.
+
+    Attributes:
+        token_ids: prompt plus everything committed; enough to open the session elsewhere.
+        finish_reason: None while the session goes on.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        self.session_id = ""
+        self.epoch = 0
+        self.next_round = 1
+        self.max_nodes = 0
+        self.max_depth = 0
+        self.finish_reason: str | None = None
+        self.unanswered: Draft | None = None  # sent for round `next_round`
+        self._digest = PrefixDigest(self.token_ids)
+
+    def opened(self, result: verify_pb2.OpenResult) -> bool:
+        """Apply the server's answer; True when it already has the round that was not answered."""
+        self.session_id = result.session_id
+        self.epoch = result.epoch
+        self.max_nodes = result.max_nodes
+        self.max_depth = result.max_depth
+        if self.unanswered is not None and result.next_round == self.next_round + 1:
+            return True
+        self.next_round = result.next_round
+        self._check(result.committed_length, result.digest)
+        return False
+
+    def request(self, draft: Draft) -> verify_pb2.VerifyRequest:
+        """The next Verify, to be answered to :meth:`verified`."""
+        self.unanswered = draft
+        message = verify_pb2.VerifyRequest(
+            round=self.next_round,
+            base_length=len(self.token_ids),
+            prefix_digest=self._digest.value(),
+        )
+        fill_draft(draft, message)
+        return message
+
+    def verified(self, draft: Draft, result: verify_pb2.VerifyResult) -> Verified:
+        """Apply the server's answer."""
+        self.unanswered = None
+        accepted = tuple(result.accepted_indices)
+        next_token = result.next_token if result.HasField("next_token") else None
+        tokens = draft.token_ids[np.asarray(accepted, np.int64)].tolist()
+        if next_token is not None:
+            tokens.append(next_token)
+        self.token_ids.extend(tokens)
+        self._digest.extend(tokens)
+        self.next_round = result.round + 1
+        self.finish_reason = result.finish_reason or None
+        self._check(result.committed_length, result.digest)
+        return Verified(
+            round=result.round,
+            accepted_indices=accepted,
+            next_token=next_token,
+            token_ids=tuple(tokens),
+            finish_reason=self.finish_reason,
+            verify_seconds=result.timings.verify_seconds,
+            total_seconds=result.timings.total_seconds,
+        )
+
+    def truncated(self, result: verify_pb2.TruncateResult) -> None:
+        del self.token_ids[result.committed_length :]
+        self._digest = PrefixDigest(self.token_ids)
+        self._check(result.committed_length, result.digest)
+
+    def _check(self, committed_length: int, digest: bytes) -> None:
+        if (committed_length, digest) != (len(self.token_ids), self._digest.value()):
+            raise FailedPrecondition(
+                f"the server has {committed_length} committed tokens (digest {digest.hex()}), this "
+                f"client {len(self.token_ids)} ({self._digest.value().hex()}): open a new session"
+            )
+
+
+# --- blocking ----------------------------------------------------------------------------------
+
+
+class Generation:
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __iter__(self) -> Iterator[Round]:
+        try:
+            for reply in self._call:
+                yield _round(reply)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            self._call.cancel()  # nothing happens to a call that has ended
+
+    def cancel(self) -> None:
+        """Free the session on the server; may be called from any thread."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._call.cancel()
+
+
+class Client:
+    """A blocking client of one server; thread-safe.
+
+    Args:
+        address: HOST:PORT.
+        timeout: seconds for each call as a whole; None means no deadline.
+        credentials: for TLS; None is plain text.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self._timeout = timeout
+        self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        self._verify = verify_pb2_grpc.VerifyServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Generation:
+        """Start generating; the rounds come as they are committed.
+
+        Raises:
+            PacelineError: whatever the server refused, when the first round is asked for.
+        """
+        request = _generate_request(prompt, params, speculation)
+        return Generation(self._generate.Generate(request, timeout=timeout or self._timeout))
+
+    def complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Completion:
+        """Generate and wait for the end."""
+        return Completion.of(list(self.generate(prompt, params, speculation, timeout=timeout)))
+
+    def get_model(self) -> generate_pb2.Model:
+        """What the server serves."""
+        return self._unary(self._generate.GetModel, generate_pb2.GetModelRequest())  # type: ignore[no-any-return]
+
+    def open_session(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> VerifySession:
+        """Open a verify session over unary calls."""
+        request = _open_request(prompt_ids, params, speculation)
+        prefix = Prefix(prompt_ids)
+        prefix.opened(self._unary(self._verify.Open, request))
+        return VerifySession(self, prefix)
+
+    def _unary(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    def close(self) -> None:
+        """Close the connection; running calls are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class VerifySession:
+    """A session that verifies this client's drafts, over unary calls. Not thread-safe.
+
+    A call that failed for the network's sake can be made again: rounds are idempotent.
+    """
+
+    def __init__(self, client: Client, prefix: Prefix) -> None:
+        self._client = client
+        self.prefix = prefix
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt plus everything committed."""
+        return self.prefix.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.prefix.finish_reason
+
+    def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
+        """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
+        request = self.prefix.request(draft)
+        request.session_id, request.epoch = self.prefix.session_id, self.prefix.epoch
+        return self.prefix.verified(
+            draft, self._client._unary(self._client._verify.Verify, request)
+        )
+
+    def truncate(self, length: int) -> None:
+        """Forget the committed tokens after the first ``length``."""
+        request = build(
+            verify_pb2.TruncateRequest, "", session_id=self.prefix.session_id,
+            epoch=self.prefix.epoch, length=length,
+        )  # fmt: skip
+        self.prefix.truncated(self._client._unary(self._client._verify.Truncate, request))
+
+    def close(self) -> SessionStatistics | None:
+        """Free the session; its statistics, or None when it was gone already."""
+        request = verify_pb2.CloseRequest(
+            session_id=self.prefix.session_id, epoch=self.prefix.epoch
+        )
+        result: verify_pb2.CloseResult = self._client._unary(self._client._verify.Close, request)
+        if not result.HasField("statistics"):
+            return None
+        return statistics_from_message(result.statistics)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except PacelineError:
+            if error is None:  # do not hide what went wrong first
+                raise
+
+
+# --- asyncio -----------------------------------------------------------------------------------
+
+
+class AsyncGeneration:
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def __aiter__(self) -> AsyncIterator[Round]:
+        try:
+            async for reply in self._call:
+                yield _round(reply)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            self._call.cancel()
+
+    def cancel(self) -> None:
+        """Free the session on the server."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._call.cancel()
+
+
+class AsyncClient:
+    """An asyncio client of one server; belongs to the event loop that it was made in.
+
+    Args: as :class:`Client`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self._timeout = timeout
+        self._generate: Any = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        self._verify: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> AsyncGeneration:
+        """Start generating; see :meth:`Client.generate`."""
+        request = _generate_request(prompt, params, speculation)
+        return AsyncGeneration(self._generate.Generate(request, timeout=timeout or self._timeout))
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109  the deadline travels with the call
+    ) -> Completion:
+        """Generate and wait for the end."""
+        generation = self.generate(prompt, params, speculation, timeout=timeout)
+        return Completion.of([r async for r in generation])
+
+    async def get_model(self) -> generate_pb2.Model:
+        """What the server serves."""
+        try:
+            return await self._generate.GetModel(  # type: ignore[no-any-return]
+                generate_pb2.GetModelRequest(), timeout=self._timeout
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def open_session(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> AsyncVerifySession:
+        """Open a verify session on a stream of its own."""
+        session = AsyncVerifySession(self._verify.Session(), Prefix(prompt_ids), self._timeout)
+        return await session._open(_open_request(prompt_ids, params, speculation))
+
+    async def resume_session(self, prefix: Prefix) -> AsyncVerifySession:
+        """Take a session of this server over on a new stream; the old one is fenced off.
+
+        A round whose answer was lost is asked for again and applied to ``prefix``.
+
+        Raises:
+            SessionNotFound: it is gone; open a new one with ``prefix.token_ids``.
+        """
+        session = AsyncVerifySession(self._verify.Session(), prefix, self._timeout)
+        return await session._open(verify_pb2.OpenRequest(resume_session_id=prefix.session_id))
+
+    async def close(self) -> None:
+        """Close the connection; running calls are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+class AsyncVerifySession:
+    """A session that verifies this client's drafts on one stream; ends with it.
+
+    One call at a time: a round follows from the answer to the one before.
+    """
+
+    def __init__(self, call: Any, prefix: Prefix, timeout: float | None) -> None:
+        self._call = call
+        self._timeout = timeout
+        self.prefix = prefix
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt plus everything committed."""
+        return self.prefix.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.prefix.finish_reason
+
+    async def _open(self, request: verify_pb2.OpenRequest) -> Self:
+        try:
+            reply = await self._exchange(verify_pb2.VerifyFrame(open=request))
+            if self.prefix.opened(reply.open) and self.prefix.unanswered is not None:
+                await self.verify(self.prefix.unanswered)
+        except BaseException:
+            self.cancel()
+            raise
+        return self
+
+    async def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
+        """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
+        frame = verify_pb2.VerifyFrame(verify=self.prefix.request(draft))
+        return self.prefix.verified(draft, (await self._exchange(frame)).verify)
+
+    async def truncate(self, length: int) -> None:
+        """Forget the committed tokens after the first ``length``."""
+        request = build(verify_pb2.TruncateRequest, "", length=length)
+        reply = await self._exchange(verify_pb2.VerifyFrame(truncate=request))
+        self.prefix.truncated(reply.truncate)
+
+    async def close(self) -> SessionStatistics:
+        """Free the session; its statistics."""
+        frame = verify_pb2.VerifyFrame(close=verify_pb2.CloseRequest())
+        reply = await self._exchange(frame)
+        self.cancel()
+        return statistics_from_message(reply.close.statistics)
+
+    def cancel(self) -> None:
+        """End the stream, which frees the session on the server."""
+        self._call.cancel()
+
+    async def _exchange(self, frame: verify_pb2.VerifyFrame) -> verify_pb2.VerifyReply:
+        """One frame there, its answer back.
+
+        Raises:
+            PacelineError: as the server raised it; DeadlineExceeded after ``timeout`` seconds, and
+                the stream is then over.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._call.write(frame)
+                reply = await self._call.read()
+        except TimeoutError:
+            self.cancel()
+            raise DeadlineExceeded(f"no answer within {self._timeout} s") from None
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._ended(error) from None
+        if reply is grpc.aio.EOF:
+            raise await self._ended(None)
+        if reply.HasField("error"):
+            raise from_status(reply.error)
+        result: verify_pb2.VerifyReply = reply
+        return result
+
+    async def _ended(self, error: BaseException | None) -> PacelineError:
+        """Why the stream is over."""
+        if isinstance(error, grpc.RpcError):
+            return from_rpc_error(error)
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return FailedPrecondition("the session is closed")
+        return from_parts(code, await self._call.details(), await self._call.trailing_metadata())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cancel()

@@ -1,0 +1,278 @@
+"""The other commands, and what all commands have in common, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import doctor
+from cluster.doctor import Status
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.methods import METHODS
+from rpc.server import RpcServer
+from tests.cli.conftest import Cli
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("generate", "methods", "doctor", "bench", "demo", "up", "down", "status")
+BLOCK_SERVING = (
+    "import sys; sys.modules.update(ray=None, grpc=None); from cluster.cli import app; app()"
+)
+
+
+def paceline(*arguments: object, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["-c", code] if code else ["-m", "cluster.cli"]
+    return subprocess.run(
+        [sys.executable, *command, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+def test_methods_json_is_the_catalogue(cli: Cli) -> None:
+    result = cli("methods", "--json")
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)
+    assert [row["name"] for row in rows] == list(METHODS)
+    wanted = {"name", "paper", "drafter", "shape", "acceptance", "length", "lossless", "needs"}
+    for row in rows:
+        assert row.keys() >= wanted
+        assert isinstance(row["lossless"], bool)
+        assert isinstance(row["needs"], list)
+
+
+def test_methods_table_shows_every_row_whole(cli: Cli) -> None:
+    result = cli("methods")
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    for method in METHODS.values():
+        assert method.name in result.stdout
+        assert method.drafter in result.stdout
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def test_bench_json(cli: Cli, tmp_path: Path) -> None:
+    prompts = tmp_path / "questions.jsonl"
+    lines = [
+        {"question_id": 1, "category": "code", "turns": ["def add(a, b):\n"]},
+        {"question_id": 2, "category": "maths", "turns": ["Tom has 3 apples."]},
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = cli(
+        *("bench", "--prompts", prompts, "--methods", "draft_model,prompt_lookup", "--no-peers"),
+        *("--repetitions", 1, "--max-tokens", 12, "--json"),
+    )
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["environment"]["torch"]
+    rows = {(row["method"], row["category"]): row for row in document["results"]}
+    for method in ("ar", "draft_model", "prompt_lookup"):
+        for category in ("code", "maths", "all"):
+            row = rows[method, category]
+            assert row["identical_to_ar"] is True
+            assert row["tokens_per_second"] > 0
+            assert row["mean_accepted_length"] >= 1
+            assert {"speedup_vs_ar", "acceptance_rate"} <= row.keys()
+    assert rows["ar", "all"]["speedup_vs_ar"] == 1
+
+
+def test_bench_measures_a_server_beside_this_process(
+    cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path
+) -> None:
+    options = ("--server", server.address, "--no-peers", "--limit", 1, "-r", 1, "-n", 8, "--json")
+    models = ("--target", target_folder, "--drafter", drafter_folder)
+    result = cli("bench", *models, *options, "--methods", "draft_model", "--batch", 2)
+    assert result.exit_code == 0, result.stderr
+    rows = [row for row in json.loads(result.stdout)["results"] if row["category"] == "all"]
+    assert {(row["method"], row["topology"]) for row in rows} == {
+        (method, topology)
+        for method in ("ar", "draft_model")
+        for topology in ("colocated", "actors")
+    }
+    assert all(row["identical_to_ar"] for row in rows)
+
+
+def test_bench_refuses_a_server_with_another_model(cli: Cli, server: RpcServer) -> None:
+    result = cli("bench", "--server", server.address, "--no-peers", "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "258 tokens" in result.stderr
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def test_doctor_json(cli: Cli) -> None:
+    result = cli("doctor", "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == (0 if document["ok"] else 1)
+    checks = {check["name"]: check for check in document["checks"]}
+    assert set(checks) >= {"python", "torch", "ray", "ports", "memory", "models", "exactness"}
+    for name in ("python", "torch", "models", "exactness"):
+        assert checks[name]["status"] == "ok", checks[name]
+    for check in checks.values():
+        assert check["status"] == "ok" or check["mend"], f"{check['name']} does not say what to do"
+
+
+def test_doctor_finds_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = doctor.check_ports({port: "gRPC gateway"})
+        assert result.status is Status.WARN
+        assert str(port) in result.detail
+        assert str(port) in result.mend
+    assert doctor.check_ports({port: "gRPC gateway"}).status is Status.OK
+
+
+def test_doctor_finds_missing_models_and_a_wrong_tokenizer(
+    tmp_path: Path, drafter_folder: Path
+) -> None:
+    missing = doctor.check_models((tmp_path / "target", DRAFTER_DIR))
+    assert missing.status is Status.FAIL
+    assert str(tmp_path / "target") in missing.detail
+    assert "make demo-models" in missing.mend
+    foreign = doctor.check_models((TARGET_DIR, drafter_folder))
+    assert foreign.status is Status.FAIL
+    assert "tokenizer" in foreign.detail
+
+
+def test_doctor_without_the_serving_extra() -> None:
+    result = paceline("doctor", "--json", code=BLOCK_SERVING)
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    for name in ("ray", "grpc"):
+        assert checks[name]["status"] == "warn"
+        assert "paceline[serve]" in checks[name]["mend"]
+    assert result.returncode == 0
+
+
+def test_doctor_without_a_compiler(tmp_path: Path) -> None:
+    environment = {**os.environ, "PACELINE_CACHE_DIR": str(tmp_path), "PATH": str(tmp_path)}
+    environment.pop("CC", None)
+    code = (
+        "from cluster.doctor import check_kernels; r = check_kernels(); "
+        "print(r.status.value, r.mend)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert result.stdout.startswith("warn install a C compiler")
+
+
+# --- all commands ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(cli: Cli, command: str) -> None:
+    result = cli(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_help_lists_every_command_and_is_light() -> None:
+    result = paceline("--help")
+    assert result.returncode == 0
+    for command in COMMANDS:
+        assert command in result.stdout
+    code = (
+        "import sys, cluster.cli; "
+        "print(sorted({'torch', 'ray', 'grpc', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    assert paceline(code=code).stdout.strip() == "[]"
+
+
+def test_console_script_generates_in_a_process_of_its_own() -> None:
+    script = Path(sys.executable).parent / "paceline"
+    result = subprocess.run(
+        [script, "generate", "import os\n", "--max-tokens", "8", "--json"],
+        cwd=ROOT / "docs",  # not the folder that holds the packages
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert json.loads(result.stdout)["num_tokens"] == len(json.loads(result.stdout)["token_ids"])
+    assert result.stderr == ""
+
+
+def test_generate_needs_neither_ray_nor_grpc() -> None:
+    result = paceline("generate", "import os\n", "-n", 4, "--json", code=BLOCK_SERVING)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["num_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["up"], ["down"], ["status"], ["demo"], ["generate", "x", "--server", "127.0.0.1:1"]],
+    ids=" ".join,
+)
+def test_a_command_without_its_extra_names_it(arguments: list[str]) -> None:
+    result = paceline(*arguments, code=BLOCK_SERVING)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'paceline[serve]'" in result.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    plain = paceline("generate", "")
+    assert (plain.returncode, plain.stderr.count("\n")) == (2, 1)
+    debug = paceline("--debug", "generate", "")
+    assert debug.returncode == 2
+    assert "Traceback" in debug.stderr
+    assert plain.stderr in debug.stderr
+
+
+def test_ctrl_c_ends_cleanly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "generate", "import", "-n", "1000", "--ignore-eos"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1), "nothing was generated"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["methods"], ["methods", "--json"]], ids=" ".join)
+def test_reader_that_goes_away(arguments: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", *arguments],
+        cwd=ROOT,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    os.close(write_end)
+    assert result.returncode == 1
+    assert result.stderr == ""

@@ -1,0 +1,53 @@
+"""What all tests share. Markers are declared in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Read when the packages are imported, here and in the processes that tests start. What the caller
+# has set stays.
+for _name, _value in {
+    "HF_HUB_OFFLINE": "1",  # tests fetch nothing
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # its 5 s are too short on two busy cores
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, and much slower on busy cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where random checkpoints are written, once for each kind (tests/modelzoo.py)."""
+    return tmp_path_factory.mktemp("zoo")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests ran, in a line that is easy to find."""
+    counts = {
+        outcome: len(
+            [
+                r
+                for r in terminalreporter.getreports(outcome)
+                if getattr(r, "when", "") != "teardown"
+            ]
+        )
+        for outcome in ("passed", "failed", "error", "xfailed", "xpassed", "skipped")
+    }
+    ran = sum(count for outcome, count in counts.items() if outcome != "skipped")
+    details = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    terminalreporter.write_line(f"tests run: {ran}" + (f" ({details})" if details else ""))

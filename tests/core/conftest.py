@@ -1,0 +1,52 @@
+"""What the core tests share: one thread, the demo pair, a small random model, prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from paceline.engine import Engine
+from paceline.loading import load_engine
+from paceline.models.llama import LlamaRunner
+from tests.modelzoo import make_model
+
+# Deterministic: the same examples in every run, and no deadline on a busy machine.
+settings.register_profile("core", derandomize=True, deadline=None, max_examples=30, database=None)
+settings.load_profile("core")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, and much slower on busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Engine:
+    """An engine over the demo pair. Read its parts; do not submit to it."""
+    return load_engine()
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where random checkpoints are written, once for each kind."""
+    return tmp_path_factory.mktemp("zoo")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(zoo: Path) -> Path:
+    """A small random Llama with grouped queries; every byte of a text is one token."""
+    return make_model("llama_gqa", zoo, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> LlamaRunner:
+    """The runner of ``tiny_folder``; whoever uses it frees what it takes."""
+    return LlamaRunner(tiny_folder)

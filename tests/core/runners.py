@@ -1,0 +1,31 @@
+"""Both versions of the fast path: with the C kernels, and in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.models import kernels
+from paceline.models.llama import LlamaRunner
+from paceline.models.ops import NativeOps, TorchOps
+
+
+def load_runner(folder: Path, **options: Any) -> LlamaRunner:
+    """A runner with the C kernels; fails where they cannot be built."""
+    runner = LlamaRunner(folder, **options)
+    assert isinstance(runner._ops, NativeOps)
+    return runner
+
+
+def load_runner_without_kernels(folder: Path, **options: Any) -> LlamaRunner:
+    """A runner as a machine without a C compiler has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_KERNELS", "off")
+        kernels.load.cache_clear()
+        with pytest.warns(UserWarning, match="without the C kernels"):
+            runner = LlamaRunner(folder, **options)
+    kernels.load.cache_clear()
+    assert isinstance(runner._ops, TorchOps)
+    return runner

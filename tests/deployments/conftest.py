@@ -1,0 +1,165 @@
+"""One Ray with Serve for the whole folder, and on it one application for each topology."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cluster import local
+from deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine
+from paceline.sampling import SamplingParams
+from rpc.client import Client
+
+# Before anything imports Ray: its settings are read then.
+local.prepare_environment(secrets.token_hex(32))
+
+PROMPTS = (
+    "def fibonacci(n):\n",
+    'class Stack:\n    """A list that',
+    "Question: Tom has 3 bags with 4 apples each. How many apples has he?\nAnswer:",
+)
+SMALL = {"num_cpus": 0.1}  # many replicas on few cores
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def config_file(topology: str, name: str, port: int) -> ConfigFile:
+    """A file that ships with the package, under another name and port."""
+    shipped = {"actors": "demo.yaml", "colocated": "colocated.yaml"}[topology]
+    file = read_config_file(CONFIGS_DIR / shipped)
+    small = {"target": SMALL, "drafter": SMALL, "gateway": {**SMALL, "grpc_port": port}}
+    return file.with_args(small).model_copy(update={"name": name})
+
+
+@dataclass(frozen=True)
+class App:
+    """A deployed application."""
+
+    name: str
+    topology: str
+    address: str
+
+    def describe(self) -> dict[str, Any]:
+        return local.describe(self.name)
+
+    def replica(self, deployment: str) -> dict[str, Any]:
+        """The status of its only replica."""
+        (replica,) = self.describe()["deployments"][deployment]["replicas"]
+        status: dict[str, Any] = replica
+        return status
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of any session is left, on the target, the drafter and the gateway."""
+        deployments = self.describe()["deployments"]
+        target = deployments["target"]["replicas"][0]
+        drafters = deployments.get("drafter", {}).get("replicas", [])
+        return (
+            target["sessions"] == 0
+            and target["leases"] == 0
+            and target["kv_free"] == target["kv_capacity"]
+            and all(drafter["sessions"] == 0 for drafter in drafters)
+            and deployments["gateway"]["replicas"][0]["calls"] == 0
+        )
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    import ray
+
+    local.start_ray(config_file("actors", "unused", 0))
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def apps(ray_cluster: None) -> Iterator[dict[str, App]]:
+    """Both topologies, brought up together."""
+    from ray import serve
+
+    files = {t: config_file(t, f"test-{t}", free_port()) for t in ("actors", "colocated")}
+    failures: list[Exception] = []
+
+    def deploy(file: ConfigFile) -> None:
+        try:
+            local.deploy(file, lambda line: None)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=deploy, args=(file,)) for file in files.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    yield {
+        topology: App(file.name, topology, local.describe(file.name)["gateway"])
+        for topology, file in files.items()
+    }
+    for file in files.values():
+        serve.delete(file.name)
+
+
+@pytest.fixture(params=["actors", "colocated"])
+def app(request: pytest.FixtureRequest, apps: dict[str, App]) -> Iterator[App]:
+    """Each topology in turn; a test must leave nothing behind."""
+    yield apps[request.param]
+    assert eventually(lambda: apps[request.param].idle), apps[request.param].describe()
+
+
+@pytest.fixture
+def actors(apps: dict[str, App]) -> Iterator[App]:
+    yield apps["actors"]
+    assert eventually(lambda: apps["actors"].idle), apps["actors"].describe()
+
+
+@pytest.fixture
+def client(app: App) -> Iterator[Client]:
+    with Client(app.address, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    """The demo pair in this process: what everything is compared with."""
+    from paceline.loading import load_engine
+
+    return load_engine()
+
+
+@pytest.fixture(scope="session")
+def ar(engine: Engine) -> Callable[[Sequence[str], SamplingParams], list[tuple[int, ...]]]:
+    """Plain AR decoding in this process; token ids for each prompt."""
+
+    def generate(prompts: Sequence[str], params: SamplingParams) -> list[tuple[int, ...]]:
+        assert engine.tokenizer is not None
+        ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
+        sessions = engine.generate(ids, params, SpeculationConfig(method="ar"))
+        return [tuple(session.output_ids) for session in sessions]
+
+    return generate
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> bool:
+    """Wait until ``condition()`` holds; False when it did not in time."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

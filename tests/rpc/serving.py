@@ -1,0 +1,77 @@
+"""Real servers on loopback for the tests of this folder, each on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rpc.server import RpcServer, start_server
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def serving(grace: float = 0.2, **arguments: Any) -> Iterator[RpcServer]:
+    """``start_server(**arguments)`` on a thread, so that blocking clients can be tested too."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="test-server")
+    thread.start()
+    try:
+        server = asyncio.run_coroutine_threadsafe(start_server(**arguments), loop).result(10)
+        try:
+            yield server
+        finally:
+            asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+class DrafterProcess:
+    """A drafter replica in another process (``tests/rpc/drafter_process.py``)."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rpc.drafter_process", *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+        assert self.address, "the drafter process did not start"
+        self.pid = self._process.pid
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it the hard way; safe to call twice."""
+        self._process.kill()
+        self._process.wait(10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> DrafterProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 5.0) -> bool:
+    """Wait until ``condition()`` holds; False when it did not in time."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True

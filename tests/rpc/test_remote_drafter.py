@@ -1,0 +1,551 @@
+"""DraftService and RemoteDrafter: a drafter in another process, and everything that ends it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.draft_model import DraftModel
+from paceline.engine import Engine, EngineThread
+from paceline.errors import (
+    DrafterUnavailable,
+    InvalidArgument,
+    ResourceExhausted,
+    SessionNotFound,
+)
+from paceline.methods import resolve
+from paceline.models.base import ModelRunner
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+from paceline.target import ModelTarget
+from paceline.tree import path_to
+from paceline.types import Budget, Draft, Need
+from rpc.client import Client
+from rpc.draft_service import DraftServicer, accepted_path
+from rpc.errors import PrefixDiverged, from_rpc_error, from_status
+from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
+from rpc.remote_drafter import RemoteDrafter
+from rpc.server import RpcServer
+from tests.rpc.drafter_process import Copycat
+from tests.rpc.serving import DrafterProcess, eventually, serving
+from tests.rpc.test_schema import TREES
+
+PROMPTS = [list(f"value_{i} = {i} * ".encode()) for i in range(4)]
+VOCAB_SIZE = 258
+
+
+class Recording(DraftServicer):
+    """Remembers the frames of all streams."""
+
+    frames: list[draft_pb2.ProposeFrame]
+
+    async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        self.frames = getattr(self, "frames", [])
+
+        async def recorded() -> AsyncIterator[draft_pb2.ProposeFrame]:
+            async for frame in request_iterator:
+                self.frames.append(frame)
+                yield frame
+
+        replies = super().Propose(recorded(), context)
+        try:
+            async for reply in replies:
+                yield reply
+        finally:
+            await replies.aclose()
+
+
+@pytest.fixture
+def servicer(draft_runner: ModelRunner) -> Recording:
+    return Recording(DraftModel(draft_runner), name="draft_model", vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture
+def drafter_server(servicer: Recording, draft_runner: ModelRunner) -> Iterator[RpcServer]:
+    with serving(drafter=servicer) as running:
+        yield running
+    assert servicer.num_sessions == 0
+    assert draft_runner.num_free == draft_runner.kv_capacity
+
+
+@contextmanager
+def engine_with(runner: ModelRunner, remote: RemoteDrafter) -> Iterator[Engine]:
+    yield Engine(ModelTarget(runner), {"draft_model": remote})
+    assert runner.num_free == runner.kv_capacity
+
+
+@contextmanager
+def connected(
+    address: str, vocab_size: int = VOCAB_SIZE, **options: Any
+) -> Iterator[RemoteDrafter]:
+    with RemoteDrafter(address, vocab_size=vocab_size, **options) as remote:
+        assert remote.wait_ready(5)
+        yield remote
+
+
+def ar(runner: ModelRunner, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    sessions = Engine(ModelTarget(runner)).generate(prompts, params, SpeculationConfig(method="ar"))
+    return [session.output_ids for session in sessions]
+
+
+def session_of(tokens: list[int], name: str = "s", method: str = "draft_model") -> Session:
+    return Session(name, tokens, SamplingParams(), resolve(SpeculationConfig(method=method)))
+
+
+# --- the same drafts from afar -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["draft_model", "draft_model_tree", "speculative_sampling"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_remote_drafter_is_a_local_one(
+    runner: ModelRunner,
+    tmp_path_factory: pytest.TempPathFactory,
+    drafter_server: RpcServer,
+    draft_runner: ModelRunner,
+    method: str,
+    temperature: float,
+) -> None:
+    """Same tokens, and token for token the same drafts: the mirror misses nothing."""
+    params = SamplingParams(max_tokens=32, temperature=temperature, seed=8)
+    speculation = SpeculationConfig(method=method)
+    local = Engine(ModelTarget(runner), {"draft_model": DraftModel(draft_runner)})
+    expected = local.generate(PROMPTS, params, speculation)
+    with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
+        got = engine.generate(PROMPTS, params, speculation)
+    for here, there in zip(expected, got, strict=True):
+        assert there.output_ids == here.output_ids
+        assert there.stats.accepted_by_depth == here.stats.accepted_by_depth
+        assert there.stats.num_draft_nodes == here.stats.num_draft_nodes > 0
+        assert not there.stats.drafter_lost
+    if method != "speculative_sampling":
+        assert [s.output_ids for s in got] == ar(runner, PROMPTS, params)
+
+
+def test_one_frame_a_step_with_unseen_tokens_only(
+    runner: ModelRunner, drafter_server: RpcServer, servicer: Recording
+) -> None:
+    params = SamplingParams(max_tokens=24)
+    with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
+        sessions = engine.generate(PROMPTS, params)
+        assert eventually(lambda: servicer.num_sessions == 0)  # closed with their sessions
+        counters = remote.counters
+    items: dict[str, list[draft_pb2.ProposeItem]] = {s.session_id: [] for s in sessions}
+    asking = [f for f in servicer.frames if any(i.max_depth for i in f.items)]
+    for frame in servicer.frames:
+        for item in frame.items:
+            items[item.session_id].append(item)
+    assert max(len(frame.items) for frame in asking) == len(PROMPTS)
+    assert counters.num_frames == len(asking) <= max(s.stats.num_rounds for s in sessions) + 1
+    assert counters.wait_seconds > counters.draft_seconds > 0
+    for session in sessions:
+        first, *later, last = items[session.session_id]
+        assert first.HasField("open")
+        assert last.close
+        told = list(first.new_token_ids)
+        for item in later:
+            assert not item.HasField("open")
+            assert item.base_length == len(told)  # never a token twice
+            told += item.new_token_ids
+            assert len(item.new_token_ids) <= 5
+        assert told == session.token_ids[: len(told)]
+
+
+def test_generate_over_two_processes(runner: ModelRunner) -> None:
+    """Target here, drafter there, and the reply says which processes took part."""
+    with DrafterProcess() as process, connected(process.address) as remote:
+        thread = EngineThread(Engine(ModelTarget(runner), {"draft_model": remote})).start()
+        with serving(engine=thread) as running, Client(running.address) as client:
+            params = SamplingParams(max_tokens=24)
+            done = client.complete(PROMPTS[0], params)
+        thread.stop()
+        assert list(done.token_ids) == ar(runner, PROMPTS[:1], params)[0]
+        assert done.last.drafter_pid == process.pid != done.last.target_pid
+        assert done.last.drafter_address == process.address
+        assert done.statistics.num_draft_nodes > 0
+
+
+def test_two_targets_may_use_the_same_session_ids(
+    drafter_server: RpcServer, servicer: Recording
+) -> None:
+    session = session_of(PROMPTS[0], "same")
+    with connected(drafter_server.address) as one, connected(drafter_server.address) as two:
+        for remote in (one, two):
+            (future,) = remote.propose_async([session], [Budget(2, 2)])
+            assert future.result(5).num_nodes == 2
+        assert servicer.num_sessions == 2
+        one.stop()
+        assert eventually(lambda: servicer.num_sessions == 1)
+        (future,) = two.propose_async([session], [Budget(2, 2)])
+        assert future.result(5).num_nodes == 2
+
+
+# --- a drafter that forgets, lags, dies ----------------------------------------------------------
+
+
+def test_a_lost_session_is_opened_again(
+    runner: ModelRunner, drafter_server: RpcServer, servicer: Recording
+) -> None:
+    """The drafter forgets everything after each frame; nobody notices but the counters."""
+    answer = servicer._answer
+
+    def forgetful(items: Any, mirrors: Any, stream: str) -> Any:
+        results = answer(items, mirrors, stream)
+        for session_id in list(mirrors):
+            servicer._drop(mirrors, session_id)
+        return results
+
+    servicer._answer = forgetful  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
+    with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
+        sessions = engine.generate(PROMPTS, params)
+        assert remote.counters.num_reopened >= len(PROMPTS)
+    assert [s.output_ids for s in sessions] == ar(runner, PROMPTS, params)
+    assert not any(s.stats.drafter_failures for s in sessions)
+
+
+def test_a_drafter_that_dies_mid_stream(runner: ModelRunner) -> None:
+    """Its sessions go on as AR and say so; later ones use the drafter that took its place."""
+    params = SamplingParams(max_tokens=120)
+    first = DrafterProcess()
+    processes = [first]
+    with RemoteDrafter(lambda: processes[-1].address, vocab_size=VOCAB_SIZE) as remote:
+        assert remote.wait_ready(5)
+        with engine_with(runner, remote) as engine:
+            sessions = [engine.submit(prompt, params) for prompt in PROMPTS]
+            while min(s.stats.num_rounds for s in sessions) < 3:
+                engine.step()
+            processes.append(DrafterProcess())
+            first.kill()
+            started = time.monotonic()
+            while not all(s.finished for s in sessions):
+                engine.step()
+            assert time.monotonic() - started < 5
+            assert [s.output_ids for s in sessions] == ar(runner, PROMPTS, params)
+            for session in sessions:
+                assert session.stats.drafter_lost
+                assert session.stats.drafter_failures == 1
+                assert session.stats.num_draft_nodes > 0
+
+            assert remote.wait_ready(5)
+            (later,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
+            assert not later.stats.drafter_lost
+            assert later.stats.num_draft_nodes > 0
+            assert remote.pid == processes[-1].pid
+            assert remote.counters.num_connections == 2
+    processes[-1].kill()
+
+
+def test_death_is_noticed_at_once() -> None:
+    """A draft under way fails with the connection, long before its deadline."""
+    sleepy = DrafterProcess("--sleep", "30")
+    with sleepy as process, connected(process.address, deadline_s=60.0) as remote:
+        (future,) = remote.propose_async([session_of(PROMPTS[0])], [Budget(2, 2)])
+        time.sleep(0.1)
+        process.kill()
+        started = time.monotonic()
+        with pytest.raises(DrafterUnavailable):
+            future.result(5)
+        assert time.monotonic() - started < 1
+        assert eventually(lambda: not remote.connected)
+        (future,) = remote.propose_async([session_of(PROMPTS[0])], [Budget(2, 2)])
+        with pytest.raises(DrafterUnavailable, match="no drafter"):
+            future.result(0)
+
+
+def test_a_drafter_that_hangs_and_comes_back() -> None:
+    """A late draft is a failure; until the answer arrives nobody waits for that drafter again."""
+    with DrafterProcess() as process, connected(process.address, deadline_s=0.3) as remote:
+        process.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        (late,) = remote.propose_async([session_of(PROMPTS[0], "a")], [Budget(2, 2)])
+        with pytest.raises(DrafterUnavailable, match=r"no draft within 0\.3 s"):
+            late.result(5)
+        assert 0.3 <= time.monotonic() - started < 1
+
+        (refused,) = remote.propose_async([session_of(PROMPTS[1], "b")], [Budget(2, 2)])
+        with pytest.raises(DrafterUnavailable, match="owes"):
+            refused.result(0)  # at once
+        assert remote.counters.num_late == 1
+
+        process.signal(signal.SIGCONT)
+        session = session_of(PROMPTS[2], "c")
+
+        def works() -> bool:
+            (future,) = remote.propose_async([session], [Budget(2, 2)])
+            return future.exception(5) is None
+
+        assert eventually(works, 2)
+        assert remote.counters.num_connections == 1
+
+
+def test_a_drafter_that_hangs_for_good_is_given_up() -> None:
+    with DrafterProcess() as process, connected(process.address, deadline_s=0.1) as remote:
+        process.signal(signal.SIGSTOP)
+        (late,) = remote.propose_async([session_of(PROMPTS[0])], [Budget(2, 2)])
+        assert eventually(lambda: not remote.connected, 2)
+        with pytest.raises(DrafterUnavailable):
+            late.result(0)
+
+
+def test_without_any_drafter_sessions_are_ar_at_once(runner: ModelRunner) -> None:
+    calls = 0
+
+    def resolve_address() -> str:
+        nonlocal calls
+        calls += 1
+        raise LookupError("no replica yet")
+
+    params = SamplingParams(max_tokens=8)
+    with RemoteDrafter(resolve_address, vocab_size=VOCAB_SIZE) as remote:
+        assert not remote.wait_ready(0.2)
+        with engine_with(runner, remote) as engine:
+            started = time.monotonic()
+            (session,) = engine.generate(PROMPTS[:1], params)
+            assert time.monotonic() - started < 1
+        assert calls >= 2  # it goes on trying
+    assert session.output_ids == ar(runner, PROMPTS[:1], params)[0]
+    assert session.stats.drafter_lost
+
+
+def test_stop_is_quick_and_leaves_no_threads() -> None:
+    import threading
+
+    with DrafterProcess() as process:
+        remotes = [
+            RemoteDrafter(process.address, vocab_size=9),
+            RemoteDrafter("127.0.0.1:1", vocab_size=9),
+        ]
+        assert remotes[0].wait_ready(5)
+        started = time.monotonic()
+        for remote in remotes:
+            remote.stop()
+        assert time.monotonic() - started < 2
+        assert not [t for t in threading.enumerate() if t.name.startswith("remote-drafter")]
+
+
+def test_drafts_that_do_not_fit_the_target_are_refused() -> None:
+    """The drafter's vocabulary is larger than the target's: its tokens must not get through."""
+    servicer = DraftServicer(Copycat(), name=None, vocab_size=1000)
+    with serving(drafter=servicer) as running, connected(running.address, vocab_size=100) as remote:
+        (future,) = remote.propose_async([session_of([1, 500])], [Budget(2, 2)])
+        with pytest.raises(DrafterUnavailable, match="500"):
+            future.result(5)
+
+
+def test_too_many_sessions_are_ar(runner: ModelRunner, draft_runner: ModelRunner) -> None:
+    servicer = DraftServicer(
+        DraftModel(draft_runner), name="draft_model", vocab_size=VOCAB_SIZE, max_sessions=3
+    )
+    params = SamplingParams(max_tokens=12)
+    with (
+        serving(drafter=servicer) as running,
+        connected(running.address) as remote,
+        engine_with(runner, remote) as engine,
+    ):
+        sessions = engine.generate(PROMPTS, params)
+    assert [s.output_ids for s in sessions] == ar(runner, PROMPTS, params)
+    assert [s.stats.drafter_lost for s in sessions] == [False, False, False, True]
+
+
+def test_one_failing_batch_does_not_end_the_stream(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fragile(Copycat):
+        fail = True
+
+        def propose(self, sessions: Any, budgets: Any) -> list[Draft]:
+            if self.fail:
+                raise ZeroDivisionError("secret")
+            return super().propose(sessions, budgets)
+
+    fragile = Fragile()
+    servicer = DraftServicer(fragile, name=None, vocab_size=VOCAB_SIZE)
+    with serving(drafter=servicer) as running, connected(running.address) as remote:
+        (future,) = remote.propose_async([session_of([1, 2])], [Budget(2, 2)])
+        with pytest.raises(DrafterUnavailable, match="internal error") as caught:
+            future.result(5)
+        assert "secret" not in str(caught.value)
+        assert servicer.num_sessions == 0  # its state is unknown: forgotten
+        fragile.fail = False
+        (future,) = remote.propose_async([session_of([1, 2])], [Budget(2, 2)])
+        assert future.result(5).token_ids.tolist() == [2, 2]
+        assert remote.counters.num_connections == 1
+
+
+def test_sessions_that_outgrow_the_drafter_get_empty_drafts() -> None:
+    servicer = DraftServicer(Copycat(), name=None, vocab_size=9, context_length=6)
+    with serving(drafter=servicer) as running, connected(running.address, vocab_size=9) as remote:
+        for length, nodes in ((3, 3), (4, 2), (6, 0), (8, 0)):
+            session = session_of([1] * length, f"s{length}")
+            (future,) = remote.propose_async([session], [Budget(3, 3)])
+            assert future.result(5).num_nodes == nodes
+
+
+def test_a_truncated_session_is_followed(drafter_server: RpcServer) -> None:
+    with connected(drafter_server.address) as remote:
+
+        def draft(session: Session) -> list[int]:
+            (future,) = remote.propose_async([session], [Budget(3, 3)])
+            return future.result(5).token_ids.tolist()
+
+        session = session_of(list(PROMPTS[0]))
+        before = draft(session)
+        session.token_ids += before
+        draft(session)
+        session.truncate(len(PROMPTS[0]))
+        assert draft(session) == before
+        assert remote.counters.num_reopened == 0
+
+
+# --- the mirror ----------------------------------------------------------------------------------
+
+
+@given(TREES)
+def test_accepted_path_is_found_in_the_draft(tree: tuple[list[int], list[int]]) -> None:
+    """For every node: the tokens of its path and one more lead back to a path of those tokens."""
+    draft = Draft(np.asarray(tree[0], np.int64), np.asarray(tree[1], np.int32))
+    for node in range(-1, draft.num_nodes):
+        path = path_to(draft.parent_indices, node)
+        tokens = [int(draft.token_ids[n]) for n in path]
+        found = accepted_path(draft, [*tokens, 999])
+        # Of siblings with one token the first is taken, as acceptance does; below it the tree
+        # may differ, so the tokens can end sooner.
+        assert [int(draft.token_ids[n]) for n in found] == tokens[: len(found)]
+        parents = [int(draft.parent_indices[n]) for n in found]
+        assert parents == [-1, *found][: len(found)]
+        siblings = list(zip(tree[0], tree[1], strict=True))
+        if len(set(siblings)) == len(siblings):
+            assert found == path
+
+
+def test_accepted_path_leaves_the_targets_token() -> None:
+    draft = Draft.chain([1, 2, 3])
+    assert accepted_path(draft, []) == ()
+    assert accepted_path(draft, [1]) == ()
+    assert accepted_path(draft, [1, 2]) == (0,)
+    assert accepted_path(draft, [1, 2, 3, 4, 5, 6]) == (0, 1, 2)
+    assert accepted_path(draft, [2, 2]) == ()
+
+
+# --- unary calls ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stub(drafter_server: RpcServer) -> Iterator[Any]:
+    with grpc.insecure_channel(drafter_server.address) as channel:
+        yield draft_pb2_grpc.DraftServiceStub(channel)
+
+
+def test_unary_drafting(stub: Any, servicer: Recording, drafter_server: RpcServer) -> None:
+    opened = stub.Open(draft_pb2.OpenDraftRequest(token_ids=PROMPTS[0]))
+    assert len(opened.session_id) >= 22
+    ask = draft_pb2.ProposeItem(
+        session_id=opened.session_id, base_length=len(PROMPTS[0]), max_depth=3, max_nodes=3
+    )
+    draft = stub.ProposeOne(ask)
+    assert len(draft.token_ids) == 3
+
+    news = draft_pb2.ProposeItem(
+        session_id=opened.session_id,
+        base_length=len(PROMPTS[0]),
+        new_token_ids=[*draft.token_ids[:2], 65],
+    )
+    assert stub.Observe(news).committed_length == len(PROMPTS[0]) + 3
+    ask.base_length += 3
+    again = stub.ProposeOne(ask)
+
+    # The drafter that watched and one that never did agree.
+    fresh = [*PROMPTS[0], *draft.token_ids[:2], 65]
+    with connected(drafter_server.address) as remote:
+        (future,) = remote.propose_async([session_of(fresh)], [Budget(3, 3)])
+        assert future.result(5).token_ids.tolist() == list(again.token_ids)
+
+    assert stub.ProposeOne(ask) == again  # the answer was lost, say
+    ask.max_depth = 2
+    assert list(stub.ProposeOne(ask).token_ids) == list(again.token_ids[:2])
+
+    ask.base_length += 1
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ProposeOne(ask)
+    assert isinstance(from_rpc_error(caught.value), PrefixDiverged)
+
+    stub.Close(draft_pb2.CloseDraftRequest(session_id=opened.session_id))
+    stub.Close(draft_pb2.CloseDraftRequest(session_id=opened.session_id))
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ProposeOne(ask)
+    assert isinstance(from_rpc_error(caught.value), SessionNotFound)
+    assert servicer.num_sessions == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({}, "new_token_ids"),
+        ({"token_ids": [VOCAB_SIZE]}, "new_token_ids[0]"),
+        ({"token_ids": [1], "speculation": {"method": "telepathy"}}, "method"),
+        ({"token_ids": [1], "speculation": {"method": "prompt_lookup"}}, "method"),
+        ({"token_ids": [1], "sampling": {"temperature": float("inf")}}, "sampling.temperature"),
+    ],
+)
+def test_bad_unary_opens(stub: Any, values: dict[str, Any], field: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Open(draft_pb2.OpenDraftRequest(**values))
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidArgument)
+    assert error.field == field
+
+
+def test_bad_items_fail_alone(stub: Any) -> None:
+    """One frame, five sessions, four of them wrong in their own ways."""
+    good = draft_pb2.ProposeItem(
+        session_id="good", open=draft_pb2.OpenDraft(), new_token_ids=[1, 2], max_depth=2,
+        max_nodes=2,
+    )  # fmt: skip
+    bad = [
+        draft_pb2.ProposeItem(session_id="x", new_token_ids=[1], max_depth=2, max_nodes=2),
+        draft_pb2.ProposeItem(session_id="y", open=draft_pb2.OpenDraft(), new_token_ids=[-5]),
+        draft_pb2.ProposeItem(
+            session_id="z", open=draft_pb2.OpenDraft(), new_token_ids=[1], max_depth=65,
+            max_nodes=1,
+        ),
+        draft_pb2.ProposeItem(session_id="good", base_length=99),
+    ]  # fmt: skip
+    frame = draft_pb2.ProposeFrame(round=7, items=[*bad[:3], good, bad[3]])
+    (reply,) = list(stub.Propose(iter([frame])))
+    assert reply.round == 7
+    kinds = [type(from_status(r.error)) for r in reply.results if r.HasField("error")]
+    assert kinds == [SessionNotFound, InvalidArgument, InvalidArgument, PrefixDiverged]
+    assert len(reply.results[3].draft.token_ids) == 2
+
+
+def test_idle_unary_sessions_are_closed() -> None:
+    servicer = DraftServicer(Copycat(), name=None, vocab_size=9, idle_timeout_s=0.1, max_sessions=1)
+    with (
+        serving(drafter=servicer, idle_timeout_s=0.1) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        stub.Open(draft_pb2.OpenDraftRequest(token_ids=[1]))
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Open(draft_pb2.OpenDraftRequest(token_ids=[1]))
+        assert isinstance(from_rpc_error(caught.value), ResourceExhausted)
+        assert eventually(lambda: servicer.num_sessions == 0, 1)
+        stub.Open(draft_pb2.OpenDraftRequest(token_ids=[1]))
+    assert servicer.num_sessions == 0
+
+
+def test_a_drafter_that_needs_the_target_cannot_be_remote() -> None:
+    class Needy(Copycat):
+        needs = frozenset({Need.HIDDEN_STATES})
+
+    with pytest.raises(InvalidArgument, match="hidden_states"):
+        DraftServicer(Needy(), name=None, vocab_size=9)

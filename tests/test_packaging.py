@@ -1,0 +1,201 @@
+"""What a user gets with `pip install paceline`: complete, light, and honest about what it needs."""
+
+from __future__ import annotations
+
+import ast
+import email
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("paceline", "rpc", "deployments", "cluster", "tuning")
+SERVING = ("ray", "grpc", "google")
+
+
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        table: dict[str, Any] = tomllib.load(file)["project"]
+    return table
+
+
+def python(code: str, **environment: str) -> str:
+    """Output of a fresh interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy: setuptools leaves files beside what it builds."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run(
+        [*command, "--no-build-isolation", "--wheel-dir", out, source], check=True, timeout=100
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    patterns = (
+        "paceline/demo/target/*",
+        "paceline/demo/drafter/*",
+        "paceline/models/kernels/*.[ch]",
+        "rpc/proto/**/*.proto",
+        "rpc/gen/**/*.py*",
+        "deployments/configs/*.yaml",
+        "*/py.typed",
+    )
+    for pattern in patterns:
+        expected = {
+            path.relative_to(ROOT).as_posix()
+            for path in ROOT.glob(pattern)
+            if path.is_file() and path.suffix != ".pyc" and path.parts[len(ROOT.parts)] in PACKAGES
+        }
+        assert expected, f"nothing in the source tree matches {pattern}"
+        assert expected <= names
+    for model in ("target", "drafter"):
+        assert f"paceline/demo/{model}/model.safetensors" in names
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        assert path.relative_to(ROOT).as_posix() in names
+    roots = {name.split("/")[0] for name in names}
+    assert {root for root in roots if not root.endswith(".dist-info")} == set(PACKAGES)
+
+
+def test_wheel_is_small_enough_to_ship_weights(wheel: Path) -> None:
+    weights = [i for i in zipfile.ZipFile(wheel).infolist() if i.filename.endswith(".safetensors")]
+    assert sum(info.file_size for info in weights) <= 20e6
+    assert wheel.stat().st_size <= 25e6
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(archive.read(name))
+    requirements = [Requirement(value) for value in metadata.get_all("Requires-Dist", [])]
+    base = {canonicalize_name(r.name) for r in requirements if r.marker is None}
+    assert "torch" in base
+    assert not base & {"ray", "grpcio", "protobuf", "pytest"}
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert {"serve", "dev"} <= extras
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
+
+
+def test_installed_wheel_generates_without_ray_and_grpc(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import sys; sys.modules.update(ray=None, grpc=None); "
+        "import paceline.loading as l; from paceline.sampling import SamplingParams; "
+        "e = l.load_engine(); s, = e.generate([[5, 6]], SamplingParams(max_tokens=4, "
+        "ignore_eos=True)); print(l.__file__, len(s.output_ids))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(tmp_path / "paceline" / "loading.py"), "4"]
+
+
+def test_import_is_light() -> None:
+    heavy = {"torch", "transformers", "ray", "grpc", "vllm"}
+    assert python(f"import sys, paceline; print({heavy!r} & set(sys.modules))") == "set()"
+
+
+def test_library_without_ray_and_grpc() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((ROOT / "paceline").rglob("*.py"))
+    ]
+    assert "paceline.engine" in modules
+    python(
+        "import importlib, sys; sys.modules.update(ray=None, grpc=None)\n"
+        f"for name in {modules!r}: importlib.import_module(name)"
+    )
+
+
+# --- dependencies ---------------------------------------------------------------------------------
+
+
+def imported_roots(folder: Path) -> dict[str, Path]:
+    """Top-level modules that the files of a folder import anywhere, and one file that does."""
+    found: dict[str, Path] = {}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            else:
+                continue
+            found.update({name.split(".")[0]: path for name in names})
+    return found
+
+
+def declared(*extras: str) -> set[str]:
+    table = project()
+    lines = list(table["dependencies"])
+    for extra in extras:
+        lines += table["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_import_is_a_declared_dependency(package: str) -> None:
+    # paceline alone must work with a plain install; the stubs' generator is a developer's tool.
+    allowed = declared() if package == "paceline" else declared("serve", "dev")
+    owners = importlib.metadata.packages_distributions()
+    for name, path in imported_roots(ROOT / package).items():
+        if name in sys.stdlib_module_names or name in PACKAGES:
+            continue
+        # Several distributions share the namespace `google`.
+        distributions = {canonicalize_name(owner) for owner in owners.get(name, [])}
+        assert distributions & allowed, f"{path.relative_to(ROOT)} imports {name}: not declared"
+
+
+def test_constraints_pin_what_is_declared_within_its_range() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert pins[0].name == "torch", "torch is installed first, by the first pin"
+    versions = {}
+    for pin in pins:
+        (specifier,) = pin.specifier
+        assert specifier.operator == "==", f"{pin} is not a pin"
+        versions[canonicalize_name(pin.name)] = specifier.version
+    table = project()
+    groups = [table["dependencies"], *table["optional-dependencies"].values()]
+    for requirement in (Requirement(line) for group in groups for line in group):
+        name = canonicalize_name(requirement.name)
+        if name == "paceline":
+            continue
+        assert requirement.specifier.contains(versions[name], prereleases=True), requirement

@@ -36,7 +36,7 @@ $(BIN)/python:
 	done; \
 	if [ -z "$${found:-}" ]; then \
 	  echo "Paceline needs Python 3.11, 3.12 or 3.13; $(or $(PYTHON),python3 here) is \
-	$$($(or $(PYTHON),python3) --version 2>&1 || true). Install one, or name it:" \
+	$$($(or $(PYTHON),python3) --version 2>/dev/null || echo missing). Install one, or name it:" \
 	  "make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; \
 	fi; \
 	if ! command -v $${CC:-cc} >/dev/null && ! command -v gcc >/dev/null; then \

@@ -220,7 +220,7 @@ def check_ray(*, start: bool = False) -> Result:
             log_to_driver=False,
             configure_logging=False,
         )
-        answer = ray.get(ray.remote(os.getpid).remote(), timeout=60)
+        answer = ray.get(ray.remote(_process_id).remote(), timeout=60)
     except Exception as error:
         return Result(
             "ray",
@@ -235,6 +235,10 @@ def check_ray(*, start: bool = False) -> Result:
     seconds = time.perf_counter() - started
     detail = f"{version}, a local Ray started and ran a task (pid {answer}) in {seconds:.0f} s"
     return Result("ray", Status.OK, detail)
+
+
+def _process_id() -> int:
+    return os.getpid()
 
 
 def _running_ray() -> str | None:

@@ -34,6 +34,7 @@ from paceline.errors import PacelineError
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 45.0
+STATUS_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB, and nothing here uses it
 _POLL_S = 0.2
 
@@ -136,6 +137,17 @@ def check_port(file: ConfigFile) -> None:
             ) from None
 
 
+def start_serve(file: ConfigFile) -> None:
+    """Start Serve's controller; one that runs already stays as it is."""
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        proxy_location=file.proxy_location,
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+
+
 def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S) -> None:
     """Deploy the application of ``file`` on the Ray that this process is connected to.
 
@@ -149,11 +161,7 @@ def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S)
     from deployments.app import build
 
     report("starting Ray Serve")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(
-        proxy_location=file.proxy_location,
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
-    )
+    start_serve(file)
     failure: list[Exception] = []
 
     def run() -> None:
@@ -218,13 +226,16 @@ def describe(app: str) -> dict[str, Any]:
     Needs a connection to the Ray that runs ``app``.
     """
     from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
 
     deployments: dict[str, Any] = {}
     for name, (state, message) in _deployment_states(app).items():
         replicas: list[dict[str, Any]] = []
-        if state == "HEALTHY":
+        # Without a replica, or with one that died and is still listed, there is nothing to ask.
+        with contextlib.suppress(RayError, RayServeException, TimeoutError):
             handle = serve.get_deployment_handle(name, app)
-            replicas = handle.broadcast("status").results(timeout_s=20)
+            replicas = handle.broadcast("status").results(timeout_s=STATUS_TIMEOUT_S)
         deployments[name] = {"state": state, "message": message, "replicas": replicas}
 
     def field(name: str, key: str) -> list[Any]:

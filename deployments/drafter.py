@@ -10,7 +10,7 @@ import torch
 from ray import serve
 
 from deployments.config import DeploymentConfig
-from deployments.lease import Endpoint, LeaseBook, data_host
+from deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.drafters.draft_model import DraftModel
 from paceline.loading import load_runner
 from paceline.models.base import ModelRunner
@@ -50,9 +50,9 @@ class DrafterDeployment:
         self._server = await start_server(drafter=self._servicer, host=data_host(config))
         self._leases = LeaseBook(self._server.address)
 
-    async def open_session(self) -> AsyncIterator[Endpoint]:
+    async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
         """The lease of a target on this replica, for all of its sessions."""
-        async for endpoint in self._leases.hold():
+        async for endpoint in self._leases.hold(holder):
             yield endpoint
 
     def address(self) -> Endpoint:

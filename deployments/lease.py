@@ -13,7 +13,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
+import ray
 import ray.exceptions
 import ray.util
 from ray import serve
@@ -24,6 +26,9 @@ from deployments.config import DeploymentConfig
 from rpc.errors import ServerUnavailable
 
 _RETRY_S = 0.1
+HOLDER_CHECK_S = 2.0
+SERVE_NAMESPACE = "serve"
+"""Where Serve registers its replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +45,79 @@ def data_host(config: DeploymentConfig) -> str:
     return "127.0.0.1" if config.data_plane == "loopback" else ray.util.get_node_ip_address()
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The replica that has a lease, by the name of its Ray actor."""
+
+    name: str
+
+    @staticmethod
+    @lru_cache(1)
+    def this() -> Holder:
+        """The replica that this code runs in."""
+        holder = Holder(ray.get_runtime_context().get_actor_name() or "")
+        if holder.is_dead():
+            # Leases of a holder that cannot be found would be ended under it.
+            raise RuntimeError(f"Ray does not know this replica by its name {holder.name!r}")
+        return holder
+
+    def is_dead(self) -> bool:
+        """True when Ray is sure of it; blocks for a round trip."""
+        try:
+            ray.get_actor(self.name, namespace=SERVE_NAMESPACE)
+        except ValueError:
+            return True
+        except ray.exceptions.RayError:
+            return False  # Ray's own trouble says nothing about the holder
+        return False
+
+
 class LeaseBook:
-    """A replica's side: hands out its endpoint and counts the leases on it."""
+    """A replica's side: hands out its endpoint, and counts the leases on it.
+
+    Ray ends a lease when its holder releases it, but not when the holder is killed, so holders are
+    looked for every few seconds.
+    """
 
     def __init__(self, address: str) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self.endpoint = Endpoint(address, os.getpid(), replica_id)
-        self.num_leases = 0
-        self._closed = asyncio.Event()
+        self._ends: dict[Holder, set[asyncio.Event]] = {}
+        self._watcher = asyncio.create_task(self._watch_holders())
 
-    async def hold(self) -> AsyncIterator[Endpoint]:
+    @property
+    def num_leases(self) -> int:
+        return sum(len(ends) for ends in self._ends.values())
+
+    async def hold(self, holder: Holder) -> AsyncIterator[Endpoint]:
         """What the replica's ``open_session`` streams: one endpoint, then nothing for a while."""
-        self.num_leases += 1
+        end = asyncio.Event()
+        ends = self._ends.setdefault(holder, set())
+        ends.add(end)
         try:
             yield self.endpoint
-            await self._closed.wait()
+            await end.wait()
         finally:
-            self.num_leases -= 1
+            ends.discard(end)
+            if not ends and self._ends.get(holder) is ends:
+                del self._ends[holder]
 
     def close(self) -> None:
         """End all leases; their holders see it."""
-        self._closed.set()
+        self._watcher.cancel()
+        for holder in list(self._ends):
+            self._end(holder)
+
+    def _end(self, holder: Holder) -> None:
+        for end in self._ends.get(holder, ()):
+            end.set()
+
+    async def _watch_holders(self) -> None:
+        while True:
+            await asyncio.sleep(HOLDER_CHECK_S)
+            for holder in list(self._ends):
+                if await asyncio.to_thread(holder.is_dead):
+                    self._end(holder)
 
 
 class Lease:
@@ -112,9 +169,9 @@ async def open_lease(handle: DeploymentHandle, what: str, timeout_s: float) -> L
     """
     deadline = time.monotonic() + timeout_s
     reason = "all are starting or busy"
-    stream = handle.options(stream=True)
+    stream, holder = handle.options(stream=True), Holder.this()
     while (left := deadline - time.monotonic()) > 0:
-        response = stream.open_session.remote()
+        response = stream.open_session.remote(holder)
         try:
             endpoint = await asyncio.wait_for(anext(response), left)
         except (ray.exceptions.RayError, RayServeException, StopAsyncIteration) as error:

@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config import DeploymentConfig
-from deployments.lease import Endpoint, Lease, LeaseBook, data_host, open_lease
+from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
 from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
 from rpc.bridge import on_engine
@@ -82,9 +82,9 @@ class TargetDeployment:
             if not ready:
                 logger.warning("no drafter yet: sessions run as AR until there is one")
 
-    async def open_session(self) -> AsyncIterator[Endpoint]:
+    async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
         """The lease of one session: yields this replica's address and ends with the session."""
-        async for endpoint in self._leases.hold():
+        async for endpoint in self._leases.hold(holder):
             yield endpoint
 
     def address(self) -> Endpoint:

@@ -9,6 +9,7 @@ draft has arrived; nobody waits for them.
 from __future__ import annotations
 
 import logging
+import operator
 import secrets
 import threading
 import time
@@ -50,6 +51,12 @@ class EngineLimits:
     max_sessions: int = 64
     max_waiting: int = 1024
     prefill_chunk: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "max_waiting", "prefill_chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidArgument(name, value, "an integer >= 1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +152,7 @@ class Engine:
             )  # fmt: skip
         if plan.rule.name == "greedy" and params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
-        self._check_prompt(prompt_ids)
+        prompt_ids = self._checked_prompt(prompt_ids)
         params.check_vocabulary(self.target.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidArgument("stop", params.stop, "no stop strings: there is no tokenizer")
@@ -172,7 +179,7 @@ class Engine:
             self._handlers[session_id] = on_event
         return session
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+    def _checked_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
         if not len(prompt_ids):
             raise InvalidArgument("prompt", "", "at least one token")
         if len(prompt_ids) >= self.target.context_length:
@@ -180,11 +187,16 @@ class Engine:
                 "prompt", f"{len(prompt_ids)} tokens",
                 f"fewer tokens than the context of {self.target.context_length}",
             )  # fmt: skip
+        size, checked = self.target.vocab_size, []
         for i, token in enumerate(prompt_ids):
-            if not 0 <= token < self.target.vocab_size:
-                raise InvalidArgument(
-                    f"prompt_token_ids[{i}]", token, f"token ids in [0, {self.target.vocab_size})"
-                )
+            try:
+                value = operator.index(token)
+            except TypeError:
+                value = -1
+            if not 0 <= value < size:
+                raise InvalidArgument(f"prompt_token_ids[{i}]", token, f"token ids in [0, {size})")
+            checked.append(value)
+        return checked
 
     @staticmethod
     def _reservation(session: Session) -> int:
@@ -215,11 +227,17 @@ class Engine:
             )
         if session.state is SessionState.WAITING:
             return
-        if session_id in self._futures and not isinstance(self._drafter(session), ClientDrafter):
-            raise FailedPrecondition("a draft for this session is under way")
+        drafter = self._drafter(session)
+        if not isinstance(drafter, ClientDrafter):
+            if session_id in self._futures:
+                raise FailedPrecondition("a draft for this session is under way")
+            self._close_drafter(session)
         self.target.truncate(session, length)
         session.truncate(length)
-        self._text_sent[session_id] = len(session.text)
+        if not isinstance(drafter, ClientDrafter):
+            self._open_drafter(session)
+        sent = self._text_sent.get(session_id, 0)  # less than the text while some is held back
+        self._text_sent[session_id] = min(sent, len(session.text))
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -260,9 +278,7 @@ class Engine:
         except Exception as error:
             # The forward serves all of them, so nobody's KV state can be trusted any more.
             logger.exception("a step failed; its %d sessions end", len(ready) + len(prefill))
-            for session in [*ready, *(s for s, _ in prefill)]:
-                session.error = error
-                self._end(session, "error")
+            self._fail([*ready, *(session for session, _ in prefill)], error)
             return []
         self._observe_remote(ready, outcomes)
         for session, _ in prefill:
@@ -277,11 +293,15 @@ class Engine:
     ) -> list[Session]:
         """Generate for all prompts together and return the finished sessions, in order."""
         each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        sessions = [
-            self.submit(prompt, p, speculation) for prompt, p in zip(prompts, each, strict=True)
-        ]
-        while not all(session.finished for session in sessions):
-            self.step()
+        sessions: list[Session] = []
+        try:
+            for prompt, p in zip(prompts, each, strict=True):
+                sessions.append(self.submit(prompt, p, speculation))
+            while not all(session.finished for session in sessions):
+                self.step()
+        finally:  # a prompt was refused, or somebody interrupts: nothing stays behind
+            for session in sessions:
+                self.cancel(session.session_id)
         for session in sessions:
             if session.error is not None:
                 raise session.error
@@ -298,12 +318,7 @@ class Engine:
             self._waiting.popleft()
             self._reserved[session.session_id] = wanted
             self.target.open(session)
-            drafter = self._drafter(session)
-            try:
-                drafter.open(session)
-            except Exception:
-                logger.exception("the drafter cannot open a session; it goes on as AR")
-                session.lose_drafter()
+            self._open_drafter(session)
             session.state = SessionState.PREFILLING
             running, free = running + 1, free - wanted
             if self.target.prefill_left(session) == 0:
@@ -363,7 +378,7 @@ class Engine:
                 arrived[session_id] = future.result()
             except Exception as error:
                 logger.warning("session %s lost its drafter: %s", session_id, error)
-                self._drafter(session).close(session)
+                self._close_drafter(session)
                 session.lose_drafter()
             session.state = SessionState.READY
         return arrived
@@ -379,7 +394,25 @@ class Engine:
         for session, outcome in zip(sessions, outcomes, strict=True):
             drafter = self._drafter(session)
             if is_remote(drafter):
-                drafter.observe([session], [outcome])
+                try:
+                    drafter.observe([session], [outcome])
+                except Exception:
+                    logger.exception("a drafter cannot observe; its session goes on as AR")
+                    self._close_drafter(session)
+                    session.lose_drafter()
+
+    def _open_drafter(self, session: Session) -> None:
+        try:
+            self._drafter(session).open(session)
+        except Exception:
+            logger.exception("a drafter cannot open a session; it goes on as AR")
+            session.lose_drafter()
+
+    def _close_drafter(self, session: Session) -> None:
+        try:
+            self._drafter(session).close(session)
+        except Exception:
+            logger.exception("a drafter failed to close a session")
 
     def _drafter(self, session: Session) -> Drafter | AsyncDrafter:
         return self.drafters[session.plan.method.drafter]
@@ -415,10 +448,21 @@ class Engine:
         self._notify(RoundEvent(session, 0, (), 0, session.text[sent:], None, True))
         self._handlers.pop(session.session_id, None)
 
+    def _fail(self, sessions: Iterable[Session], error: Exception) -> None:
+        for session in sessions:
+            if session.session_id in self.sessions:
+                session.error = error
+                self._end(session, "error")
+
     def _notify(self, event: RoundEvent) -> None:
         handler = self._handlers.get(event.session.session_id)
         if handler is not None:
-            handler(event)
+            try:
+                handler(event)
+            except Exception as error:  # of one caller; the step serves the others as well
+                logger.exception("an event handler failed; its session ends")
+                self._handlers.pop(event.session.session_id, None)
+                self._fail([event.session], error)
 
     def _release(self, session: Session) -> None:
         session_id = session.session_id
@@ -427,10 +471,7 @@ class Engine:
             self._waiting.remove(session)
         if self._reserved.pop(session_id, None) is not None:
             self.target.close(session)
-            try:
-                self._drafter(session).close(session)
-            except Exception:
-                logger.exception("a drafter failed to close a session")
+            self._close_drafter(session)
         self._text_sent.pop(session_id, None)
         self._draft_started.pop(session_id, None)
         future = self._futures.pop(session_id, None)
@@ -442,6 +483,10 @@ def _failed(error: BaseException) -> Future[Draft]:
     future: Future[Draft] = Future()
     future.set_exception(error)
     return future
+
+
+def _stopped() -> FailedPrecondition:
+    return FailedPrecondition("the engine has stopped")
 
 
 class EngineThread:
@@ -461,11 +506,14 @@ class EngineThread:
 
     def stop(self, timeout: float = 10.0) -> None:
         """Cancel every session, finish the current step and end the thread."""
+        with self._wakeup:
+            self._stopping = True
+            self._wakeup.notify_all()
         if self._thread.is_alive():
-            with self._wakeup:
-                self._stopping = True
-                self._wakeup.notify_all()
             self._thread.join(timeout)
+        else:  # it never started
+            while self._calls:
+                self._calls.popleft()[1].set_exception(_stopped())
 
     def wake(self) -> None:
         """Look for new work now."""
@@ -477,7 +525,7 @@ class EngineThread:
         future: Future[T] = Future()
         with self._wakeup:
             if self._stopping:
-                future.set_exception(FailedPrecondition("the engine has stopped"))
+                future.set_exception(_stopped())
                 return future
             self._calls.append((function, future))  # type: ignore[arg-type]
             self._wakeup.notify_all()
@@ -508,12 +556,16 @@ class EngineThread:
         while True:
             self._run_calls()
             if self._stopping:
+                self._run_calls()  # none can come any more
                 for session_id in list(engine.sessions):
                     engine.cancel(session_id)
-                self._run_calls()
                 return
             if engine.has_work:
-                engine.step(wait_s=1.0)
+                try:
+                    engine.step(wait_s=1.0)
+                except Exception as error:  # a bug; nobody may wait for its session for ever
+                    logger.exception("a step failed; all sessions end")
+                    engine._fail(list(engine.sessions.values()), error)
             else:
                 with self._wakeup:
                     self._wakeup.wait_for(lambda: self._calls or self._stopping, 1.0)

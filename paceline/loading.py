@@ -58,6 +58,8 @@ def load_runner(
     """
     if dtype not in DTYPES:
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    if kv_tokens is not None and kv_tokens < 1:
+        raise InvalidArgument("kv_tokens", kv_tokens, "a positive number of tokens")
     folder, device = Path(path), pick_device(device)
     model_type = read_config(folder).get("model_type")
     if general is None:
@@ -104,7 +106,7 @@ def load_engine(
         small = load_runner(
             drafter, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens
         )
-        drafters["draft_model"] = DraftModel(small)
+        drafters["draft_model"] = DraftModel(small, runner.vocab_size)
     return Engine(
         ModelTarget(runner),
         drafters,

@@ -14,7 +14,7 @@ from paceline.acceptance.base import PathLogits
 from paceline.drafters.base import Drafter
 from paceline.session import Session
 from paceline.target import ModelTarget
-from paceline.tree import clip, depths
+from paceline.tree import clip, depths, is_chain
 from paceline.types import (
     EMPTY_DRAFT,
     Acceptance,
@@ -82,7 +82,7 @@ def decode_round(
     for name, members in _by_drafter(sessions, {}).items():
         if name in drafters:
             by_id = {s.session_id: o for s, o in zip(sessions, outcomes, strict=True)}
-            drafters[name].observe(members, [by_id[s.session_id] for s in members])
+            _observe(drafters[name], members, [by_id[s.session_id] for s in members])
     return outcomes
 
 
@@ -112,13 +112,30 @@ def _propose(
 ) -> list[Draft]:
     """The drafts, or empty ones when the drafter fails: a drafter never takes a session down."""
     try:
-        return drafter.propose(sessions, budgets)
+        drafts = drafter.propose(sessions, budgets)
+        if len(drafts) != len(sessions):
+            raise ValueError(f"{len(drafts)} drafts for {len(sessions)} sessions")
+        return drafts
     except Exception:
-        logger.exception("%s failed; its sessions go on as AR", type(drafter).__name__)
-        for session in sessions:
-            session.lose_drafter()
-            drafter.close(session)
+        _lose(drafter, sessions)
         return [EMPTY_DRAFT] * len(sessions)
+
+
+def _observe(drafter: Drafter, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    try:
+        drafter.observe(sessions, outcomes)
+    except Exception:
+        _lose(drafter, sessions)
+
+
+def _lose(drafter: Drafter, sessions: Sequence[Session]) -> None:
+    logger.exception("%s failed; its sessions go on as AR", type(drafter).__name__)
+    for session in sessions:
+        session.lose_drafter()
+        try:
+            drafter.close(session)
+        except Exception:
+            logger.exception("%s cannot close a session", type(drafter).__name__)
 
 
 def _usable(draft: Draft, session: Session, vocab_size: int) -> Draft:
@@ -130,6 +147,9 @@ def _usable(draft: Draft, session: Session, vocab_size: int) -> Draft:
         return draft
     if int(draft.token_ids.min()) < 0 or int(draft.token_ids.max()) >= vocab_size:
         logger.warning("session %s: a draft with impossible tokens is dropped", session.session_id)
+        return EMPTY_DRAFT
+    if session.plan.rule.chain_only and not is_chain(draft.parent_indices):
+        logger.warning("session %s: a tree for a chain-only rule is dropped", session.session_id)
         return EMPTY_DRAFT
     # One place is for the target's own token.
     return clip(draft, session.remaining - 1, session.plan.config.node_budget or 0)

@@ -16,6 +16,7 @@ what is computed beside it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -51,12 +52,17 @@ def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> None:
         raise InvalidArgument(name, value, allowed)
 
 
+def _is(name: str, value: Any, kinds: tuple[type, ...], allowed: str) -> None:
+    if not isinstance(value, kinds):
+        raise InvalidArgument(name, value, allowed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the target's tokens are chosen, and when to stop.
 
     Attributes:
-        temperature: 0 means argmax; above 0, coupled sampling at that temperature.
+        temperature: 0 means argmax; from 0.0001 to 100, coupled sampling at that temperature.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose mass reaches ``top_p``.
         min_p: drop tokens less likely than ``min_p`` times the most likely one.
@@ -83,7 +89,9 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _finite("temperature", self.temperature, 0.0, 100.0, "a number in [0, 100]")
+        _finite("temperature", self.temperature, 0.0, 100.0, "0 or a number in [0.0001, 100]")
+        if 0 < self.temperature < 1e-4:  # scores would overflow
+            raise InvalidArgument("temperature", self.temperature, "0 or a number in [0.0001, 100]")
         _integer("top_k", self.top_k, 0, 2**31 - 1, "an integer >= 0 (0 keeps all)")
         _finite("top_p", self.top_p, 1e-9, 1.0, "a number in (0, 1]")
         _finite("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
@@ -92,8 +100,13 @@ class SamplingParams:
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "an integer >= 1")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        _is("stop", self.stop, (list, tuple), "a string or a list of strings")
+        _is("stop_token_ids", self.stop_token_ids, (list, tuple), "a list of token ids")
+        _is("logit_bias", self.logit_bias, (Mapping,), "a mapping from token ids to numbers")
+        _is("ignore_eos", self.ignore_eos, (bool,), "true or false")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", text, "non-empty strings")

@@ -210,6 +210,8 @@ class Session:
 
     def _stop_reason(self, token: int) -> str | None:
         if token in self._stop_ids:
+            if self._decoder is not None:
+                self._text += self._decoder.flush()
             return "stop"
         if self._decoder is not None:
             piece = self._decoder.push(token)

@@ -97,8 +97,8 @@ class Draft:
             InvalidArgument: lengths differ, a token is outside the vocabulary, a parent does not
                 come before its child, or ``probs`` does not fit the nodes.
         """
-        ids = np.asarray(token_ids, np.int64).reshape(-1)
-        parents = np.asarray(parent_indices, np.int64).reshape(-1)
+        ids = _whole_numbers("token_ids", token_ids)
+        parents = _whole_numbers("parent_indices", parent_indices)
         if len(ids) != len(parents):
             raise InvalidArgument(
                 "parent_indices", len(parents), f"one entry for each of the {len(ids)} token_ids"
@@ -118,6 +118,16 @@ class Draft:
         if probs is not None:
             _check_probs(probs, ids, vocab_size)
         return Draft(ids, parents.astype(np.int32), probs)
+
+
+def _whole_numbers(name: str, values: object) -> IntArray:
+    try:
+        array = np.asarray(values)
+        if array.size and (array.ndim != 1 or not np.issubdtype(array.dtype, np.integer)):
+            raise ValueError
+        return array.reshape(-1).astype(np.int64, casting="same_kind")
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgument(name, values, "a list of integers") from None
 
 
 def _check_probs(probs: DraftProbs, ids: IntArray, vocab_size: int) -> None:

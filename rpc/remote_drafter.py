@@ -277,14 +277,32 @@ class RemoteDrafter:
             frame = connection.pending.pop(reply.round, None)
         if frame is None or not frame.asks:
             return
+        try:
+            again = self._settle(connection, frame, reply)
+        except Exception as error:  # whatever came back, nobody waits for ever
+            _fail(frame.asks, self._unavailable(connection, error))
+            raise
+        self.counters.num_frames += 1
+        self.counters.wait_seconds += time.perf_counter() - frame.sent_at
+        self.counters.draft_seconds += reply.draft_seconds
+        if again:
+            self.counters.num_reopened += len(again)
+            self._ask(again, retried=True)
+
+    def _settle(
+        self, connection: _Connection, frame: _Frame, reply: draft_pb2.ProposeReply
+    ) -> AskList:
+        """Complete the frame's futures, except for those that must be asked for again."""
+        drafts: list[tuple[Future[Draft], Draft]] = []
+        failures: list[tuple[AskList, Exception]] = []
         again: AskList = []
         for ask, result in zip(frame.asks, reply.results, strict=True):
             session, budget, future = ask
             if result.HasField("draft"):
                 try:
-                    _succeed(future, self._checked(result.draft, budget))
+                    drafts.append((future, self._checked(result.draft, budget)))
                 except PacelineError as error:
-                    _fail([ask], self._unavailable(connection, error))
+                    failures.append(([ask], self._unavailable(connection, error)))
                 continue
             refused = from_status(result.error)
             with self._lock:
@@ -292,14 +310,13 @@ class RemoteDrafter:
             if isinstance(refused, (SessionNotFound, PrefixDiverged)) and not frame.retried:
                 again.append(ask)
             else:
-                _fail([ask], self._unavailable(connection, refused))
-        self.counters.num_frames += 1
-        self.counters.wait_seconds += time.perf_counter() - frame.sent_at
-        self.counters.draft_seconds += reply.draft_seconds
-        again = [ask for ask in again if not ask[2].done()]
-        if again:
-            self.counters.num_reopened += len(again)
-            self._ask(again, retried=True)
+                failures.append(([ask], self._unavailable(connection, refused)))
+        # Back to back, so that the engine, which wakes at the first, finds them all.
+        for future, draft in drafts:
+            _succeed(future, draft)
+        for asks, failure in failures:
+            _fail(asks, failure)
+        return [ask for ask in again if not ask[2].done()]
 
     def _checked(self, message: Any, budget: Budget) -> Draft:
         draft = draft_from_message(message, self._vocab_size, max_nodes=budget.nodes)

@@ -20,7 +20,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("paceline", "rpc", "deployments", "cluster", "tuning")
-SERVING = ("ray", "grpc", "google")
 
 
 def project() -> dict[str, Any]:

@@ -6,13 +6,18 @@ through a :class:`Backend` of its own, built by whoever can reach it.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
+from paceline.models import kernels
+from paceline.models.base import ModelRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.tokenizer import Tokenizer
@@ -69,11 +74,20 @@ class Backend(Protocol):
         tokenizer, context_length: of the target.
     """
 
-    topology: str
-    batch_invariant: bool
-    methods: Sequence[str]
-    tokenizer: Tokenizer
-    context_length: int
+    @property
+    def topology(self) -> str: ...
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    @property
+    def methods(self) -> Sequence[str]: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def context_length(self) -> int: ...
 
     def generate(
         self,
@@ -89,16 +103,16 @@ class LocalBackend:
     """An engine in this process: drafter and target are colocated.
 
     Args:
-        engine: must have a tokenizer.
-        batch_invariant: the mode of its target, as the results name it.
+        engine: has a tokenizer, and its target is a model in this process.
     """
 
     topology = "colocated"
 
-    def __init__(self, engine: Engine, *, batch_invariant: bool) -> None:
+    def __init__(self, engine: Engine) -> None:
         assert engine.tokenizer is not None
         self.engine = engine
-        self.batch_invariant = batch_invariant
+        self.runner: ModelRunner = engine.target.runner
+        self.batch_invariant = self.runner.batch_invariant
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
         # Drafts of the method `client` come from outside: nobody would send any here.
@@ -136,6 +150,24 @@ class LocalBackend:
             seconds=seconds,
             round_overheads=tuple(overheads),
         )
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Models that are loaded meanwhile run in plain torch."""
+    before = os.environ.get("PACELINE_KERNELS")
+    os.environ["PACELINE_KERNELS"] = "off"
+    kernels.load.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing
+            yield
+    finally:
+        if before is None:
+            del os.environ["PACELINE_KERNELS"]
+        else:
+            os.environ["PACELINE_KERNELS"] = before
+        kernels.load.cache_clear()
 
 
 def _computed(session: Session) -> float:

@@ -42,8 +42,9 @@ class TransformersPeer:
         device: torch.device,
     ) -> None:
         # The runner's loader: it names what a folder lacks, and never asks the network.
-        from paceline.models.transformers import load_causal_lm
+        from paceline.models.transformers import load_causal_lm, quiet
 
+        self._quiet = quiet
         self._device = device
         self._model = load_causal_lm(Path(target), dtype).to(device).eval()
         self._assistant = None
@@ -86,7 +87,8 @@ class TransformersPeer:
             mask[row, longest - len(prompt) :] = 1
         self._num_forwards = 0
         started = time.perf_counter()
-        with torch.inference_mode():
+        # It warns of options that its own assisted decoding passes on.
+        with self._quiet(), torch.inference_mode():
             output = self._model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, **assisted
             )

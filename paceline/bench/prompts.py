@@ -14,6 +14,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class Prompt:
     text: str
 
 
-def builtin_prompts() -> list[Prompt]:
+@cache
+def builtin_prompts() -> tuple[Prompt, ...]:
     """``PROMPTS_PER_CATEGORY`` prompts of each built-in category, in a fixed order."""
     from paceline.train.corpus import held_out_modules
 
@@ -50,7 +52,7 @@ def builtin_prompts() -> list[Prompt]:
         found = [(name, list(find(source))) for name, source in modules]
         for index, (name, text) in enumerate(_spread(found, PROMPTS_PER_CATEGORY)):
             prompts.append(Prompt(f"{category}/{index}:{name}", category, text))
-    return prompts
+    return tuple(prompts)
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

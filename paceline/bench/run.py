@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from paceline.bench import peers as peer_names
-from paceline.bench.backends import Backend, BatchRun, LocalBackend
+from paceline.bench.backends import Backend, BatchRun, LocalBackend, without_kernels
 from paceline.bench.environment import describe_environment
 from paceline.bench.peers import TransformersPeer
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
@@ -28,11 +28,10 @@ from paceline.config import SpeculationConfig, parse_speculation
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument
-from paceline.loading import DTYPES, load_engine, pick_device
+from paceline.loading import DTYPES, load_engine, load_runner, pick_device
 from paceline.methods import METHODS, Plan, resolve
-from paceline.models.base import ModelRunner, Segment
+from paceline.models.base import Segment
 from paceline.sampling import SamplingParams
-from paceline.target import ModelTarget
 
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, runs in all, what runs next)."""
@@ -174,9 +173,9 @@ def run_bench(
         raise InvalidArgument(
             "topology", options.topology, "colocated, unless a running deployment is given"
         )
-    local = [] if options.topology == "actors" else _local_backends(options)
-    every: list[Backend] = [*local, *(backends if options.topology != "colocated" else ())]
     notes: list[str] = []
+    local = [] if options.topology == "actors" else _local_backends(options, notes)
+    every: list[Backend] = [*local, *(backends if options.topology != "colocated" else ())]
     groups = _groups(options, every[0], notes)
     entries = _entries(options, every, notes)
     runs = _measure(options, entries, groups, progress)
@@ -185,30 +184,39 @@ def run_bench(
         "results": _rows(options, entries, groups, runs),
         "notes": notes,
     }
-    runners = {
-        backend.batch_invariant: backend.engine.target.runner
-        for backend in local
-        if isinstance(backend.engine.target, ModelTarget)
-    }
-    if len(runners) == 2:
-        result["batch_invariant_cost"] = _batch_invariant_cost(runners)
+    if options.batch_invariant == "both" and len(local) == 2:
+        result["batch_invariant_cost"] = _batch_invariant_cost(options, *local)
     return result
 
 
-def _local_backends(options: BenchOptions) -> list[LocalBackend]:
-    modes = {"auto": [None], "on": [True], "off": [False], "both": [True, False]}
-    backends = []
-    for mode in modes[options.batch_invariant]:
-        engine = load_engine(
-            options.target,
-            options.drafter,
-            dtype=options.dtype,
-            device=options.device,
-            batch_invariant=mode,
-            limits=EngineLimits(max_sessions=max(64, options.batch)),
-        )
-        backends.append(LocalBackend(engine, batch_invariant=engine.target.runner.batch_invariant))
-    return backends
+def _local_backends(options: BenchOptions, notes: list[str]) -> list[LocalBackend]:
+    if options.batch_invariant == "both":
+        on = _load_backend(options, batch_invariant=True)
+        off = _load_backend(options, batch_invariant=False)
+        if off.batch_invariant:
+            with without_kernels():
+                off = _load_backend(options, batch_invariant=False)
+            notes.append(
+                "the C kernels are batch-invariant always, so the mode is off in plain torch only"
+            )
+        return [on, off]
+    mode = {"auto": None, "on": True, "off": False}[options.batch_invariant]
+    backend = _load_backend(options, batch_invariant=mode)
+    if mode is False and backend.batch_invariant:
+        notes.append("the C kernels are batch-invariant always: switching the mode off is no gain")
+    return [backend]
+
+
+def _load_backend(options: BenchOptions, *, batch_invariant: bool | None) -> LocalBackend:
+    engine = load_engine(
+        options.target,
+        options.drafter,
+        dtype=options.dtype,
+        device=options.device,
+        batch_invariant=batch_invariant,
+        limits=EngineLimits(max_sessions=max(64, options.batch)),
+    )
+    return LocalBackend(engine)
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -224,8 +232,8 @@ class _Group:
 
 
 def _groups(options: BenchOptions, backend: Backend, notes: list[str]) -> list[_Group]:
-    prompts = builtin_prompts() if options.prompts is None else read_prompts(options.prompts)
-    prompts = limit_per_category(prompts, options.limit)
+    given = builtin_prompts() if options.prompts is None else read_prompts(options.prompts)
+    prompts = limit_per_category(given, options.limit)
     room = backend.context_length - options.max_tokens
     if room < 1:
         raise InvalidArgument(
@@ -274,7 +282,8 @@ class _Entry:
     """One line of the comparison.
 
     Attributes:
-        baseline: index of the entry that is AR on the same backend.
+        baseline: index of the entry that is AR on the same backend: what a speedup is over.
+        reference: index of the entry of AR whose tokens these have to be.
         has_same_tokens: whether its tokens have to be AR's; None where they may differ by design.
     """
 
@@ -283,12 +292,14 @@ class _Entry:
     batch_invariant: bool | None
     generate: Callable[[Sequence[Sequence[int]], SamplingParams], BatchRun]
     baseline: int
+    reference: int
     has_same_tokens: bool | None = True
     note: str | None = None
 
 
 def _entries(options: BenchOptions, backends: Sequence[Backend], notes: list[str]) -> list[_Entry]:
     entries: list[_Entry] = []
+    first_invariant = backends[0].batch_invariant
     for backend in backends:
         baseline = len(entries)
         for label, (config, plan) in parse_methods(options.methods, backend.methods).items():
@@ -306,6 +317,8 @@ def _entries(options: BenchOptions, backends: Sequence[Backend], notes: list[str
                     batch_invariant=backend.batch_invariant,
                     generate=_generate_with(backend, config),
                     baseline=baseline,
+                    # Two batch-invariant targets agree with each other, wherever they run.
+                    reference=0 if backend.batch_invariant and first_invariant else baseline,
                     has_same_tokens=same,
                     note=note,
                 )
@@ -354,6 +367,7 @@ def _peer_entries(options: BenchOptions, notes: list[str]) -> list[_Entry]:
             batch_invariant=None,
             generate=generate_with(method),
             baseline=0,
+            reference=0,
             note="computed by other code: ties within rounding may fall differently",
         )
         for method in methods
@@ -449,7 +463,7 @@ def _row(
             ours.token_ids != reference.token_ids
             for run, (g, _) in zip(mine, keys, strict=True)
             for ours, reference in zip(
-                run.sequences, runs[entry.baseline, g, 0].sequences, strict=True
+                run.sequences, runs[entry.reference, g, 0].sequences, strict=True
             )
         )
     return {
@@ -509,33 +523,48 @@ def _settings(options: BenchOptions, backends: Sequence[Backend]) -> dict[str, A
 # --- the cost of batch-invariant mode -------------------------------------------------------------
 
 
-def _batch_invariant_cost(runners: Mapping[bool, ModelRunner]) -> list[dict[str, Any]]:
+def _batch_invariant_cost(
+    options: BenchOptions, on: LocalBackend, off: LocalBackend
+) -> list[dict[str, Any]]:
     """Milliseconds of one forward with and without the mode, by number of tokens in it.
 
-    One token is a step of AR; more are a verification. Both modes take turns after the same
-    prefix.
+    One token is a step of AR; more are a verification. ``on_ms`` is the engine as it runs,
+    ``torch_on_ms`` the mode without the C kernels. All runners take turns after the same prefix.
     """
-    num_repetitions, prefix_length = 15, min(200, runners[True].context_length - 16)
-    prefix = np.arange(prefix_length, dtype=np.int64) % runners[True].vocab_size
-    sequences = {}
-    for mode, runner in runners.items():
-        sequences[mode] = runner.new_sequence()
-        runner.forward([Segment(sequences[mode], prefix, logits="none")])
-        runner.commit(sequences[mode], range(prefix_length))
+    with without_kernels():
+        plain = load_runner(
+            options.target or TARGET_DIR,
+            dtype=options.dtype,
+            device=options.device,
+            batch_invariant=True,
+        )
+    runners = {"on_ms": on.runner, "off_ms": off.runner, "torch_on_ms": plain}
+    vocab_size = on.runner.vocab_size
+    prefix = np.arange(min(200, on.context_length - 16), dtype=np.int64) % vocab_size
+    sequences = {name: runner.new_sequence() for name, runner in runners.items()}
+    for name, runner in runners.items():
+        runner.forward([Segment(sequences[name], prefix, logits="none")])
+        runner.commit(sequences[name], range(len(prefix)))
     rows = []
     for count in (1, 5, 8, 16):
-        tokens = np.arange(count, dtype=np.int64) % runners[True].vocab_size
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(num_repetitions):
-            for mode, runner in runners.items():
+        tokens = np.arange(count, dtype=np.int64) % vocab_size
+        seconds: dict[str, list[float]] = {name: [] for name in runners}
+        for _ in range(15):
+            for name, runner in runners.items():
                 started = time.perf_counter()
-                runner.forward([Segment(sequences[mode], tokens)])
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                seconds[mode].append(time.perf_counter() - started)
-                runner.commit(sequences[mode], ())
-        on, off = (1e3 * statistics.median(seconds[mode]) for mode in (True, False))
-        rows.append({"num_tokens": count, "on_ms": on, "off_ms": off, "cost": on / off})
-    for mode, runner in runners.items():
-        runner.free(sequences[mode])
+                # Reading a value waits for a GPU.
+                float(runner.forward([Segment(sequences[name], tokens)]).logits[-1, 0])
+                seconds[name].append(time.perf_counter() - started)
+                runner.commit(sequences[name], ())
+        medians = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+        rows.append(
+            {
+                "num_tokens": count,
+                **medians,
+                "cost": medians["on_ms"] / medians["off_ms"],
+                "cost_in_torch": medians["torch_on_ms"] / medians["off_ms"],
+            }
+        )
+    for name, runner in runners.items():
+        runner.free(sequences[name])
     return rows

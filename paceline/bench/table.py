@@ -32,8 +32,10 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
         table.add_column("topology")
     if several["batch_invariant"]:
         table.add_column("invariant")
-    for name in ("tok/s", "p25–p75", "× AR", "p25–p75", "τ", "α", "= AR", "overhead µs"):
-        table.add_column(name, justify="right")
+    wide = console.width >= 110
+    spread = ["p25–p75"] if wide else []
+    for name in ("tok/s", *spread, "× AR", *spread, "τ", "α", "= AR", "overhead µs"):
+        table.add_column(name, justify="right", no_wrap=True)
     category = None
     for row in rows:
         if row["category"] != category:
@@ -49,9 +51,9 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
         table.add_row(
             *cells,
             f"{row['tokens_per_second']:.1f}",
-            f"{row['p25']:.1f}–{row['p75']:.1f}",
+            *([f"{row['p25']:.1f}–{row['p75']:.1f}"] if wide else []),
             f"[bold]{row['speedup_vs_ar']:.2f}[/]",
-            f"{row['speedup_p25']:.2f}–{row['speedup_p75']:.2f}",
+            *([f"{row['speedup_p25']:.2f}–{row['speedup_p75']:.2f}"] if wide else []),
             _number(row["mean_accepted_length"], ".2f"),
             _number(row["acceptance_rate"], ".2f"),
             _identity(row),
@@ -68,7 +70,8 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
         for cost in result["batch_invariant_cost"]:
             console.print(
                 f"  {cost['num_tokens']:>2} tokens: {cost['on_ms']:.2f} / {cost['off_ms']:.2f} ms "
-                f"(× {cost['cost']:.2f})"
+                f"(× {cost['cost']:.2f}); "
+                f"on in plain torch {cost['torch_on_ms']:.2f} ms (× {cost['cost_in_torch']:.2f})"
             )
     remarks = dict.fromkeys(f"{row['method']}: {row['note']}" for row in rows if row["note"])
     for note in [*result["notes"], *remarks]:

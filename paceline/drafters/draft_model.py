@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
@@ -33,12 +34,18 @@ class _State:
 
 
 class DraftModel:
-    """Expands nodes with a small model that shares the target's tokenizer."""
+    """Expands nodes with a small model that shares the target's tokenizer.
+
+    Args:
+        vocab_size: of the target, where it differs: models of one family often pad the same
+            vocabulary to different sizes.
+    """
 
     needs: frozenset[Need] = frozenset()
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int | None = None) -> None:
         self.runner = runner
+        self._padding = (vocab_size or runner.vocab_size) - runner.vocab_size
         self._states: dict[str, _State] = {}
 
     def open(self, session: Session) -> None:
@@ -79,7 +86,7 @@ class DraftModel:
                 behind = behind[PREFILL_CHUNK:]
             state.num_catch_up = len(behind)
             segments.append(Segment(state.sequence, np.asarray(behind, np.int64), logits="last"))
-        return self.runner.forward(segments).logits
+        return self._logits(segments)
 
     def expand(
         self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
@@ -94,7 +101,12 @@ class DraftModel:
                 state.entry_of_node[node] = state.num_catch_up + len(state.entry_of_node)
             tokens = np.asarray([token for _, token, _ in frontier], np.int64)
             segments.append(Segment(state.sequence, tokens, np.asarray(parents, np.int32)))
-        return self.runner.forward(segments).logits
+        return self._logits(segments)
+
+    def _logits(self, segments: Sequence[Segment]) -> torch.Tensor:
+        logits = self.runner.forward(segments).logits
+        # A negative padding cuts.
+        return F.pad(logits, (0, self._padding), value=-torch.inf) if self._padding else logits
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         """Keep the KV entries of accepted nodes that were expanded; the rest is caught up later."""
@@ -111,9 +123,12 @@ class DraftModel:
             self._commit(state, kept)
 
     def _drop_pending(self, state: _State) -> None:
-        """Without an outcome (another drafter's round, a lost frame) only the tokens are sure."""
+        """Without an outcome (a frame was lost, a draft is asked for again) drafted entries go.
+
+        So does the last committed token's: its logits are wanted once more.
+        """
         if state.sequence.num_pending:
-            self._commit(state, list(range(state.num_catch_up)))
+            self._commit(state, list(range(state.num_catch_up - 1)))
 
     def _commit(self, state: _State, kept: list[int]) -> None:
         self.runner.commit(state.sequence, kept)

@@ -76,10 +76,14 @@ class LlamaConfig:
         rope |= raw.get("rope_scaling") or {}
         rope |= raw.get("rope_parameters") or {}
         rope["rope_type"] = rope.get("type", rope["rope_type"]) or "default"
-        window = raw.get("sliding_window")
-        if model_type.startswith("qwen") and not raw.get("use_sliding_window", False):
-            window = None
-        kinds = raw.get("layer_types") or ["sliding_attention"] * layers
+        window, first_windowed = raw.get("sliding_window"), 0
+        if model_type.startswith("qwen"):
+            first_windowed = raw.get("max_window_layers", 28)
+            if not raw.get("use_sliding_window", False):
+                window = None
+        kinds = raw.get("layer_types") or [
+            "sliding_attention" if i >= first_windowed else "full_attention" for i in range(layers)
+        ]
         return LlamaConfig(
             model_type=model_type,
             vocab_size=raw["vocab_size"],

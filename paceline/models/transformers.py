@@ -584,7 +584,7 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
             f"config.json of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
         ) from error
     try:
-        with _quiet():
+        with quiet():
             # The pair is what output_loading_info=True returns; the annotation knows one model.
             model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
                 folder,
@@ -647,8 +647,8 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars or warnings from transformers: loading errors are raised, not logged."""
+def quiet() -> Iterator[None]:
+    """No progress bars or warnings from transformers; errors are raised, not logged."""
     from transformers.utils import logging as untyped_logging
 
     logging: Any = untyped_logging

@@ -12,6 +12,7 @@ from hypothesis import settings
 from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.models.llama import LlamaRunner
+from tests.core.engines import Reference
 from tests.modelzoo import make_model
 
 # Deterministic: the same examples in every run, and no deadline on a busy machine.
@@ -50,3 +51,9 @@ def tiny_folder(zoo: Path) -> Path:
 def tiny(tiny_folder: Path) -> LlamaRunner:
     """The runner of ``tiny_folder``; whoever uses it frees what it takes."""
     return LlamaRunner(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_folder: Path) -> Reference:
+    """AR's tokens on the small random model."""
+    return Reference(tiny_folder)

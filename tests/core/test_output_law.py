@@ -35,7 +35,6 @@ from paceline.shapes.kary import Chain
 from paceline.target import ModelTarget
 from paceline.types import Budget, Draft, DraftProbs
 from tests.core.statistics import ALPHA, chi_square_p, standard_error
-from tests.modelzoo import make_model
 
 Table = npt.NDArray[np.float64]  # [rows, vocab_size], rows sum to 1
 AT_ONE = SamplingParams(temperature=1.0)
@@ -346,10 +345,14 @@ LAW_ROWS = [
 
 @pytest.mark.parametrize("method", [*LAW_ROWS, "ar", "draft_model_tree"])
 def test_a_row_has_the_targets_law(
-    method: str, tiny: LlamaRunner, tiny_folder: Path, zoo: Path
+    method: str, tiny: LlamaRunner, tiny_folder: Path
 ) -> None:
     """Three tokens of many seeds against probabilities computed from the model's own logits."""
-    drafter = DraftModel(LlamaRunner(make_model("llama_gqa", zoo, num_hidden_layers=1)))
+    # The target's own weights with another final norm: right often, wrong often.
+    other = LlamaRunner(tiny_folder)
+    generator = torch.Generator().manual_seed(0)
+    other._final_norm *= 1 + 0.35 * torch.randn(other._final_norm.shape, generator=generator)
+    drafter = DraftModel(other)
     limits = EngineLimits(max_sessions=200, max_waiting=5000)
     engine = Engine(ModelTarget(tiny), {"draft_model": drafter}, limits=limits)
     prompt, count = [70, 71, 72, 73], 2000
@@ -368,8 +371,9 @@ def test_a_row_has_the_targets_law(
     for session in sessions:
         counts[keys.index(tuple(session.output_ids))] += 1
     assert chi_square_p(counts, [law[key] for key in keys]) > ALPHA
-    if method != "ar":
-        assert 0 < sum(s.stats.num_accepted for s in sessions) < 2 * count
+    drafted = sum(session.stats.num_drafted for session in sessions)
+    if method != "ar":  # both verdicts took part
+        assert 0.2 < sum(session.stats.num_accepted for session in sessions) / drafted < 0.95
 
 
 def paths(

@@ -6,6 +6,7 @@ import secrets
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from rpc.client import Client
 
 # Before anything imports Ray: its settings are read then.
 local.prepare_environment(secrets.token_hex(32))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, twenty of them
+    import ray
+    from ray import serve
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -79,9 +84,9 @@ class App:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    import ray
-
-    local.start_ray(config_file("actors", "unused", 0))
+    file = config_file("actors", "unused", 0)
+    local.start_ray(file)
+    local.start_serve(file)
     yield
     ray.shutdown()
 
@@ -89,8 +94,6 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def apps(ray_cluster: None) -> Iterator[dict[str, App]]:
     """Both topologies, brought up together."""
-    from ray import serve
-
     files = {t: config_file(t, f"test-{t}", free_port()) for t in ("actors", "colocated")}
     failures: list[Exception] = []
 

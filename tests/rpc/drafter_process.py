@@ -30,7 +30,8 @@ class Copycat:
     def close(self, session: Session) -> None: ...
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
-        time.sleep(self._sleep_s)
+        if self._sleep_s:
+            time.sleep(self._sleep_s)
         return [
             Draft.chain([session.token_ids[-1]] * budget.depth)
             for session, budget in zip(sessions, budgets, strict=True)

@@ -188,8 +188,9 @@ def test_a_huge_value_still_fits_the_trailers(raiser: RpcServer) -> None:
 async def test_an_asyncio_client_gets_the_same(raiser: RpcServer) -> None:
     _raised[:] = [PrefixDiverged("diverged", 17, b"abc")]
     async with grpc.aio.insecure_channel(raiser.address) as channel:
+        method: Any = channel.unary_unary("/test.Raiser/unary_unary")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/test.Raiser/unary_unary")(b"request")
+            await method(b"request")
     back = from_rpc_error(caught.value)
     assert isinstance(back, PrefixDiverged)
     assert (back.committed_length, back.digest) == (17, b"abc")
@@ -200,7 +201,7 @@ async def test_cancelling_is_not_an_error(
 ) -> None:
     _raised[:] = [asyncio.CancelledError()]
     async with grpc.aio.insecure_channel(raiser.address) as channel:
-        call = channel.stream_stream("/test.Raiser/stream_stream")()
+        call: Any = channel.stream_stream("/test.Raiser/stream_stream")()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -56,7 +57,7 @@ class Recording(DraftServicer):
                 self.frames.append(frame)
                 yield frame
 
-        replies = super().Propose(recorded(), context)
+        replies: Any = super().Propose(recorded(), context)
         try:
             async for reply in replies:
                 yield reply
@@ -135,6 +136,14 @@ def test_one_frame_a_step_with_unseen_tokens_only(
 ) -> None:
     params = SamplingParams(max_tokens=24)
     with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
+        calls: list[int] = []
+        propose_async = remote.propose_async
+
+        def counted(sessions: Any, budgets: Any) -> Any:
+            calls.append(sum(min(b.depth, b.nodes) > 0 for b in budgets))
+            return propose_async(sessions, budgets)
+
+        remote.propose_async = counted  # type: ignore[method-assign]
         sessions = engine.generate(PROMPTS, params)
         assert eventually(lambda: servicer.num_sessions == 0)  # closed with their sessions
         counters = remote.counters
@@ -143,8 +152,9 @@ def test_one_frame_a_step_with_unseen_tokens_only(
     for frame in servicer.frames:
         for item in frame.items:
             items[item.session_id].append(item)
-    assert max(len(frame.items) for frame in asking) == len(PROMPTS)
-    assert counters.num_frames == len(asking) <= max(s.stats.num_rounds for s in sessions) + 1
+    assert [len(frame.items) for frame in asking] == [count for count in calls if count]
+    assert max(calls) == len(PROMPTS)
+    assert counters.num_frames == len(asking)
     assert counters.wait_seconds > counters.draft_seconds > 0
     for session in sessions:
         first, *later, last = items[session.session_id]
@@ -215,33 +225,38 @@ def test_a_lost_session_is_opened_again(
 def test_a_drafter_that_dies_mid_stream(runner: ModelRunner) -> None:
     """Its sessions go on as AR and say so; later ones use the drafter that took its place."""
     params = SamplingParams(max_tokens=120)
-    first = DrafterProcess()
-    processes = [first]
-    with RemoteDrafter(lambda: processes[-1].address, vocab_size=VOCAB_SIZE) as remote:
+    heir = DraftServicer(Copycat(), name="draft_model", vocab_size=VOCAB_SIZE)
+    with (
+        DrafterProcess() as first,
+        serving(drafter=heir) as second,
+        contextlib.ExitStack() as stack,
+    ):
+        address = first.address
+        remote = stack.enter_context(RemoteDrafter(lambda: address, vocab_size=VOCAB_SIZE))
         assert remote.wait_ready(5)
-        with engine_with(runner, remote) as engine:
-            sessions = [engine.submit(prompt, params) for prompt in PROMPTS]
-            while min(s.stats.num_rounds for s in sessions) < 3:
-                engine.step()
-            processes.append(DrafterProcess())
-            first.kill()
-            started = time.monotonic()
-            while not all(s.finished for s in sessions):
-                engine.step()
-            assert time.monotonic() - started < 5
-            assert [s.output_ids for s in sessions] == ar(runner, PROMPTS, params)
-            for session in sessions:
-                assert session.stats.drafter_lost
-                assert session.stats.drafter_failures == 1
-                assert session.stats.num_draft_nodes > 0
+        assert remote.pid == first.pid
+        engine = stack.enter_context(engine_with(runner, remote))
+        sessions = [engine.submit(prompt, params) for prompt in PROMPTS]
+        while min(s.stats.num_rounds for s in sessions) < 3:
+            engine.step()
+        address = second.address
+        first.kill()
+        started = time.monotonic()
+        while not all(s.finished for s in sessions):
+            engine.step()
+        assert time.monotonic() - started < 5
+        assert [s.output_ids for s in sessions] == ar(runner, PROMPTS, params)
+        for session in sessions:
+            assert session.stats.drafter_lost
+            assert session.stats.drafter_failures == 1
+            assert session.stats.num_draft_nodes > 0
 
-            assert remote.wait_ready(5)
-            (later,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
-            assert not later.stats.drafter_lost
-            assert later.stats.num_draft_nodes > 0
-            assert remote.pid == processes[-1].pid
-            assert remote.counters.num_connections == 2
-    processes[-1].kill()
+        assert remote.wait_ready(5)
+        (later,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
+        assert not later.stats.drafter_lost
+        assert later.stats.num_draft_nodes > 0
+        assert remote.address == second.address
+        assert remote.counters.num_connections == 2
 
 
 def test_death_is_noticed_at_once() -> None:
@@ -319,9 +334,10 @@ def test_without_any_drafter_sessions_are_ar_at_once(runner: ModelRunner) -> Non
 def test_stop_is_quick_and_leaves_no_threads() -> None:
     import threading
 
-    with DrafterProcess() as process:
+    servicer = DraftServicer(Copycat(), name=None, vocab_size=9)
+    with serving(drafter=servicer) as running:
         remotes = [
-            RemoteDrafter(process.address, vocab_size=9),
+            RemoteDrafter(running.address, vocab_size=9),
             RemoteDrafter("127.0.0.1:1", vocab_size=9),
         ]
         assert remotes[0].wait_ready(5)
@@ -395,7 +411,7 @@ def test_a_truncated_session_is_followed(drafter_server: RpcServer) -> None:
 
         def draft(session: Session) -> list[int]:
             (future,) = remote.propose_async([session], [Budget(3, 3)])
-            return future.result(5).token_ids.tolist()
+            return [int(token) for token in future.result(5).token_ids]
 
         session = session_of(list(PROMPTS[0]))
         before = draft(session)
@@ -404,6 +420,19 @@ def test_a_truncated_session_is_followed(drafter_server: RpcServer) -> None:
         session.truncate(len(PROMPTS[0]))
         assert draft(session) == before
         assert remote.counters.num_reopened == 0
+
+
+def test_an_answer_of_the_wrong_shape_fails_and_hangs_nobody() -> None:
+    class Confused(DraftServicer):
+        def _answer(self, items: Any, mirrors: Any, stream: str) -> Any:
+            return super()._answer(items, mirrors, stream)[1:]
+
+    servicer = Confused(Copycat(), name=None, vocab_size=VOCAB_SIZE)
+    with serving(drafter=servicer) as running, connected(running.address) as remote:
+        futures = remote.propose_async([session_of([1]), session_of([2])], [Budget(2, 2)] * 2)
+        for future in futures:
+            future.exception(5)  # a draft or an error, but soon
+        assert isinstance(futures[1].exception(), DrafterUnavailable)
 
 
 # --- the mirror ----------------------------------------------------------------------------------

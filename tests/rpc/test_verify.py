@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -23,7 +25,7 @@ from rpc.errors import EpochFenced, PrefixDiverged, RoundOutOfOrder, from_rpc_er
 from rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
 from rpc.server import RpcServer
 from rpc.verify_service import trim
-from tests.rpc.serving import eventually, serving
+from tests.rpc.serving import ROOT, eventually, serving
 
 PROMPT = list(b"import os\nimport ")
 
@@ -292,7 +294,9 @@ async def test_a_resumed_session_fences_the_old_stream_off(
             await new.verify()
         assert new.token_ids == ar(runner, params)
         new.cancel()
-    assert await asyncio.to_thread(eventually, lambda: server.verify.num_sessions == 0)
+    verify = server.verify
+    assert verify is not None
+    assert await asyncio.to_thread(eventually, lambda: verify.num_sessions == 0)
 
 
 async def test_a_lost_answer_is_fetched_again(
@@ -355,6 +359,32 @@ async def test_the_streams_end_frees_the_session(server: RpcServer, engine: Engi
     assert await asyncio.to_thread(eventually, lambda: not engine.engine.sessions, 0.5)
     assert server.verify is not None
     assert server.verify.num_sessions == 0
+
+
+_VANISHING = """
+import asyncio, sys
+from rpc.client import AsyncClient
+
+async def main():
+    client = AsyncClient(sys.argv[1])
+    session = await client.open_session([1, 2, 3])
+    await session.verify()
+    print("verified", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_client_process_that_is_killed(server: RpcServer, engine: EngineThread) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _VANISHING, server.address], stdout=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"verified\n"
+        assert len(engine.engine.sessions) == 1
+        process.kill()
+        assert eventually(lambda: not engine.engine.sessions, 1.0)
 
 
 def test_idle_sessions_are_closed(engine: EngineThread) -> None:

@@ -1,0 +1,557 @@
+"""Continuous batching: admission, fairness, prefill, cancellation, truncation, ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine, EngineLimits, RoundEvent
+from paceline.errors import FailedPrecondition, ResourceExhausted, SessionNotFound
+from paceline.sampling import SamplingParams
+from paceline.session import Session, SessionState
+from paceline.target import ModelTarget
+from paceline.types import EMPTY_DRAFT, Draft
+from tests.core.engines import LOCAL_METHODS, Reference, Small, small_engine
+from tests.core.prompts import code_prompts
+from tests.fakes import AlwaysRight
+from tests.modelzoo import make_model
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=1.0, seed=4)
+AR, TREE = SpeculationConfig(method="ar"), SpeculationConfig(method="draft_model_tree")
+CLIENT = SpeculationConfig(method="client")
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng([seed, count]).integers(0, 256, count)]
+
+
+def finish(engine: Engine, most: int = 1000) -> None:
+    for _ in range(most):
+        if not engine.has_work:
+            return
+        engine.step()
+    raise AssertionError("the engine makes no progress")
+
+
+# --- admission -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ar", "draft_model_tree", "prompt_lookup"])
+def test_small_kv_memory_serves_everybody_in_turn(
+    method: str, tiny_folder: Path, reference: Reference
+) -> None:
+    small = small_engine(tiny_folder, kv_tokens=150)
+    engine, config = small.engine, SpeculationConfig(method=method)
+    prompts = [tokens(5 + 7 * i % 40, seed=i) for i in range(14)]
+    sessions = [engine.submit(prompt, GREEDY, config) for prompt in prompts]
+    most = 0
+    while engine.has_work:
+        engine.step()
+        used = small.target.kv_capacity - small.target.num_free
+        most = max(most, used)
+        assert used <= sum(engine._reserved.values()) <= small.target.kv_capacity
+    assert most > 0
+    for prompt, session in zip(prompts, sessions, strict=True):
+        assert session.finish_reason == "length"
+        assert not session.stats.drafter_lost
+        assert session.output_ids == reference(prompt, GREEDY)
+    small.assert_nothing_is_left()
+
+
+def test_a_request_that_can_never_fit_is_refused(tiny_folder: Path) -> None:
+    small = small_engine(tiny_folder, kv_tokens=60)
+    with pytest.raises(ResourceExhausted, match="60"):
+        small.engine.submit(tokens(40), replace(GREEDY, max_tokens=40), AR)
+    small.assert_nothing_is_left()
+
+
+def test_the_queue_is_bounded(tiny_folder: Path) -> None:
+    small = small_engine(tiny_folder, limits=EngineLimits(max_sessions=1, max_waiting=3))
+    for _ in range(3):
+        small.engine.submit([1], GREEDY, AR)
+    with pytest.raises(ResourceExhausted):
+        small.engine.submit([1], GREEDY, AR)
+    small.engine.step()  # one is admitted, so there is room for one
+    small.engine.submit([1], GREEDY, AR)
+    finish(small.engine)
+    small.assert_nothing_is_left()
+
+
+def test_a_long_request_is_not_overtaken_for_ever(tiny_folder: Path) -> None:
+    """First come, first served, also for KV memory."""
+    small = small_engine(tiny_folder, kv_tokens=100)
+    order: list[str] = []
+
+    def note(event: RoundEvent) -> None:
+        if event.session.session_id not in order:
+            order.append(event.session.session_id)
+
+    engine = small.engine
+    engine.submit(tokens(20), replace(GREEDY, max_tokens=30), AR, session_id="a", on_event=note)
+    engine.step()
+    engine.submit(tokens(60), replace(GREEDY, max_tokens=30), AR, session_id="b", on_event=note)
+    for i in range(8):
+        engine.submit(tokens(3), GREEDY, AR, session_id=f"c{i}", on_event=note)
+    finish(engine)
+    assert order[:2] == ["a", "b"]
+    small.assert_nothing_is_left()
+
+
+# --- prefill ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 32])
+def test_any_chunk_size_gives_the_same_tokens(
+    chunk: int, tiny_folder: Path, reference: Reference
+) -> None:
+    small = small_engine(tiny_folder, limits=EngineLimits(prefill_chunk=chunk))
+    prompts = [tokens(n) for n in (1, 2, 3, 31, 90)]
+    for params in (GREEDY, SAMPLED):
+        sessions = small.engine.generate(prompts, params, TREE)
+        for prompt, session in zip(prompts, sessions, strict=True):
+            assert session.output_ids == reference(prompt, params)
+    small.assert_nothing_is_left()
+
+
+def test_a_long_prompt_does_not_stop_the_others(tiny_folder: Path) -> None:
+    small = small_engine(tiny_folder, limits=EngineLimits(prefill_chunk=8))
+    engine = small.engine
+    first = engine.submit([5], replace(GREEDY, max_tokens=40), AR)
+    engine.step()
+    late = engine.submit(tokens(100), GREEDY, AR)
+    steps = 0
+    while not late.output_ids:
+        before = len(first.output_ids)
+        engine.step()
+        steps += 1
+        assert len(first.output_ids) == before + 1
+    assert steps >= 100 // 8
+    finish(engine)
+
+
+# --- cancellation ----------------------------------------------------------------------------
+
+
+def bring_to(engine: Engine, state: SessionState) -> Session:
+    """A session in that state (between two steps nobody is verifying)."""
+    if state is SessionState.WAITING:
+        return engine.submit(tokens(30), GREEDY, TREE)
+    if state is SessionState.PREFILLING:
+        session = engine.submit(tokens(100), GREEDY, TREE)
+        engine.step(0)
+    elif state is SessionState.DRAFTING:
+        session = engine.submit(tokens(3), GREEDY, CLIENT)
+        engine.step(0)
+        engine.step(0)
+    else:
+        session = engine.submit(tokens(30), GREEDY, TREE)
+        while not session.output_ids:
+            engine.step(0)
+    assert session.state is state
+    return session
+
+
+@pytest.mark.parametrize(
+    "state",
+    [SessionState.WAITING, SessionState.PREFILLING, SessionState.DRAFTING, SessionState.READY],
+)
+def test_cancel_frees_everything_at_once(
+    state: SessionState, tiny_folder: Path, reference: Reference
+) -> None:
+    small = small_engine(tiny_folder, limits=EngineLimits(prefill_chunk=32))
+    session = bring_to(small.engine, state)
+    assert small.engine.cancel(session.session_id)
+    assert (session.finish_reason, session.state) == ("cancelled", SessionState.FINISHED)
+    small.assert_nothing_is_left()
+    assert not small.engine.cancel(session.session_id)
+    # The engine works on, and the id is free again.
+    mate = small.engine.submit(tokens(9), GREEDY, TREE, session_id=session.session_id)
+    finish(small.engine)
+    assert mate.output_ids == reference(tokens(9), GREEDY)
+
+
+def test_cancelling_another_session_from_an_event(tiny_folder: Path, reference: Reference) -> None:
+    small = small_engine(tiny_folder)
+    engine = small.engine
+    engine.submit(tokens(4), GREEDY, TREE, on_event=lambda event: engine.cancel("victim"))  # type: ignore[arg-type, return-value]
+    events: list[RoundEvent] = []
+    engine.submit(tokens(5), GREEDY, TREE, session_id="victim", on_event=events.append)
+    other = engine.submit(tokens(6), GREEDY, TREE)
+    finish(engine)
+    assert [event.finished for event in events].count(True) == 1
+    assert events[-1].session.finish_reason == "cancelled"
+    assert other.output_ids == reference(tokens(6), GREEDY)
+    small.assert_nothing_is_left()
+
+
+# --- truncation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", LOCAL_METHODS)
+def test_truncate_and_go_on(
+    method: str, params: SamplingParams, tiny_folder: Path, reference: Reference
+) -> None:
+    """The tokens that follow are those that a fresh session has after the same prefix."""
+    small = small_engine(tiny_folder)
+    prompt, engine = tokens(11), small.engine
+    params = replace(params, max_tokens=40)
+    config = SpeculationConfig(method=method)
+    session = engine.submit(prompt, params, config)
+    rng = random.Random(3)
+    for _ in range(4):
+        while len(session.output_ids) < 12:
+            engine.step()
+        engine.truncate(session.session_id, rng.randint(len(prompt), session.length))
+    before = (session.stats.num_accepted, session.stats.num_drafted)
+    finish(engine)
+    if method == "speculative_sampling" and params.temperature > 0:
+        assert len(session.output_ids) == 40  # its tokens depend on where rounds begin
+    else:
+        assert session.output_ids == reference(prompt, params)
+    if method == "draft_model":
+        # The drafter is the same model: it must know that the tokens are gone to stay right.
+        accepted = session.stats.num_accepted - before[0]
+        assert accepted == session.stats.num_drafted - before[1] > 0
+    small.assert_nothing_is_left()
+
+
+def test_truncate_checks_its_arguments(tiny_folder: Path) -> None:
+    small = small_engine(tiny_folder)
+    engine, prompt = small.engine, tokens(6)
+    session = engine.submit(prompt, GREEDY, AR)
+    while len(session.output_ids) < 3:
+        engine.step()
+    for length in (5, session.length + 1, -1):
+        with pytest.raises(ValueError, match="length") as info:
+            engine.truncate(session.session_id, length)
+        assert str(length) in str(info.value)
+    with pytest.raises(SessionNotFound):
+        engine.truncate("nobody", 6)
+    engine.truncate(session.session_id, 6)
+    assert session.output_ids == []
+    engine.cancel(session.session_id)
+
+
+# --- ends ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", LOCAL_METHODS)
+@pytest.mark.parametrize("prompt_length", [40, 60, 63])
+def test_a_full_context_ends_with_length(
+    method: str, prompt_length: int, zoo: Path
+) -> None:
+    folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=64)
+    small = small_engine(folder)
+    prompt = tokens(prompt_length)
+    params = replace(GREEDY, max_tokens=1000)
+    config = SpeculationConfig(method=method, num_speculative_tokens=0 if method == "ar" else 9)
+    session = small.engine.generate([prompt], params, config)[0]
+    assert (session.length, session.finish_reason) == (64, "length")
+    assert session.output_ids == Reference(folder)(prompt, params)
+    small.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("method", LOCAL_METHODS)
+def test_one_token(method: str, tiny_folder: Path, reference: Reference) -> None:
+    small = small_engine(tiny_folder)
+    params = replace(GREEDY, max_tokens=1)
+    session = small.engine.generate([tokens(8)], params, SpeculationConfig(method=method))[0]
+    assert session.output_ids == reference(tokens(8), params)
+    assert (session.stats.num_rounds, session.stats.num_drafted) == (1, 0)
+    small.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("how", ["eos", "stop_token_ids"])
+@pytest.mark.parametrize("place", range(1, 9))
+def test_a_stop_token_inside_a_draft(
+    how: str, place: int, tiny_folder: Path, reference: Reference
+) -> None:
+    prompt = tokens(10)
+    ar = reference(prompt, GREEDY)
+    stop = ar[place]
+    end = ar.index(stop) + 1  # where AR meets it first
+    small = small_engine(tiny_folder, eos_token_ids=(stop,) if how == "eos" else ())
+    small.engine.drafters["always_right"] = AlwaysRight({tuple(prompt): ar}, 258)
+    ids = () if how == "eos" else (stop,)
+    params = replace(GREEDY, ignore_eos=False, stop_token_ids=ids)
+    knobs = {"num_speculative_tokens": 5, "node_budget": 9}
+    config = SpeculationConfig(method="always_right", **knobs)
+    session = small.engine.generate([prompt], params, config)[0]
+    assert session.output_ids == ar[:end]
+    assert session.finish_reason == "stop"
+    assert session.stats.num_tokens == end
+    small.assert_nothing_is_left()
+    if how == "eos":  # and ignored where that is wanted
+        ignoring = small.engine.generate([prompt], GREEDY, config)[0]
+        assert ignoring.output_ids == ar
+
+
+# --- text ------------------------------------------------------------------------------------
+
+
+class Story:
+    """What AR writes with the demo target, and engines that write it again."""
+
+    def __init__(self, demo: Engine) -> None:
+        assert demo.tokenizer is not None
+        self.demo = demo
+        self.params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=2)
+        self.prompts = code_prompts(demo.tokenizer, 4, seed=9)
+        sessions = self.engine().generate(self.prompts, self.params, AR)
+        self.ids = [session.output_ids for session in sessions]
+        self.texts = [session.text for session in sessions]
+
+    def engine(self) -> Engine:
+        return Engine(
+            ModelTarget(self.demo.target.runner), self.demo.drafters, tokenizer=self.demo.tokenizer
+        )
+
+    def stream(
+        self, story: int, stop: tuple[str, ...], config: SpeculationConfig
+    ) -> tuple[Session, list[RoundEvent]]:
+        events: list[RoundEvent] = []
+        engine = self.engine()
+        params = replace(self.params, stop=stop)
+        session = engine.submit(self.prompts[story], params, config, on_event=events.append)
+        finish(engine)
+        return session, events
+
+
+@pytest.fixture(scope="module")
+def story(demo: Engine) -> Story:
+    return Story(demo)
+
+
+def test_text_is_the_decoded_tokens(story: Story, demo: Engine) -> None:
+    assert demo.tokenizer is not None
+    for ids, text in zip(story.ids, story.texts, strict=True):
+        assert text == demo.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("config", [AR, TREE], ids=["ar", "tree"])
+@pytest.mark.parametrize("length", [1, 2, 5, 11])
+def test_stop_strings_cut_the_text_where_ar_would(
+    length: int, config: SpeculationConfig, story: Story
+) -> None:
+    """Any piece of AR's own text, wherever the borders of its tokens are."""
+    rng = random.Random(length)
+    for which, text in enumerate(story.texts):
+        start = rng.randrange(len(text) - length)
+        stop = text[start : start + length]
+        session, events = story.stream(which, (stop, "never in the text \0"), config)
+        assert session.finish_reason == "stop"
+        assert session.text == text[: text.find(stop)]
+        assert session.output_ids == story.ids[which][: len(session.output_ids)]
+        assert "".join(event.text for event in events) == session.text
+        # Not a token more than it takes to see the stop string.
+        assert story.demo.tokenizer is not None
+        assert stop not in story.demo.tokenizer.decode(session.output_ids[:-1])
+
+
+@pytest.mark.parametrize("config", [AR, TREE], ids=["ar", "tree"])
+def test_streamed_text_is_never_taken_back(config: SpeculationConfig, story: Story) -> None:
+    """Stop strings that begin like the text and then differ hold text back, but lose none."""
+    for which, text in enumerate(story.texts):
+        stops = tuple(text[i : i + 6] + "\0" for i in range(0, len(text) - 6, 5))
+        session, events = story.stream(which, stops, config)
+        shown = ""
+        for event in events:
+            shown += event.text
+            assert text.startswith(shown)
+        assert shown == session.text == text
+
+
+def test_text_held_back_survives_a_truncation(story: Story) -> None:
+    """What was held back when the tokens were cut is still to be sent."""
+    text = story.texts[0]
+    stops = tuple(text[i : i + 4] + "\0" for i in range(len(text) - 4))
+    events: list[RoundEvent] = []
+    engine = story.engine()
+    params = replace(story.params, stop=stops)
+    session = engine.submit(story.prompts[0], params, AR, on_event=events.append)
+    while not session.finished:
+        engine.truncate(session.session_id, session.length)  # cuts nothing
+        engine.step()
+    assert session.text == text
+    assert "".join(event.text for event in events) == text
+
+
+# --- events ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", LOCAL_METHODS)
+def test_events_tell_the_whole_story(method: str, tiny_folder: Path) -> None:
+    small = small_engine(tiny_folder)
+    events: list[RoundEvent] = []
+    config = SpeculationConfig(method=method)
+    session = small.engine.submit(tokens(20), SAMPLED, config, on_event=events.append)
+    finish(small.engine)
+    assert [event.round for event in events] == list(range(1, len(events) + 1))
+    assert [event.finished for event in events] == [False] * (len(events) - 1) + [True]
+    assert [t for event in events for t in event.token_ids] == session.output_ids
+    assert "".join(event.text for event in events) == session.text
+    assert sum(event.num_accepted for event in events) == session.stats.num_accepted
+    depth = session.plan.config.num_speculative_tokens or 0
+    for event in events:
+        assert event.outcome is not None
+        assert 1 <= len(event.token_ids) <= event.num_accepted + 1 <= depth + 1
+        accepted = event.outcome.draft.token_ids[list(event.outcome.path)].tolist()
+        assert list(event.token_ids[: event.num_accepted]) == accepted[: event.num_accepted]
+    stats = session.stats
+    assert stats.num_target_forwards == stats.num_rounds == len(events)
+    assert stats.num_tokens == len(session.output_ids)
+    assert sum(stats.accepted_by_depth) == stats.num_accepted
+    assert stats.mean_accepted_length == stats.num_tokens / stats.num_target_forwards
+
+
+# --- sessions that a client drives -----------------------------------------------------------
+
+
+def drive(
+    small: Small, session: Session, offers: Callable[[int], Draft], *, early: bool
+) -> None:
+    """Offer a draft for every round, before or after the engine asks for it."""
+    client = small.engine.drafters["client"]
+    for number in range(200):
+        if session.finished:
+            return
+        if early:
+            client.offer(session.session_id, offers(number))  # type: ignore[union-attr]
+        else:
+            small.engine.step(0)
+            client.offer(session.session_id, offers(number))  # type: ignore[union-attr]
+        rounds = session.stats.num_rounds
+        small.engine.step(0)
+        assert session.finished or session.stats.num_rounds == rounds + 1
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_client_driven_sessions(
+    early: bool, params: SamplingParams, tiny_folder: Path, reference: Reference
+) -> None:
+    """Right, wrong, empty, wide and far too long drafts: always AR's tokens."""
+    small = small_engine(tiny_folder)
+    prompt = tokens(12)
+    params = replace(params, max_tokens=60)
+    ar = reference(prompt, params)
+    session = small.engine.submit(prompt, params, CLIENT)
+    small.engine.step(0)
+    small.engine.step(0)
+    rng = np.random.default_rng(1)
+
+    def offers(number: int) -> Draft:
+        done = len(session.output_ids)
+        if number % 5 == 0:
+            return EMPTY_DRAFT
+        if number % 5 == 1:
+            return Draft.chain(ar[done : done + 5])
+        if number % 5 == 2:
+            return Draft.chain(rng.integers(0, 256, 70))
+        count = 30
+        parents = np.array([rng.integers(-1, i) for i in range(count)], np.int32)
+        ids = rng.integers(0, 256, count)
+        ids[0], parents[0] = ar[done], -1
+        return Draft(ids, parents)
+
+    drive(small, session, offers, early=early)
+    assert session.output_ids == ar
+    assert not session.stats.drafter_lost
+    assert session.stats.num_accepted > 0
+    small.assert_nothing_is_left()
+
+
+def test_nobody_waits_for_a_client(tiny_folder: Path, reference: Reference) -> None:
+    small = small_engine(tiny_folder)
+    waiting = small.engine.submit(tokens(4), GREEDY, CLIENT)
+    other = small.engine.submit(tokens(5), GREEDY, TREE)
+    while not other.finished:
+        small.engine.step(0)
+    assert other.output_ids == reference(tokens(5), GREEDY)
+    assert waiting.output_ids == []
+    assert small.engine.cancel(waiting.session_id)
+    small.assert_nothing_is_left()
+
+
+def test_offers_that_do_not_fit(tiny_folder: Path) -> None:
+    small = small_engine(tiny_folder)
+    client = small.engine.drafters["client"]
+    with pytest.raises(SessionNotFound):
+        client.offer("nobody", EMPTY_DRAFT)  # type: ignore[union-attr]
+    session = small.engine.submit(tokens(4), GREEDY, CLIENT)
+    small.engine.step(0)
+    small.engine.step(0)
+    client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]
+    client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]  # kept for the next round
+    with pytest.raises(FailedPrecondition):
+        client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]
+    small.engine.cancel(session.session_id)
+    with pytest.raises(SessionNotFound):
+        client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]
+    small.assert_nothing_is_left()
+
+
+def test_a_tree_cannot_slip_through_a_rule_for_chains(
+    tiny_folder: Path, reference: Reference
+) -> None:
+    """Rejection walks a chain: siblings offered by a client must not pass for parent and child."""
+    small = small_engine(tiny_folder)
+    prompt = tokens(7)
+    ar = reference(prompt, GREEDY)
+    config = SpeculationConfig(method="client", acceptance="rejection")
+    session = small.engine.submit(prompt, GREEDY, config)
+
+    def siblings(number: int) -> Draft:
+        done = len(session.output_ids)
+        ids = np.array((ar[done : done + 2] + [0, 0])[:2])
+        return Draft(ids, np.array([-1, -1], np.int32))
+
+    small.engine.step(0)
+    drive(small, session, siblings, early=False)
+    assert session.output_ids == ar
+
+
+# --- leaks -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_after_many_random_sessions(tiny_folder: Path) -> None:
+    small = small_engine(
+        tiny_folder, kv_tokens=700, limits=EngineLimits(max_sessions=7, prefill_chunk=24)
+    )
+    engine, rng = small.engine, random.Random(8)
+    client = engine.drafters["client"]
+    running: list[Session] = []
+    started = ended = 0
+    while started < 200 or engine.has_work:
+        if started < 200 and rng.random() < 0.7:
+            method = rng.choice([*LOCAL_METHODS, "client"])
+            params = replace(
+                SAMPLED if rng.random() < 0.5 else GREEDY,
+                max_tokens=rng.randint(1, 10),
+                stop=("q", "zz") if rng.random() < 0.3 else (),
+            )
+            prompt = tokens(rng.randint(1, 50), seed=started)
+            running.append(engine.submit(prompt, params, SpeculationConfig(method=method)))
+            started += 1
+        for session in list(running):
+            if session.finished:
+                running.remove(session)
+                ended += 1
+            elif rng.random() < 0.02:
+                engine.cancel(session.session_id)
+            elif rng.random() < 0.05 and session.stats.num_rounds < 30:
+                engine.truncate(session.session_id, rng.randint(session.prompt_length, session.length))
+            elif session.session_id in client._waiting:  # type: ignore[union-attr]
+                client.offer(session.session_id, Draft.chain(tokens(rng.randint(0, 3))))  # type: ignore[union-attr]
+        engine.step(0)
+    assert ended + len(running) == 200
+    small.assert_nothing_is_left()

@@ -1,0 +1,446 @@
+"""Benchmarks: what is measured, what is compared, and how results look."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.bench import (
+    BatchRun,
+    BenchOptions,
+    LocalBackend,
+    parse_methods,
+    render_table,
+    run_bench,
+)
+from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_prompts, read_prompts
+from paceline.config import SpeculationConfig
+from paceline.demo import TARGET_DIR
+from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.loading import load_engine
+from paceline.methods import METHODS
+from paceline.sampling import SamplingParams
+from paceline.tokenizer import load_tokenizer
+from paceline.train.corpus import held_out_modules, split
+from tests.modelzoo import CONTEXT_LENGTH, VOCAB_SIZE, make_model
+
+ROW_FIELDS = {
+    "method": str,
+    "category": str,
+    "topology": str,
+    "batch_invariant": bool | None,
+    "tokens_per_second": float,
+    "p25": float,
+    "p75": float,
+    "speedup_vs_ar": float,
+    "speedup_p25": float,
+    "speedup_p75": float,
+    "decode_tokens_per_second": float | None,
+    "mean_accepted_length": float,
+    "acceptance_rate": float | None,
+    "identical_to_ar": bool | None,
+    "mismatch_rate": float | None,
+    "round_overhead_us_p50": float | None,
+    "round_overhead_us_p90": float | None,
+    "num_prompts": int,
+    "batch": int,
+    "num_samples": int,
+    "note": str | None,
+}
+ENGINE_METHODS = [name for name, method in METHODS.items() if method.lossless]
+PEERS = ["transformers:ar", "transformers:assistant_model", "transformers:prompt_lookup"]
+
+
+@pytest.fixture(scope="module")
+def target(zoo: Path) -> Path:
+    return make_model("llama", zoo)
+
+
+@pytest.fixture(scope="module")
+def drafter(zoo: Path) -> Path:
+    return make_model("llama", zoo, num_hidden_layers=1)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """A file in Spec-Bench's format: two categories, three prompts and one."""
+    records: list[dict[str, Any]] = [
+        {"question_id": 1, "category": "coding", "turns": ["def add(a, b):", "never used"]},
+        {"question_id": 2, "category": "writing", "turns": ["Once upon a time"]},
+        {
+            "question_id": "3",
+            "category": "coding",
+            "turns": ["import os\nimport "],
+            "reference": [],
+        },
+        {"question_id": 4, "category": "coding", "turns": ["x = [1, 2, 3, 1, 2, 3, 1"]},
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    return file
+
+
+def rows_of(result: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    return [
+        row for row in result["results"] if all(row[key] == value for key, value in wanted.items())
+    ]
+
+
+def test_a_result_has_every_method_category_and_field(
+    target: Path, drafter: Path, questions: Path
+) -> None:
+    steps: list[tuple[int, int, str]] = []
+    options = BenchOptions(
+        target=target, drafter=drafter, prompts=questions, max_tokens=8, repetitions=2
+    )
+    result = run_bench(options, lambda done, total, what: steps.append((done, total, what)))
+    assert json.loads(json.dumps(result)) == result
+
+    for row in result["results"]:
+        assert row.keys() == ROW_FIELDS.keys()
+        for name, kind in ROW_FIELDS.items():
+            assert isinstance(row[name], kind), (name, row)
+        assert row["p25"] <= row["tokens_per_second"] <= row["p75"]
+        assert row["batch"] == 1
+    methods = [*ENGINE_METHODS, *PEERS]
+    for category, num_prompts in (("coding", 3), ("writing", 1), ("all", 4)):
+        rows = rows_of(result, category=category)
+        assert [row["method"] for row in rows] == methods
+        assert {row["num_prompts"] for row in rows} == {num_prompts}
+        assert {row["num_samples"] for row in rows} == {2 * num_prompts}
+
+    for row in rows_of(result, method="ar"):
+        assert row["speedup_vs_ar"] == row["speedup_p25"] == row["speedup_p75"] == 1
+        assert row["mean_accepted_length"] == 1
+        assert row["acceptance_rate"] is None
+    for row in result["results"]:  # greedy: everybody has the same tokens
+        assert row["identical_to_ar"] is True, row
+        assert row["mismatch_rate"] == 0
+        if row["method"] in ENGINE_METHODS:
+            assert row["batch_invariant"] is True
+            assert 0 < row["round_overhead_us_p50"] <= row["round_overhead_us_p90"]
+            assert row["decode_tokens_per_second"] > 0
+
+    environment = result["environment"]
+    for name in ("python", "torch", "cpu", "cores", "threads", "dtype", "paceline", "date"):
+        assert environment[name], name
+    assert environment["batch_invariant"] is True
+    assert environment["target"] == str(target)
+
+    runs = len(methods) * (1 + 2 * 4)  # a warm-up, then 2 repetitions of 4 prompts
+    assert [done for done, _, _ in steps] == list(range(runs + 1))
+    assert {total for _, total, _ in steps} == {runs}
+    # Each method comes first in turn.
+    firsts = [what.split(" on ")[0] for _, _, what in steps[len(methods) :: len(methods)]]
+    assert firsts[:4] == methods[:4]
+    assert firsts[4] == methods[1]
+
+
+def _printed(result: dict[str, Any], width: int) -> str:
+    stream = io.StringIO()
+    render_table(result, Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+def test_the_table_shows_every_row(target: Path, drafter: Path, questions: Path) -> None:
+    options = BenchOptions(
+        target=target,
+        drafter=drafter,
+        prompts=questions,
+        methods="draft_model",
+        max_tokens=4,
+        repetitions=1,
+        batch_invariant="both",
+        peers=False,
+    )
+    result = run_bench(options)
+    text, narrow = (_printed(result, width) for width in (160, 80))
+    assert "p25–p75" in text
+    assert "p25–p75" not in narrow  # so that every row stays on one line
+    assert sum(line.startswith("draft_model ") for line in narrow.splitlines()) == 2 * 3
+    lines = text.splitlines()
+    assert sum(line.startswith("draft_model ") for line in lines) == 2 * 3
+    assert sum(line.startswith("ar ") for line in lines) == 2 * 3
+    assert "coding (3 prompts)" in text
+    assert "all (4 prompts)" in text
+    assert "batch-invariant mode" in text
+
+    # "both" measures each method in each mode, each against AR in its own mode.
+    assert result["environment"]["batch_invariant"] == "both"
+    for mode in (True, False):
+        for row in rows_of(result, method="ar", batch_invariant=mode):
+            assert row["speedup_vs_ar"] == 1
+        assert len(rows_of(result, method="draft_model", batch_invariant=mode)) == 3
+    cost = result["batch_invariant_cost"]
+    assert [entry["num_tokens"] for entry in cost] == [1, 5, 8, 16]
+    for entry in cost:
+        assert entry["cost"] == pytest.approx(entry["on_ms"] / entry["off_ms"])
+        assert entry["cost_in_torch"] == pytest.approx(entry["torch_on_ms"] / entry["off_ms"])
+
+
+def test_sampled_tokens_are_compared_where_they_have_to_agree(
+    target: Path, drafter: Path, questions: Path
+) -> None:
+    options = BenchOptions(
+        target=target,
+        drafter=drafter,
+        prompts=questions,
+        methods="all,draft_model:num_speculative_tokens=2:acceptance=rejection",
+        max_tokens=12,
+        repetitions=1,
+        temperature=1.0,
+        seed=5,
+    )
+    result = run_bench(options)
+    identical = {row["method"]: row["identical_to_ar"] for row in rows_of(result, category="all")}
+    assert identical == {
+        "ar": True,
+        "draft_model": True,
+        "draft_model_tree": True,
+        "speculative_sampling": None,
+        "prompt_lookup": True,
+        "draft_model:num_speculative_tokens=2:acceptance=rejection": None,
+    }  # and no peers: their noise is another one
+    (row,) = rows_of(result, method="speculative_sampling", category="all")
+    assert row["mismatch_rate"] is None
+    assert "distribution" in row["note"]
+
+
+class Tampered(LocalBackend):
+    """A deployment (as a benchmark sees it) that changes the last token of some sequences."""
+
+    topology = "actors"
+
+    def generate(
+        self,
+        speculation: SpeculationConfig,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+    ) -> BatchRun:
+        run = super().generate(speculation, prompts, params)
+        if speculation.method != "prompt_lookup" or len(prompts[0]) % 2:
+            return run
+        first, *others = run.sequences
+        other_token = (first.token_ids[-1] + 1) % VOCAB_SIZE
+        changed = dataclasses.replace(first, token_ids=(*first.token_ids[:-1], other_token))
+        return dataclasses.replace(run, sequences=(changed, *others))
+
+
+def test_a_deployment_is_measured_beside_the_engine_and_checked(
+    target: Path, questions: Path
+) -> None:
+    options = BenchOptions(
+        target=target,
+        prompts=questions,
+        methods="prompt_lookup",
+        max_tokens=6,
+        repetitions=2,
+        topology="both",
+        peers=False,
+    )
+    result = run_bench(options, backends=[Tampered(load_engine(target, device="cpu"))])
+    found = {
+        (row["topology"], row["method"]): (row["identical_to_ar"], row["mismatch_rate"])
+        for row in rows_of(result, category="all")
+    }
+    lengths = [len(prompt.text) for prompt in read_prompts(questions)]
+    even = sum(length % 2 == 0 for length in lengths) / len(lengths)
+    assert 0 < even < 1
+    assert found == {
+        ("colocated", "ar"): (True, 0),
+        ("colocated", "prompt_lookup"): (True, 0),
+        ("actors", "ar"): (True, 0),
+        ("actors", "prompt_lookup"): (False, even),
+    }
+    for row in rows_of(result, method="ar"):
+        assert row["speedup_vs_ar"] == 1
+
+    alone = dataclasses.replace(options, topology="actors")
+    result = run_bench(alone, backends=[Tampered(load_engine(target, device="cpu"))])
+    assert {row["topology"] for row in result["results"]} == {"actors"}
+
+
+def test_batches_are_filled_up(target: Path, drafter: Path, questions: Path) -> None:
+    options = BenchOptions(
+        target=target,
+        drafter=drafter,
+        prompts=questions,
+        methods=["draft_model"],
+        batch=2,
+        max_tokens=6,
+        repetitions=1,
+    )
+    result = run_bench(options)
+    rows = rows_of(result, category="coding")
+    assert [row["method"] for row in rows] == ["ar", "draft_model", "transformers:ar"]
+    for row in rows:
+        assert (row["num_prompts"], row["num_samples"], row["batch"]) == (3, 2, 2)
+        assert row["identical_to_ar"] is True
+    notes = " ".join(result["notes"])
+    assert "coding: 3 prompts do not fill batches of 2" in notes
+    assert "takes one sequence" in notes
+
+
+def test_limit_and_long_prompts(target: Path, tmp_path: Path) -> None:
+    long = "".join(chr(97 + i % 26) for i in range(2 * CONTEXT_LENGTH))
+    file = tmp_path / "long.jsonl"
+    lines = [
+        json.dumps({"question_id": i, "category": "c", "turns": [long if i else "short"]})
+        for i in range(3)
+    ]
+    file.write_text("\n".join(lines))
+    options = BenchOptions(
+        target=target, prompts=file, methods="ar", max_tokens=4, repetitions=1, limit=2, peers=False
+    )
+    result = run_bench(options)
+    assert {row["num_prompts"] for row in result["results"]} == {2}
+    (note,) = result["notes"]
+    assert note.startswith(f"1 of 2 prompts were cut from the left to {CONTEXT_LENGTH - 4} tokens")
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_builtin_prompts_are_held_out_text_of_a_fitting_length() -> None:
+    prompts = builtin_prompts()
+    assert prompts == builtin_prompts()
+    assert len({prompt.prompt_id for prompt in prompts}) == len(prompts)
+    assert len({prompt.text for prompt in prompts}) == len(prompts)
+    held_out = dict(held_out_modules())
+    training = {document.name for document in split()[0]}
+    tokenizer = load_tokenizer(TARGET_DIR)
+    for category in CATEGORIES:
+        members = [prompt for prompt in prompts if prompt.category == category]
+        assert len(members) == PROMPTS_PER_CATEGORY >= 8
+        for prompt in members:
+            module = prompt.prompt_id.partition(":")[2]
+            assert module not in training
+            assert 90 <= len(tokenizer.encode(prompt.text)) <= 360, prompt.prompt_id
+            assert prompt.text.endswith("\n")
+            if category != "copy_heavy_edits":
+                assert prompt.text in held_out[module] + "\n"
+                continue
+            before, after = prompt.text.split("\n\n# After renaming ")
+            code = before.removeprefix("# Before:\n")
+            names, beginning = after.split(":\n", 1)
+            old, new = names.split(" to ")
+            assert old in code
+            assert code.startswith(beginning.replace(new, old).rstrip("\n"))
+
+
+def test_a_spec_bench_file(questions: Path) -> None:
+    prompts = read_prompts(questions)
+    assert [(prompt.prompt_id, prompt.category) for prompt in prompts] == [
+        ("1", "coding"),
+        ("2", "writing"),
+        ("3", "coding"),
+        ("4", "coding"),
+    ]
+    assert prompts[0].text == "def add(a, b):"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("", "at least one question"),
+        ("{not json", "bad.jsonl:1"),
+        ("[]", "bad.jsonl:1"),
+        ('\n{"question_id": 1, "category": "c"}', 'bad.jsonl:2.*"turns" is missing'),
+        ('{"category": "c", "turns": ["x"]}', '"question_id" is missing'),
+        ('{"question_id": 1, "category": "c", "turns": []}', '"turns" has no text'),
+        ('{"question_id": 1, "category": "c", "turns": [""]}', '"turns" has no text'),
+        ('{"question_id": 1, "category": "c", "turns": "x"}', '"turns" has no text'),
+        ('{"question_id": 1, "category": "all", "turns": ["x"]}', '"category"'),
+        ('{"question_id": 1, "category": 7, "turns": ["x"]}', '"category"'),
+        (b"\xff\xfe\xff", "readable"),
+    ],
+)
+def test_bad_prompt_files(content: str | bytes, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InvalidArgument, match=named) as error:
+        read_prompts(file)
+    assert error.value.field == "prompts"
+
+
+def test_a_prompt_file_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"none\.jsonl") as error:
+        read_prompts(tmp_path / "none.jsonl")
+    assert error.value.field == "prompts"
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch", 0),
+        ("batch", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", -3),
+        ("repetitions", 0),
+        ("limit", 0),
+        ("temperature", float("nan")),
+        ("temperature", -1.0),
+        ("seed", -1),
+        ("batch_invariant", "maybe"),
+        ("topology", "device"),
+        ("dtype", "int4"),
+    ],
+)
+def test_bad_options_name_the_field(field: str, value: Any) -> None:
+    options: dict[str, Any] = {field: value}
+    with pytest.raises(InvalidArgument) as error:
+        BenchOptions(**options)
+    assert error.value.field == field
+
+
+def test_options_that_do_not_fit_together(target: Path, questions: Path) -> None:
+    with pytest.raises(InvalidArgument, match="peers"):
+        BenchOptions(peers=True, temperature=1.0)
+    with pytest.raises(InvalidArgument, match="drafter"):
+        BenchOptions(drafter=target)
+    with pytest.raises(InvalidArgument, match="topology"):
+        run_bench(BenchOptions(target=target, topology="actors"))
+    with pytest.raises(InvalidArgument, match="context"):
+        run_bench(BenchOptions(target=target, prompts=questions, max_tokens=CONTEXT_LENGTH))
+    with pytest.raises(ModelNotFound, match="no_such_folder"):
+        run_bench(BenchOptions(target="no_such_folder"))
+    # Without a drafter, methods that need one are not there, and `all` leaves them out.
+    with pytest.raises(InvalidArgument, match="ar, prompt_lookup") as error:
+        run_bench(BenchOptions(target=target, prompts=questions, methods="draft_model"))
+    assert (error.value.field, error.value.value) == ("methods", "draft_model")
+
+
+def test_methods_and_their_knobs() -> None:
+    plans = parse_methods("prompt_lookup, draft_model:num_speculative_tokens=6", METHODS)
+    assert list(plans) == ["ar", "prompt_lookup", "draft_model:num_speculative_tokens=6"]
+    config, plan = plans["draft_model:num_speculative_tokens=6"]
+    assert config == SpeculationConfig(method="draft_model", num_speculative_tokens=6)
+    assert plan.config.num_speculative_tokens == 6
+    assert list(parse_methods("all", METHODS)) == ENGINE_METHODS
+    assert list(parse_methods(["all"], ["ar", "prompt_lookup"])) == ["ar", "prompt_lookup"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "named"),
+    [
+        ("", "all, or some of"),
+        ("no_such_method", "no_such_method.*draft_model"),
+        ("draft_model:gamma=3", "gamma"),
+        ("draft_model:num_speculative_tokens=many", "num_speculative_tokens"),
+        ("draft_model:num_speculative_tokens", "name:key=value"),
+        ("prompt_lookup:branching=2", "branching"),
+    ],
+)
+def test_bad_methods(methods: str, named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        parse_methods(methods, METHODS)

@@ -157,6 +157,8 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise InvalidArgument("stop", params.stop, "no stop strings: there is no tokenizer")
         if len(self._waiting) >= self.limits.max_waiting:
+            self._admit()  # some of them may only be waiting for the next step
+        if len(self._waiting) >= self.limits.max_waiting:
             raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
         session_id = session_id or secrets.token_hex(8)
         if session_id in self.sessions:

@@ -19,7 +19,7 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthController
 from paceline.lengths.fixed import FixedLength
 from paceline.shapes.base import Shape
-from paceline.shapes.kary import Chain, Kary
+from paceline.shapes.kary import Kary, chain
 from paceline.types import Need
 
 
@@ -72,7 +72,7 @@ ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
 }
 
 SHAPES: Mapping[str, Callable[[SpeculationConfig], Shape]] = {
-    "chain": lambda config: Chain(),
+    "chain": lambda config: chain(),
     "kary": lambda config: Kary(config.branching or 2),
 }
 

@@ -123,9 +123,11 @@ class Draft:
 def _whole_numbers(name: str, values: object) -> IntArray:
     try:
         array = np.asarray(values)
-        if array.size and (array.ndim != 1 or not np.issubdtype(array.dtype, np.integer)):
+        if array.shape == (0,):
+            return np.empty(0, np.int64)
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise ValueError
-        return array.reshape(-1).astype(np.int64, casting="same_kind")
+        return array.astype(np.int64)
     except (TypeError, ValueError, OverflowError):
         raise InvalidArgument(name, values, "a list of integers") from None
 

@@ -18,6 +18,7 @@ from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
+    from paceline.shapes.base import Shape
 
 PREFILL_CHUNK = 512
 
@@ -59,14 +60,13 @@ class DraftModel:
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
         # Sessions of one step may use different shapes; each shape grows all of its trees at once.
-        by_shape: dict[int, list[int]] = {}
+        by_shape: dict[Shape, list[int]] = {}
         for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
             # Its context may be shorter than the target's.
             if session.length + budget.depth <= self.runner.context_length:
-                by_shape.setdefault(id(session.plan.shape), []).append(i)
-        for members in by_shape.values():
-            shape = sessions[members[0]].plan.shape
-            assert shape is not None  # every row with this drafter has one
+                assert session.plan.shape is not None  # every row with this drafter has one
+                by_shape.setdefault(session.plan.shape, []).append(i)
+        for shape, members in by_shape.items():
             grown = shape.build(self, [sessions[i] for i in members], [budgets[i] for i in members])
             for i, draft in zip(members, grown, strict=True):
                 drafts[i] = draft

@@ -43,9 +43,10 @@ class Expander(Protocol):
 
 
 class Shape(Protocol):
-    """Grows one tree for each session; expands all sessions of a level in one forward."""
+    """Grows one tree for each session; expands all sessions of a level in one forward.
 
-    name: str
+    A frozen value: sessions with equal shapes grow their trees together.
+    """
 
     def build(
         self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]

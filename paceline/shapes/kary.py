@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.shapes.base import Expander, TreeBuilder
@@ -12,13 +13,11 @@ if TYPE_CHECKING:
     from paceline.session import Session
 
 
+@dataclass(frozen=True, slots=True)
 class Kary:
     """Level by level, ``branching`` children for each node, until depth or node budget is spent."""
 
-    name = "kary"
-
-    def __init__(self, branching: int) -> None:
-        self.branching = branching
+    branching: int
 
     def build(
         self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
@@ -59,10 +58,6 @@ class Kary:
         return [tree.draft() for tree in trees]
 
 
-class Chain(Kary):
+def chain() -> Kary:
     """One branch: the most likely continuation."""
-
-    name = "chain"
-
-    def __init__(self) -> None:
-        super().__init__(branching=1)
+    return Kary(branching=1)

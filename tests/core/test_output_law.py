@@ -31,7 +31,7 @@ from paceline.sampling import (
     scaled_scores,
 )
 from paceline.session import Session
-from paceline.shapes.kary import Chain
+from paceline.shapes.kary import chain
 from paceline.target import ModelTarget
 from paceline.types import Budget, Draft, DraftProbs
 from tests.core.statistics import ALPHA, chi_square_p, standard_error
@@ -250,7 +250,7 @@ def sampled_rounds(
 ) -> Iterator[tuple[int, tuple[int, ...], Draft]]:
     """Rounds with the row's own shape and rule: accepted tokens, committed tokens, draft."""
     plan = resolve(SpeculationConfig(method=method, num_speculative_tokens=2, **knobs))
-    assert isinstance(plan.shape, Chain)
+    assert plan.shape == chain()
     for seed in range(count):
         session = Session("s", [3, 1, 0], SamplingParams(temperature=1.0, seed=seed), plan)
         draft = plan.shape.build(TableModel(q), [session], [Budget(2, 2)])[0]

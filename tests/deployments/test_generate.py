@@ -20,7 +20,8 @@ from rpc.client import AsyncClient, Client
 from rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
 from tests.deployments.conftest import PROMPTS, App
 
-pytestmark = pytest.mark.serve
+# The first test of a run waits for Ray, Serve and five replicas.
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
 AR = Callable[[Sequence[str], SamplingParams], list[tuple[int, ...]]]
 PARAMS = {

@@ -20,7 +20,8 @@ from rpc.client import Client, Completion, Round
 from rpc.errors import DeadlineExceeded, ServerUnavailable
 from tests.deployments.conftest import PROMPTS, App, eventually
 
-pytestmark = pytest.mark.serve
+# The first test of a run waits for Ray, Serve and five replicas.
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
 AR = Callable[[Sequence[str], SamplingParams], list[tuple[int, ...]]]
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)

@@ -1,0 +1,142 @@
+"""The config file: one schema, errors that name the key, the same file for Serve's own tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.app import DRAFTER, GATEWAY, TARGET, build
+from deployments.config import CONFIGS_DIR, parse_config, read_config_file
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.errors import InvalidArgument, ModelNotFound
+
+SHIPPED = sorted(CONFIGS_DIR.glob("*.yaml"))
+
+
+def _names(application: Any) -> set[str]:
+    """The deployments of an application that is not deployed yet."""
+    bound = application._bound_deployment
+    inner = [a for a in (*bound.init_args, *bound.init_kwargs.values()) if hasattr(a, "_bound_deployment")]
+    return {bound.name}.union(*(_names(each) for each in inner))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_files_serve_all_three_commands(path: Path) -> None:
+    file = read_config_file(path)  # paceline up
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))  # serve deploy, run
+    (application,) = schema.applications
+    assert application.import_path == "deployments.app:build"
+    assert application.args == file.args
+    assert parse_config(application.args) == file.config
+    names = _names(build(application.args))
+    assert names == {TARGET, GATEWAY} | ({DRAFTER} if path.name == "demo.yaml" else set())
+
+
+def test_defaults_are_the_demo_pair_as_actors() -> None:
+    config = parse_config({})
+    assert config.topology == "actors"
+    assert config.target_folder == str(TARGET_DIR)
+    assert config.drafter_folder == str(DRAFTER_DIR)
+    assert config.gateway.host == "127.0.0.1"
+    assert config.gateway.grpc_port == 50051
+    assert config.data_plane == "loopback"
+    assert config.num_threads(num_cpus=8) == 1  # small
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        ({"topologi": "actors"}, "topologi"),
+        ({"topology": "device"}, "topology"),
+        ({"model": {"dtyp": "float32"}}, "model.dtyp"),
+        ({"model": {"dtype": "int8"}}, "model.dtype"),
+        ({"model": {"threads": 0}}, "model.threads"),
+        ({"target": {"num_cpus": 0}}, "target.num_cpus"),
+        ({"target": {"num_replicas": 0}}, "target.num_replicas"),
+        ({"target": {"limits": {"max_session": 1}}}, "target.limits.max_session"),
+        ({"target": None}, "target"),
+        ({"drafter": {"deadline_s": float("nan")}}, "drafter.deadline_s"),
+        ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port"),
+        ({"gateway": {"port": 1}}, "gateway.port"),
+        ({"speculation": {"method": "magic"}}, "speculation.method"),
+        ({"speculation": {"methods": "ar"}}, "speculation.methods"),
+        ({"speculation": {"method": "ar", "ngram_max": 3}}, "speculation.ngram_max"),
+        ({"speculation": {"num_speculative_tokens": 1000}}, "speculation.num_speculative_tokens"),
+        ({"model": {"target": str(TARGET_DIR)}}, "model.drafter"),
+        ({"model": {"target": str(TARGET_DIR)}, "topology": "colocated"}, "speculation.method"),
+    ],
+)
+def test_wrong_values_are_named(args: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_config(args)
+    assert caught.value.field == field
+    with pytest.raises(InvalidArgument):
+        build(args)  # the way of `serve run`
+
+
+def test_unknown_keys_and_methods_list_the_known_ones() -> None:
+    with pytest.raises(InvalidArgument, match="kv_tokens"):
+        parse_config({"model": {"kv_size": 1}})
+    with pytest.raises(InvalidArgument, match="draft_model.*prompt_lookup"):
+        parse_config({"speculation": {"method": "magic"}})
+
+
+def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelNotFound, match="model.drafter"):
+        parse_config({"model": {"target": str(TARGET_DIR), "drafter": str(tmp_path / "none")}})
+    monkeypatch.chdir(TARGET_DIR.parent)  # relative folders count from where the command runs
+    config = parse_config({"model": {"target": "target", "drafter": "drafter"}})
+    assert config.target_folder == str(TARGET_DIR)
+    own = {"model": {"target": "target"}, "topology": "colocated", "speculation": {"method": "ar"}}
+    assert parse_config(own).drafter_folder is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"applications": []}, "applications"),
+        ({"application": 1}, "application"),
+        ({"http_options": {}}, "http_options"),
+    ],
+)
+def test_wrong_file_keys_are_named(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    data = yaml.safe_load((CONFIGS_DIR / "demo.yaml").read_text())
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**data, **change}))
+    with pytest.raises(InvalidArgument) as caught:
+        read_config_file(path)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"import_path": "other:app"}, "applications[0].import_path"),
+        ({"arg": {}}, "applications[0].arg"),
+        ({"args": [1]}, "applications[0].args"),
+        ({"args": {"topologi": 1}}, "topologi"),
+    ],
+)
+def test_wrong_application_keys_are_named(
+    tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
+    data = yaml.safe_load((CONFIGS_DIR / "demo.yaml").read_text())
+    data["applications"][0].update(change)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(InvalidArgument) as caught:
+        read_config_file(path)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("text", [None, "", "just words", "a: [", "applications: 3"])
+def test_files_that_are_none(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgument):
+        read_config_file(path)

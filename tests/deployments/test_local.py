@@ -1,0 +1,192 @@
+"""`up`, `status`, `down` and the demo, each with a Ray of its own, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster import local
+from deployments.config import CONFIGS_DIR
+from paceline.errors import InvalidArgument
+from paceline.sampling import SamplingParams
+from rpc.client import Client
+from tests.deployments.conftest import config_file, eventually, free_port
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        port: int = holder.getsockname()[1]
+        yield port
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state folder of the test's own; compiled kernels are shared with everybody."""
+    kernels = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    (tmp_path / "paceline").mkdir()
+    kernels.mkdir(parents=True, exist_ok=True)
+    (kernels / "kernels").mkdir(exist_ok=True)
+    (tmp_path / "paceline" / "kernels").symlink_to(kernels / "kernels")
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def _python(code: str, *arguments: str) -> Any:
+    """Run code in a process that has no Ray yet; its last line of output is JSON."""
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _config(tmp_path: Path, port: int) -> Path:
+    data = yaml.safe_load((CONFIGS_DIR / "colocated.yaml").read_text())
+    data["applications"][0]["args"]["gateway"]["grpc_port"] = port
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_up_status_down(cache: Path, tmp_path: Path) -> None:
+    port = free_port()
+    path = _config(tmp_path, port)
+    call = "import json, sys; from cluster import local; print(json.dumps(local.{}))"
+    try:
+        up = _python(call.format("up(sys.argv[1])"), str(path))
+        assert up["ready"]
+        assert up["gateway"] == f"127.0.0.1:{port}"
+        assert "token" not in up
+        with Client(up["gateway"], timeout=60) as client:
+            completion = client.complete("def f(x):\n", SamplingParams(max_tokens=8))
+        assert len(completion.token_ids) > 0
+
+        status = _python(call.format("status()"))
+        assert status["running"]
+        assert status["sessions"] == 0
+        pids = [r["pid"] for d in status["deployments"].values() for r in d["replicas"]]
+        assert completion.last.target_pid in pids
+        assert len(pids) == 2
+
+        with pytest.raises(local.ClusterError, match="up already"):
+            local.up(path)
+    finally:
+        down = _python(call.format("down()"))
+    assert down["stopped"]
+    assert eventually(lambda: not any(map(_alive, [*pids, up["pid"]])))
+    assert local.status() == {"running": False, "gateway": None, "sessions": 0, "deployments": {}}
+    assert local.down()["stopped"] is False  # nothing runs: not an error
+
+
+def test_up_refuses_a_busy_port(cache: Path, tmp_path: Path, busy_port: int) -> None:
+    path = _config(tmp_path, busy_port)
+    with pytest.raises(local.PortInUse) as caught:
+        local.up(path)
+    for part in ("gateway.grpc_port", str(busy_port), str(path), "0 picks a free one"):
+        assert part in str(caught.value)
+
+
+def test_up_names_what_is_wrong_in_the_file(cache: Path, tmp_path: Path) -> None:
+    path = _config(tmp_path, -1)
+    with pytest.raises(InvalidArgument) as caught:
+        local.up(path)
+    assert caught.value.field == "gateway.grpc_port"
+
+
+def test_gateway_says_so_when_its_port_is_taken(ray_cluster: None, busy_port: int) -> None:
+    """On another node than where `up` looked, the replica itself finds out."""
+    from ray import serve
+
+    file = config_file("colocated", "test-busy-port", busy_port)
+    try:
+        with pytest.raises(local.ClusterError, match=f"port {busy_port} is in use"):
+            local.deploy(file, lambda line: None)
+    finally:
+        serve.delete("test-busy-port")
+
+
+def test_a_model_that_cannot_be_loaded_says_so(ray_cluster: None, tmp_path: Path) -> None:
+    from ray import serve
+
+    (tmp_path / "model").mkdir()
+    file = config_file("colocated", "test-no-model", 0).with_args(
+        {"model": {"target": str(tmp_path / "model")}, "speculation": {"method": "ar"}}
+    )
+    try:
+        with pytest.raises(local.ClusterError, match=str(tmp_path / "model")):
+            local.deploy(file, lambda line: None)
+    finally:
+        serve.delete("test-no-model")
+
+
+def test_demo() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "demo", "--max-tokens", "24"]
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "120"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "legend" in result.stdout
+    assert "«" in result.stdout.split("legend")[1].split("\n", 1)[1]  # something was accepted
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[-2].strip()
+        for line in result.stdout.splitlines()
+        if line.count("│") > 2
+    }
+    assert rows["tokens identical to AR"] == "yes"
+    assert float(rows["mean accepted length"]) > 1
+    assert 0 < float(rows["acceptance rate"]) <= 1
+    assert float(rows["tokens/s with drafts"]) > 0
+    assert float(rows["tokens/s AR"]) > 0
+    target, drafter = int(rows["target actor, process"]), int(rows["drafter actor, process"])
+    assert target != drafter
+    assert eventually(lambda: not _alive(target) and not _alive(drafter))
+
+
+def test_demo_cleans_up_after_ctrl_c() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "demo", "--max-tokens", "24"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("loading"):
+            break
+    children = _descendants(process.pid)
+    assert len(children) > 3  # Ray's own processes and the replicas
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert eventually(lambda: not any(map(_alive, children)), 20.0)
+
+
+def _descendants(pid: int) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
+    parents = [tuple(map(int, line.split())) for line in listing.splitlines()]
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in parents if of == parent]
+    return found[1:]

@@ -139,15 +139,15 @@ def _lose(drafter: Drafter, sessions: Sequence[Session]) -> None:
 
 
 def _usable(draft: Draft, session: Session, vocab_size: int) -> Draft:
-    """The draft within the session's bounds; an empty one if it holds impossible tokens.
+    """The draft within the session's bounds; an empty one if it cannot be verified.
 
     The forward serves all sessions, so a drafter that breaks its promises must not break it.
     """
+    if not isinstance(draft, Draft) or not draft.is_sound(vocab_size):
+        logger.warning("session %s: an impossible draft is dropped", session.session_id)
+        return EMPTY_DRAFT
     if not draft.num_nodes:
         return draft
-    if int(draft.token_ids.min()) < 0 or int(draft.token_ids.max()) >= vocab_size:
-        logger.warning("session %s: a draft with impossible tokens is dropped", session.session_id)
-        return EMPTY_DRAFT
     if session.plan.rule.chain_only and not is_chain(draft.parent_indices):
         logger.warning("session %s: a tree for a chain-only rule is dropped", session.session_id)
         return EMPTY_DRAFT

@@ -127,7 +127,7 @@ class IncrementalDecoder:
     along with new ones, because some tokenizers drop a space at the start of a text.
     """
 
-    _CONTEXT = 6  # tokens decoded again for each piece
+    _KEPT, _LONGEST = 6, 24  # tokens of context after it was cut, and before
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -135,26 +135,26 @@ class IncrementalDecoder:
 
     def reset(self) -> None:
         """Start over with an empty sequence."""
-        self._ids: list[int] = []
-        self._context_start = 0
-        self._read = 0
+        self._ids: list[int] = []  # context, then what is held back
+        self._known = ""  # text of the context
 
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; may be empty."""
         self._ids.append(token_id)
-        known = self._tokenizer.decode(self._ids[self._context_start : self._read])
-        text = self._tokenizer.decode(self._ids[self._context_start :])
-        if text.endswith("\ufffd") or len(text) <= len(known):
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd") or len(text) <= len(self._known):
             return ""
-        self._context_start = max(self._context_start, self._read - self._CONTEXT)
-        # Moving the context can change how its first token decodes, so the two lengths that are
-        # subtracted next time are both taken with the new context.
-        self._read = len(self._ids)
-        return text[len(known) :]
+        return self._advance(text)
 
     def flush(self) -> str:
         """The text still held back, with replacement characters where bytes are missing."""
-        known = self._tokenizer.decode(self._ids[self._context_start : self._read])
-        text = self._tokenizer.decode(self._ids[self._context_start :])
-        self._read = len(self._ids)
-        return text[len(known) :]
+        return self._advance(self._tokenizer.decode(self._ids))
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._known) :]
+        self._known = text
+        if len(self._ids) > self._LONGEST:
+            # The first token of a context may decode differently, so the text is taken anew.
+            self._ids = self._ids[-self._KEPT :]
+            self._known = self._tokenizer.decode(self._ids)
+        return piece

@@ -78,6 +78,18 @@ class Draft:
     def num_nodes(self) -> int:
         return len(self.token_ids)
 
+    def is_sound(self, vocab_size: int) -> bool:
+        """Whether all tokens are in the vocabulary and all parents come before their children."""
+        ids, parents = self.token_ids, self.parent_indices
+        if len(ids) != len(parents) or ids.dtype.kind != "i" or parents.dtype.kind != "i":
+            return False
+        if not len(ids):
+            return True
+        in_vocabulary = 0 <= ids.min() and ids.max() < vocab_size
+        return bool(
+            in_vocabulary and parents.min() >= -1 and (parents < np.arange(len(parents))).all()
+        )
+
     @staticmethod
     def chain(token_ids: Sequence[int] | IntArray, probs: DraftProbs | None = None) -> Draft:
         """A draft with a single branch."""

@@ -310,7 +310,6 @@ class LlamaRunner:
 
     # --- forward -------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def forward(
         self, segments: Sequence[Segment], wants: frozenset[Need] = frozenset()
     ) -> ForwardResult:
@@ -318,14 +317,16 @@ class LlamaRunner:
         x = F.embedding(tokens, self._embedding)
         stack, pool = self._stack, self._pool
         self._ops.run_layers(stack, 0, len(stack.layers), x, pool.keys, pool.values, rows)
-        hidden = self._ops.rmsnorm(x[selected], self._final_norm, stack.eps)
+        if len(selected) < len(x):
+            x = x[torch.tensor(selected, dtype=torch.long, device=self.device)]
+        hidden = self._ops.rmsnorm(x, self._final_norm, stack.eps)
         logits = self._ops.linear(hidden, self._head).float()
         extras = {}
         if Need.HIDDEN_STATES in wants:
             extras[Need.HIDDEN_STATES] = hidden
         return ForwardResult(logits, offsets, extras)
 
-    def _pack(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, tuple[int, ...], Rows]:
+    def _pack(self, segments: Sequence[Segment]) -> tuple[Tensor, list[int], tuple[int, ...], Rows]:
         """Append all tokens as pending entries and lay the rows of the batch out."""
         count = sum(len(segment.token_ids) for segment in segments)
         positions = np.empty(count, np.int32)
@@ -376,5 +377,4 @@ class LlamaRunner:
         rows = Rows(
             positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets
         )
-        index = torch.tensor(selected, dtype=torch.long, device=self.device)
-        return torch.from_numpy(tokens).to(self.device), index, tuple(offsets), rows
+        return torch.from_numpy(tokens).to(self.device), selected, tuple(offsets), rows

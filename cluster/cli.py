@@ -444,7 +444,7 @@ def demo(
 
     Starts a local Ray, deploys one target replica and one drafter replica, sends three prompts
     through the gRPC endpoint, prints the text as it is committed and a table of what the drafts
-    brought, and shuts down what it started.
+    brought, and shuts down what it started. Exit code 1 when the tokens are not those of AR.
     """
     require("serve", "ray", "grpc")
     from cluster import demo as demo_module
@@ -452,6 +452,8 @@ def demo(
     result = demo_module.run(max_tokens=max_tokens, show=not as_json)
     if as_json:
         print_json(result)
+    if not result["identical_to_ar"]:
+        raise typer.Exit(1)
 
 
 @_command()

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -37,6 +38,8 @@ STOP_TIMEOUT_S = 45.0
 STATUS_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB, and nothing here uses it
 _POLL_S = 0.2
+# Errors whose text says everything; of others the class is part of the message.
+_SPEAKING = {"InvalidArgument", "ModelNotFound", "TokenizerMismatch", "PortInUse"}
 
 Report = Callable[[str], None]
 """Called with a line for the user when a new stage begins."""
@@ -162,38 +165,32 @@ def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S)
 
     report("starting Ray Serve")
     start_serve(file)
-    failure: list[Exception] = []
-
-    def run() -> None:
-        try:
-            serve.run(build(file.args), name=file.name, route_prefix=file.route_prefix)
-        except Exception as error:
-            failure.append(error)
-
-    worker = threading.Thread(target=run, name="serve-run", daemon=True)
-    worker.start()
+    target = serve.RunTarget(build(file.args), name=file.name, route_prefix=file.route_prefix)
+    serve.run_many(
+        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
     deadline = time.monotonic() + timeout_s
     seen = ""
-    while worker.is_alive():
-        worker.join(_POLL_S)
-        states = _deployment_states(file.name)
-        bad = [text for state, text in states.values() if state in ("DEPLOY_FAILED", "UNHEALTHY")]
-        if bad and worker.is_alive():
-            serve.delete(file.name, _blocking=False)
-            raise ClusterError(f"{file.path}: {_reason(bad[0])}")
-        line = "loading " + ", ".join(
-            f"{name} ({'ready' if state == 'HEALTHY' else state.lower()})"
-            for name, (state, _) in states.items()
-        )
-        if states and line != seen:
+    while True:
+        application = serve.status().applications[file.name]
+        if application.status == "RUNNING":
+            return
+        waiting = {n: d for n, d in application.deployments.items() if d.status != "HEALTHY"}
+        problem = ""
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            messages = [deployment.message for deployment in waiting.values()]
+            problem = _reason("\n".join([application.message, *messages]))
+        elif time.monotonic() > deadline:
+            states = [f"{n}: {d.status.value} {d.message}".strip() for n, d in waiting.items()]
+            problem = f"not ready after {timeout_s:g} s: {'; '.join(states)}"
+        if problem:
+            serve.delete(file.name)
+            raise ClusterError(f"{file.path}: {problem}")
+        line = "loading " + ", ".join(waiting)
+        if waiting and line != seen:
             report(line)
             seen = line
-        if time.monotonic() > deadline:
-            serve.delete(file.name, _blocking=False)
-            texts = "; ".join(f"{n}: {s} {t}" for n, (s, t) in states.items() if s != "HEALTHY")
-            raise ClusterError(f"{file.path}: not ready after {timeout_s:g} s: {texts}")
-    if failure:
-        raise ClusterError(f"{file.path}: {_reason(str(failure[0]))}") from failure[0]
+        time.sleep(_POLL_S)
 
 
 def _deployment_states(app: str) -> dict[str, tuple[str, str]]:
@@ -210,14 +207,12 @@ def _deployment_states(app: str) -> dict[str, tuple[str, str]]:
 
 
 def _reason(message: str) -> str:
-    """The line of a replica's traceback that says what was wrong."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    errors = [
-        line for line in lines
-        if line.split(":")[0].rpartition(".")[2][:1].isupper() and ": " in line
-        and " " not in line.split(":")[0]
-    ]  # fmt: skip
-    return (errors or lines or ["no reason given"])[-1]
+    """What a replica's traceback says in the end."""
+    errors = re.findall(r"^(?:[\w.]+\.)?([A-Z]\w*): (.+)$", message, re.MULTILINE)
+    if not errors:
+        return " ".join(message.split()) or "no reason given"
+    kind, text = errors[-1]
+    return text if kind in _SPEAKING else f"{kind}: {text}"
 
 
 def describe(app: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from paceline.errors import InvalidArgument, SessionNotFound
 from rpc.errors import ServerUnavailable, from_rpc_error
 from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from rpc.messages import MAX_MESSAGE_BYTES
-from rpc.server import start_server
+from rpc.server import PortInUse, start_server
 
 logger = logging.getLogger(__name__)
 
@@ -329,9 +329,12 @@ class GatewayDeployment:
     async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle) -> None:
         gateway = config.gateway
         self._relay = Relay(targets, gateway.open_timeout_s)
-        self._server = await start_server(
-            register=self._relay.register, host=gateway.host, port=gateway.grpc_port
-        )
+        try:
+            self._server = await start_server(
+                register=self._relay.register, host=gateway.host, port=gateway.grpc_port
+            )
+        except PortInUse as error:
+            raise PortInUse(f"gateway.host, gateway.grpc_port: {error}") from None
         self._sweeper = asyncio.create_task(self._sweep())
 
     def status(self) -> dict[str, Any]:

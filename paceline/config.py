@@ -72,6 +72,8 @@ def parse_speculation(
     Raises:
         InvalidArgument: naming the first offending key as ``prefix.key`` and what is allowed.
     """
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidArgument(prefix, value, "a mapping from knobs to values")
     try:
         return SpeculationConfig.model_validate(dict(value or {}))
     except ValidationError as error:

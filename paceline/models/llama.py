@@ -109,9 +109,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelNotFound(f"model folder {str(folder)!r} has no config.json")
     try:
-        return dict(json.loads(file.read_text()))
+        config = json.loads(file.read_text())
     except ValueError as error:
         raise ModelNotFound(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelNotFound(f"{file} holds a {type(config).__name__}, not an object")
+    return config
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:

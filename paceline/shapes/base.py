@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -53,6 +54,26 @@ class Shape(Protocol):
     ) -> list[Draft]: ...
 
 
+class Level:
+    """The drafter's logits for all nodes of a level, of all sessions.
+
+    Args:
+        logits: # [num_nodes, vocab]
+        count: children that a node will want.
+    """
+
+    def __init__(self, logits: torch.Tensor, count: int) -> None:
+        self.logits = logits
+        self._count = count
+
+    @cached_property
+    def best(self) -> list[list[int]]:
+        """The ``count`` most likely tokens of each row, in one call for all of them."""
+        if self._count == 1:
+            return [[token] for token in self.logits.argmax(-1).tolist()]
+        return torch.topk(self.logits, min(self._count, self.logits.shape[1])).indices.tolist()
+
+
 @dataclass(slots=True)
 class TreeBuilder:
     """A draft under construction."""
@@ -72,8 +93,8 @@ class TreeBuilder:
             node = self.parents[node]
         return tokens[::-1]
 
-    def add_children(self, node: int, logits: torch.Tensor, count: int) -> list[int]:
-        """Choose up to ``count`` children of ``node`` from the drafter's logits after it.
+    def add_children(self, node: int, level: Level, row: int, count: int) -> list[int]:
+        """Choose up to ``count`` children of ``node`` from a row of the drafter's logits.
 
         Children are the best ``count`` tokens under the noise that the target will use
         (Gumbel top-k; plain top-k at temperature 0), or, for a rule that needs q, one token
@@ -89,23 +110,20 @@ class TreeBuilder:
         position = session.length + depth - 1
         params = session.params
         if params.is_plain_argmax and not session.plan.rule.needs_q:
-            if count == 1:
-                tokens = [int(logits.argmax())]
-            else:
-                tokens = torch.topk(logits, min(count, len(logits))).indices.tolist()
+            tokens = level.best[row][:count]
         else:
             history = session.token_ids
             if params.depends_on_history:
                 history = history + self.path_tokens(node)
-            row = process_logits(logits.float().cpu().numpy(), params, history)
+            logits = process_logits(level.logits[row].float().cpu().numpy(), params, history)
             if params.temperature == 0:
-                tokens = np.argsort(-row, kind="stable")[:count].tolist()
+                tokens = np.argsort(-logits, kind="stable")[:count].tolist()
                 if session.plan.rule.needs_q:
                     self.q_rows += [(np.array([t]), np.ones(1, np.float32)) for t in tokens]
             elif session.plan.rule.needs_q:
-                tokens = [self._sample(scaled_scores(row, params), position)]
+                tokens = [self._sample(scaled_scores(logits, params), position)]
             else:
-                scores = scaled_scores(row, params)
+                scores = scaled_scores(logits, params)
                 if count == 1:
                     tokens = [perturbed_argmax(scores, params.seed, position)]
                 else:

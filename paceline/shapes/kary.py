@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.shapes.base import Expander, TreeBuilder
+from paceline.shapes.base import Expander, Level, TreeBuilder
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
@@ -26,35 +26,37 @@ class Kary:
         growing = [tree for tree in trees if tree.budget.depth > 0 and tree.budget.nodes > 0]
         if not growing:
             return [tree.draft() for tree in trees]
-        logits = expander.root([tree.session for tree in growing])
-        levels = [
-            tree.add_children(-1, row, self.branching)
-            for tree, row in zip(growing, logits, strict=True)
+        level = Level(expander.root([tree.session for tree in growing]), self.branching)
+        frontiers = [
+            tree.add_children(-1, level, row, self.branching) for row, tree in enumerate(growing)
         ]
         for depth in range(2, max(tree.budget.depth for tree in growing) + 1):
             # The last level is proposed but never expanded: nothing is drafted after it.
             going = [
-                (tree, level)
-                for tree, level in zip(growing, levels, strict=True)
-                if level and depth <= tree.budget.depth and len(tree.token_ids) < tree.budget.nodes
+                (tree, frontier)
+                for tree, frontier in zip(growing, frontiers, strict=True)
+                if frontier
+                and depth <= tree.budget.depth
+                and len(tree.token_ids) < tree.budget.nodes
             ]
             if not going:
                 break
             logits = expander.expand(
                 [tree.session for tree, _ in going],
                 [
-                    [(node, tree.token_ids[node], tree.parents[node]) for node in level]
-                    for tree, level in going
+                    [(node, tree.token_ids[node], tree.parents[node]) for node in frontier]
+                    for tree, frontier in going
                 ],
             )
-            growing, levels, row = [], [], 0
-            for tree, level in going:
+            level, row = Level(logits, self.branching), 0
+            growing, frontiers = [], []
+            for tree, frontier in going:
                 added: list[int] = []
-                for node in level:
-                    added += tree.add_children(node, logits[row], self.branching)
+                for node in frontier:
+                    added += tree.add_children(node, level, row, self.branching)
                     row += 1
                 growing.append(tree)
-                levels.append(added)
+                frontiers.append(added)
         return [tree.draft() for tree in trees]
 
 

@@ -32,9 +32,9 @@ def assert_refused(result: Result, *fragments: str) -> None:
 BAD_VALUES: list[tuple[list[Any], list[str]]] = [
     (["--max-tokens", 0], ["max_tokens", "0", ">= 1"]),
     (["--max-tokens", -3], ["max_tokens", "-3", ">= 1"]),
-    (["--temperature", "nan"], ["temperature", "nan", "[0, 100]"]),
-    (["--temperature", "inf"], ["temperature", "inf", "[0, 100]"]),
-    (["--temperature", -1], ["temperature", "-1.0", "[0, 100]"]),
+    (["--temperature", "nan"], ["temperature", "nan", "0 or a number in [0.0001, 100]"]),
+    (["--temperature", "inf"], ["temperature", "inf", "0 or a number in [0.0001, 100]"]),
+    (["--temperature", -1], ["temperature", "-1.0", "0 or a number in [0.0001, 100]"]),
     (["--top-p", 0], ["top_p", "0.0", "(0, 1]"]),
     (["--top-p", 1.5], ["top_p", "1.5", "(0, 1]"]),
     (["--top-k", -1], ["top_k", "-1", ">= 0"]),

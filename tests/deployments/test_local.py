@@ -167,8 +167,9 @@ def test_demo() -> None:
 def test_demo_cleans_up_after_ctrl_c() -> None:
     command = [sys.executable, "-m", "cluster.cli", "demo", "--max-tokens", "24"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # we may ignore it
+    )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("loading"):

@@ -92,7 +92,10 @@ def load() -> ctypes.CDLL:
         compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
             raise KernelsUnavailable("no C compiler found: install gcc or clang, or set CC")
-        _build(compiler, folder, library)
+        try:
+            _build(compiler, folder, library)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelsUnavailable(f"cannot build {library}: {error}") from error
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:

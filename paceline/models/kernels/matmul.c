@@ -65,8 +65,12 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
         const size_t panel = (size_t)steps * WIDTH;                                              \
         for (int k = 0; k < steps; k++) {                                                        \
             LOADED w[MAX_PANELS];                                                                \
-            for (int p = 0; p < panels; p++)                                                     \
-                w[p] = *(const LOADED *)(weight + p * panel + (size_t)k * WIDTH);                \
+            for (int p = 0; p < panels; p++) {                                                   \
+                const WORD *place = weight + p * panel + (size_t)k * WIDTH;                      \
+                w[p] = *(const LOADED *)place;                                                   \
+                /* The next block's weights; the processor's own prefetch ends at each page. */  \
+                __builtin_prefetch(place + panels * panel, 0, 2);                                \
+            }                                                                                    \
             for (int r = 0; r < rows; r++) {                                                     \
                 WORD value;                                                                      \
                 memcpy(&value, (const WORD *)x + (size_t)r * steps + k, sizeof value);           \

@@ -1,0 +1,127 @@
+"""Every row that promises AR's tokens, on the demo pair, against AR's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.engine import Engine, EngineLimits
+from paceline.methods import METHODS, Method
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+from paceline.target import ModelTarget
+from tests.core.prompts import code_prompts
+from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
+
+BASE = SamplingParams(ignore_eos=True)
+SAMPLED = replace(BASE, temperature=1.0)
+VARIANTS: dict[str, tuple[SamplingParams, ...]] = {
+    "greedy": (
+        BASE,
+        BASE,
+        replace(BASE, repetition_penalty=1.3),
+        replace(BASE, logit_bias={10: 4.0, 200: -4.0, 300: 6.0}),
+    ),
+    "sampled": (
+        SAMPLED,
+        replace(SAMPLED, temperature=0.6, top_k=20),
+        replace(SAMPLED, top_p=0.9, repetition_penalty=1.2),
+        replace(SAMPLED, temperature=1.4, min_p=0.05, logit_bias={10: 3.0, 300: -2.0}),
+    ),
+}
+FAKES = ("always_right", "never_right", "mix_3", "mix_8")
+
+
+def same_tokens_as_ar(method: Method, variant: str) -> bool:
+    """True when this row promises AR's tokens; other lossless rows promise its law."""
+    if not method.lossless:
+        return False
+    return method.acceptance == "coupled" or variant == "greedy"
+
+
+# Adding a row to METHODS adds it here.
+CASES = [
+    (name, variant)
+    for variant in VARIANTS
+    for name, method in METHODS.items()
+    if same_tokens_as_ar(method, variant)
+] + [(name, variant) for variant in VARIANTS for name in FAKES]
+
+
+class Suite:
+    """The demo pair, prompts, and AR's answers (computed ``batch`` at a time, once)."""
+
+    def __init__(self, demo: Engine, num_prompts: int, num_tokens: int, *, batch: int) -> None:
+        assert demo.tokenizer is not None
+        self.demo = demo
+        self.prompts = code_prompts(demo.tokenizer, num_prompts)
+        self.num_tokens = num_tokens
+        self._batch = batch
+        self._expected: dict[str, list[list[int]]] = {}
+
+    def params(self, variant: str) -> list[SamplingParams]:
+        choices = VARIANTS[variant]
+        return [
+            replace(choices[i % len(choices)], seed=1000 + i, max_tokens=self.num_tokens)
+            for i in range(len(self.prompts))
+        ]
+
+    def expected(self, variant: str) -> list[list[int]]:
+        if variant not in self._expected:
+            sessions = self.generate("ar", variant, self._batch)
+            self._expected[variant] = [session.output_ids for session in sessions]
+        return self._expected[variant]
+
+    def generate(
+        self, method: str, variant: str, batch: int, count: int | None = None
+    ) -> list[Session]:
+        """The first ``count`` prompts with a row, ``batch`` of them at a time."""
+        catalogue = dict(WITH_FAKES) | {
+            name: replace(WITH_FAKES["mix"], name=name, drafter=name) for name in ("mix_3", "mix_8")
+        }
+        engine = Engine(
+            ModelTarget(self.demo.target.runner),
+            {**self.demo.drafters, **(self.fakes(variant) if method in FAKES else {})},
+            tokenizer=self.demo.tokenizer,
+            limits=EngineLimits(max_sessions=batch),
+            catalogue=catalogue,
+        )
+        tree = {"node_budget": 12} if method in FAKES else {}
+        config = SpeculationConfig(method=method, **tree)
+        return engine.generate(self.prompts[:count], self.params(variant)[:count], config)
+
+    def fakes(self, variant: str) -> dict[str, Drafter | AsyncDrafter]:
+        size = self.demo.target.vocab_size
+        truth = {
+            tuple(prompt): tokens
+            for prompt, tokens in zip(self.prompts, self.expected(variant), strict=True)
+        }
+        return {
+            "always_right": AlwaysRight(truth, size),
+            "never_right": NeverRight(truth, size),
+            "mix_3": Mix(truth, size, rho=0.3),
+            "mix_8": Mix(truth, size, rho=0.8),
+        }
+
+    def check(self, method: str, variant: str, batch: int, count: int | None = None) -> None:
+        """Run a row and compare, token by token; also that it made progress in every forward."""
+        sessions = self.generate(method, variant, batch, count)
+        assert sessions
+        for i, session in enumerate(sessions):
+            assert session.output_ids == self.expected(variant)[i], f"prompt {i}, {session.params}"
+            stats = session.stats
+            assert not stats.drafter_lost
+            assert stats.num_target_forwards <= stats.num_tokens == self.num_tokens
+            # Each forward gives one token of the target's own, and no more than one.
+            assert stats.num_tokens <= stats.num_accepted + stats.num_target_forwards
+            depth = session.plan.config.num_speculative_tokens or 0
+            assert 1.0 <= stats.mean_accepted_length <= depth + 1
+        drafted = sum(session.stats.num_drafted for session in sessions)
+        rate = sum(session.stats.num_accepted for session in sessions) / max(1, drafted)
+        if method == "always_right":
+            assert rate == 1.0
+        if method == "never_right":
+            assert rate == 0.0
+        if method == "mix_8":
+            assert rate > 0.4

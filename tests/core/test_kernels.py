@@ -1,0 +1,119 @@
+"""The C kernels and plain torch compute the same; the kernels do so on any number of threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.demo import TARGET_DIR
+from paceline.models import kernels
+from paceline.models.base import Segment
+from paceline.models.llama import LlamaRunner
+from paceline.models.ops import NativeOps, TorchOps
+from tests.core.runners import load_runner, load_runner_without_kernels
+from tests.modelzoo import make_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+# A unit in the last place of a bfloat16 is 1/128 of the value; sums round once per term at worst.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def test_the_kernels_are_built_here() -> None:
+    usable, where = kernels.status()
+    assert usable, where
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 64, 258])
+@pytest.mark.parametrize("inputs", [2, 6, 64, 130])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(inputs * outputs)
+    weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32).to(dtype)
+    offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
+    native = NativeOps(dtype)
+    packed = native.pack(weight)
+    whole = torch.randn(37, inputs, generator=generator).to(dtype)
+    expected = F.linear(whole.double(), weight.double(), None if offset is None else offset.double())
+    together = native.linear(whole, packed, offset)
+    assert together.shape == (37, outputs)
+    torch.testing.assert_close(
+        together.double(), expected, atol=TOLERANCE[dtype] * inputs**0.5, rtol=TOLERANCE[dtype]
+    )
+    for start, size in ((0, 1), (5, 2), (9, 7), (20, 17), (36, 1)):
+        part = native.linear(whole[start : start + size].contiguous(), packed, offset)
+        assert torch.equal(part, together[start : start + size])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 63, 64, 160])
+def test_rmsnorm(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = (10 * torch.randn(9, width, generator=generator)).to(dtype)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    native, plain = NativeOps(dtype), TorchOps(by_row=True)
+    both = native.rmsnorm(x, weight, 1e-5), plain.rmsnorm(x, weight, 1e-5)
+    torch.testing.assert_close(*both, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(native.rmsnorm(x[4:5].contiguous(), weight, 1e-5), both[0][4:5])
+
+
+@pytest.mark.parametrize("kind", ["llama_bias", "llama_head_dim", "qwen3", "mistral_sliding"])
+def test_layers(kind: str, zoo: Path) -> None:
+    """A batch of a prompt, a chain and a tree through both versions, and the KV it leaves."""
+    folder, rng = make_model(kind, zoo), np.random.default_rng(4)
+    tokens = [rng.integers(0, 256, size) for size in (33, 5, 14)]
+    parents = np.array([rng.integers(-1, i) for i in range(14)], np.int32)
+    prompts = [rng.integers(0, 256, 20) for _ in range(2)]
+    results = []
+    for load in (load_runner, load_runner_without_kernels):
+        runner = load(folder)
+        sequences = [runner.new_sequence() for _ in range(3)]
+        for sequence, prompt in zip(sequences[1:], prompts, strict=True):
+            runner.forward([Segment(sequence, prompt, logits="none")])
+            runner.commit(sequence, range(20))
+        shapes = (None, None, parents)
+        segments = [Segment(*each) for each in zip(sequences, tokens, shapes, strict=True)]
+        logits = runner.forward(segments).logits
+        runner.commit(sequences[0], range(33))
+        results.append((logits, *runner.keys_and_values(sequences[0])))
+    for native, plain in zip(*results, strict=True):
+        torch.testing.assert_close(native, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
+    runner = LlamaRunner(TARGET_DIR, dtype=dtype)
+    ids = np.random.default_rng(9).integers(0, 256, 150)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            sequence = runner.new_sequence()
+            results.append(runner.forward([Segment(sequence, ids)]).logits)
+            runner.free(sequence)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_without_a_compiler_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    try:
+        for compiler, reason in (("/nonexistent/cc", "cc"), ("false", "false")):
+            monkeypatch.setenv("CC", compiler)
+            kernels.load.cache_clear()
+            usable, why = kernels.status()
+            assert not usable
+            assert reason in why
+        monkeypatch.setenv("PACELINE_KERNELS", "off")
+        kernels.load.cache_clear()
+        assert kernels.status() == (False, "switched off by PACELINE_KERNELS=off")
+    finally:
+        kernels.load.cache_clear()

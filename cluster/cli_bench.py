@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -65,29 +66,34 @@ class ServerBackend:
         sequences = list(
             self._pool.map(lambda prompt: self._generate(speculation, prompt, params), prompts)
         )
-        return BatchRun(sequences=tuple(sequences), seconds=time.perf_counter() - started)
+        return BatchRun(
+            sequences=tuple(sequence for sequence, _ in sequences),
+            seconds=time.perf_counter() - started,
+            round_seconds=tuple(seconds for _, rounds in sequences for seconds in rounds),
+        )
 
     def _generate(
         self, speculation: SpeculationConfig, prompt: Sequence[int], params: SamplingParams
-    ) -> SequenceRun:
-        # Times are taken here, where the tokens arrive.
-        first = 0.0
-        rounds = []
+    ) -> tuple[SequenceRun, list[float]]:
+        """The tokens, and the seconds between their arrivals here."""
+        arrivals, rounds = [], []
         for item in self._client.generate(prompt, params, speculation):
-            first = first or time.perf_counter()
+            if item.token_ids:
+                arrivals.append(time.perf_counter())
             rounds.append(item)
-        last = time.perf_counter()
+        first, last = arrivals[0], arrivals[-1]
         statistics = rounds[-1].statistics
         assert statistics is not None  # the last reply has them
         token_ids = tuple(token for item in rounds for token in item.token_ids)
         later = len(token_ids) - len(rounds[0].token_ids)
-        return SequenceRun(
+        sequence = SequenceRun(
             token_ids=token_ids,
             num_target_forwards=statistics.num_target_forwards,
             num_drafted=statistics.num_drafted,
             num_accepted=statistics.num_accepted,
             decode_tokens_per_second=later / (last - first) if later else None,
         )
+        return sequence, [after - before for before, after in pairwise(arrivals)]
 
     def close(self) -> None:
         """End the threads; the client stays open."""

@@ -89,7 +89,9 @@ def run(max_tokens: int = 96, *, show: bool = True) -> dict[str, Any]:
                     highlight=False,
                 )
                 _print_legend(out)
-            measured = {name: _measure(client, text, params, show) for name, text in PROMPTS.items()}
+            measured = {
+                name: _measure(client, text, params, show) for name, text in PROMPTS.items()
+            }
         result = _result(measured, described)
         if show:
             out.print(_table(measured, result))

@@ -43,7 +43,9 @@ class ModelConfig(_Block):
     )
     kv_tokens: int | None = Field(None, ge=16, description="KV entries over all sessions.")
     threads: int | None = Field(
-        None, ge=1, le=1024,
+        None,
+        ge=1,
+        le=1024,
         description="CPU threads of each model; null: 1 for a small target, which is fastest with "
         "that, else one for each CPU that Ray reserves.",
     )
@@ -80,7 +82,9 @@ class DrafterConfig(_Replicas):
     num_gpus: float = Field(0.0, ge=0)
     max_sessions: int = Field(256, ge=1)
     deadline_s: float = Field(
-        2.0, gt=0, description="A draft that takes longer counts as lost: its session goes on as AR."
+        2.0,
+        gt=0,
+        description="A draft that takes longer counts as lost: its session goes on as AR.",
     )
 
 

@@ -111,9 +111,13 @@ class TargetDeployment:
             "leases": self._leases.num_leases,
             **await on_engine(self._engine, counters),
         }
-        if self._remote is not None:
-            status["drafter_address"] = self._remote.address if self._remote.connected else None
-            status["drafter_pid"] = self._remote.pid if self._remote.connected else None
+        remote = self._remote
+        if remote is not None:
+            status["drafter_address"] = remote.address if remote.connected else None
+            status["drafter_pid"] = remote.pid if remote.connected else None
+            status["draft_frames"] = remote.counters.num_frames
+            status["draft_wait_seconds"] = remote.counters.wait_seconds
+            status["draft_compute_seconds"] = remote.counters.draft_seconds
         return status
 
     async def check_health(self) -> None:

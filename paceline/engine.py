@@ -386,11 +386,7 @@ class Engine:
         return arrived
 
     def _local_drafters(self) -> dict[str, Drafter]:
-        return {
-            name: drafter
-            for name, drafter in self.drafters.items()
-            if is_local(drafter)
-        }
+        return {name: drafter for name, drafter in self.drafters.items() if is_local(drafter)}
 
     def _observe_remote(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):

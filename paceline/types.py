@@ -85,7 +85,7 @@ class Draft:
             return False
         if not len(ids):
             return True
-        in_vocabulary = 0 <= ids.min() and ids.max() < vocab_size
+        in_vocabulary = ids.min() >= 0 and ids.max() < vocab_size
         return bool(
             in_vocabulary and parents.min() >= -1 and (parents < np.arange(len(parents))).all()
         )

@@ -49,6 +49,8 @@ ROW_FIELDS = {
     "mismatch_rate": float | None,
     "round_overhead_us_p50": float | None,
     "round_overhead_us_p90": float | None,
+    "round_ms_p50": float | None,
+    "added_round_ms_p50": float | None,
     "num_prompts": int,
     "batch": int,
     "num_samples": int,

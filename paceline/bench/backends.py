@@ -51,12 +51,14 @@ class BatchRun:
         seconds: from handing over the first prompt to the last token of the last sequence,
             prefill included.
         round_overheads: seconds of each round that went neither to the target's computation nor to
-            the drafter's: bookkeeping, detokenisation, and transport where there is any.
+            the drafter's: bookkeeping and detokenisation. Empty where nobody can tell.
+        round_seconds: how long each round took, from one arrival of tokens to the next.
     """
 
     sequences: tuple[SequenceRun, ...]
     seconds: float
     round_overheads: tuple[float, ...] = ()
+    round_seconds: tuple[float, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,7 +130,7 @@ class LocalBackend:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
     ) -> BatchRun:
-        engine, overheads = self.engine, []
+        engine, overheads, rounds = self.engine, [], []
         started = time.perf_counter()
         sessions = [engine.submit(prompt, params, speculation) for prompt in prompts]
         while not all(session.finished for session in sessions):
@@ -140,6 +142,7 @@ class LocalBackend:
             engine.step()
             elapsed = time.perf_counter() - step_started
             if plain:
+                rounds.append(elapsed)
                 overheads.append(elapsed - (_computed(decoding[0]) - computed))
         seconds = time.perf_counter() - started
         for session in sessions:
@@ -149,6 +152,7 @@ class LocalBackend:
             sequences=tuple(_sequence_run(session) for session in sessions),
             seconds=seconds,
             round_overheads=tuple(overheads),
+            round_seconds=tuple(rounds),
         )
 
 

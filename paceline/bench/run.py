@@ -421,11 +421,22 @@ def _rows(
     categories = list(dict.fromkeys(group.category for group in groups))
     for category in [*categories, "all"]:
         members = [g for g, group in enumerate(groups) if category in (group.category, "all")]
-        rows += [
+        of_category = [
             _row(options, entries, groups, runs, entry, category, members)
             for entry in range(len(entries))
         ]
+        _compare_rounds(of_category)
+        rows += of_category
     return rows
+
+
+def _compare_rounds(rows: Sequence[dict[str, Any]]) -> None:
+    """What a topology adds to a round: the same method's round is computed in both."""
+    local = {row["method"]: row["round_ms_p50"] for row in rows if row["topology"] == "colocated"}
+    for row in rows:
+        here, there = row["round_ms_p50"], local.get(row["method"])
+        if row["topology"] != "colocated" and here is not None and there is not None:
+            row["added_round_ms_p50"] = here - there
 
 
 def _row(
@@ -456,6 +467,7 @@ def _row(
         if all(s.decode_tokens_per_second for s in run.sequences)
     ]
     overheads = [1e6 * seconds for run in mine for seconds in run.round_overheads]
+    rounds = [1e3 * seconds for run in mine for seconds in run.round_seconds]
     mismatches = None
     if entry.has_same_tokens is not None:
         # Repetitions compare with AR's first one, so AR has to repeat itself too.
@@ -484,6 +496,8 @@ def _row(
         "mismatch_rate": None if mismatches is None else mismatches / len(sequences),
         "round_overhead_us_p50": _percentile(overheads, 50) if overheads else None,
         "round_overhead_us_p90": _percentile(overheads, 90) if overheads else None,
+        "round_ms_p50": _percentile(rounds, 50) if rounds else None,
+        "added_round_ms_p50": None,
         "num_prompts": len({prompt for g in members for prompt in groups[g].prompt_ids}),
         "batch": options.batch,
         "num_samples": len(mine),

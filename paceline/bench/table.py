@@ -34,7 +34,8 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
         table.add_column("invariant")
     wide = console.width >= 110
     spread = ["p25–p75"] if wide else []
-    for name in ("tok/s", *spread, "× AR", *spread, "τ", "α", "= AR", "overhead µs"):
+    added = ["added ms"] if several["topology"] else []
+    for name in ("tok/s", *spread, "× AR", *spread, "τ", "α", "= AR", "round ms", *added):
         table.add_column(name, justify="right", no_wrap=True)
     category = None
     for row in rows:
@@ -57,13 +58,14 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
             _number(row["mean_accepted_length"], ".2f"),
             _number(row["acceptance_rate"], ".2f"),
             _identity(row),
-            _number(row["round_overhead_us_p50"], ".0f"),
+            _number(row["round_ms_p50"], ".2f"),
+            *([_number(row["added_round_ms_p50"], "+.2f")] if added else []),
         )
     console.print(table)
     console.print(
         "[dim]tok/s: medians from end to end, prefill included; × AR: median of paired ratios; τ: "
-        "mean accepted length; α: acceptance rate; = AR: the same token ids as AR; overhead: of a "
-        "round (p50), without the models' own time[/]"
+        "mean accepted length; α: acceptance rate; = AR: the same token ids as AR; round: from "
+        "tokens to tokens (p50); added: over the same round in one process[/]"
     )
     if "batch_invariant_cost" in result:
         console.print("[bold]one forward, batch-invariant mode on / off[/]")

@@ -202,6 +202,7 @@ def test_kv_after_commit_is_that_of_a_fresh_prefill(runner: LlamaRunner) -> None
 
 def test_two_forwards_may_grow_one_tree(runner: LlamaRunner) -> None:
     """How an expanding drafter works: each level in a forward of its own."""
+
     @settings(max_examples=examples(runner))
     @given(cases(), st.data())
     def check(case: Case, data: st.DataObject) -> None:
@@ -283,6 +284,4 @@ def test_mismatch_rate_without_the_switch_is_reported(
     record_property("argmaxes_that_differ", argmax)
     print(f"{dtype} without batch_invariant: {rows:.1%} of rows, {argmax:.1%} of argmaxes differ")
     # Rounding, not another function: this bound is for the reference that follows.
-    torch.testing.assert_close(
-        alone, together, rtol=0.0, atol=1e-3 if dtype == "float32" else 1.0
-    )
+    torch.testing.assert_close(alone, together, rtol=0.0, atol=1e-3 if dtype == "float32" else 1.0)

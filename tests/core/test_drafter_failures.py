@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.draft_model import DraftModel
 from paceline.errors import DrafterUnavailable
+from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.types import Budget, Draft, Need, Outcome
 from tests.core.engines import Reference, small_engine
 from tests.fakes import WITH_FAKES
+from tests.modelzoo import make_model
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 PROMPTS = [[65, 66, 67], [70] * 9, [80, 81] * 20]
@@ -66,7 +69,7 @@ class Faulty:
         if self.fault == "too many drafts":
             return [*drafts, drafts[0]]
         if self.fault == "nothing":
-            return None  # type: ignore[return-value]
+            return None
         return drafts
 
     def draft(self, session: Session, budget: Budget) -> Draft:
@@ -84,7 +87,7 @@ class Faulty:
             "parents below the root": Draft(np.array([1, 2]), np.array([-1, -2], np.int32)),
             "too few parents": Draft(np.array([1, 2]), np.array([-1], np.int32)),
             "too many parents": Draft(np.array([1]), np.array([-1, 0], np.int32)),
-            "tokens that are no integers": Draft(np.array([1.5, 2.0]), np.array([-1, 0])),  # type: ignore[arg-type]
+            "tokens that are no integers": Draft(np.array([1.5, 2.0]), np.array([-1, 0])),
         }
         return wrong.get(self.fault, good) if self.rounds >= 3 else good
 
@@ -113,7 +116,9 @@ NONSENSE = (
 @pytest.mark.parametrize("fault", [*RAISING, *NONSENSE, "close"])
 def test_a_faulty_local_drafter(fault: str, tiny_folder: Path, reference: Reference) -> None:
     truth = {tuple(prompt): reference(prompt, PARAMS) for prompt in PROMPTS}
-    small = small_engine(tiny_folder, catalogue=CATALOGUE, drafters={"faulty": Faulty(fault, truth)})
+    small = small_engine(
+        tiny_folder, catalogue=CATALOGUE, drafters={"faulty": Faulty(fault, truth)}
+    )
     engine = small.engine
     faulty = [engine.submit(p, PARAMS, SpeculationConfig(method="faulty")) for p in PROMPTS]
     mates = [engine.submit(p, PARAMS, SpeculationConfig(method="draft_model")) for p in PROMPTS]
@@ -166,9 +171,7 @@ class Remote:
         elif self.fault == "future is cancelled" and count >= 3:
             future.cancel()
         elif self.fault == "late":
-            timer = threading.Timer(
-                0.002, future.set_result, [self.local.draft(session, budget)]
-            )
+            timer = threading.Timer(0.002, future.set_result, [self.local.draft(session, budget)])
             self.timers.append(timer)
             timer.start()
         else:
@@ -218,9 +221,7 @@ def test_sessions_without_a_draft_do_not_hold_up_the_others(
             never.append(Future())
             return never[-1]
 
-    small = small_engine(
-        tiny_folder, catalogue=CATALOGUE, drafters={"faulty": Silent("", {})}
-    )
+    small = small_engine(tiny_folder, catalogue=CATALOGUE, drafters={"faulty": Silent("", {})})
     waiting = small.engine.submit(PROMPTS[0], PARAMS, SpeculationConfig(method="faulty"))
     other = small.engine.submit(PROMPTS[1], PARAMS, SpeculationConfig(method="draft_model"))
     while not other.finished:
@@ -235,12 +236,10 @@ def test_sessions_without_a_draft_do_not_hold_up_the_others(
     small.assert_nothing_is_left()
 
 
-def test_a_drafter_with_a_shorter_context(tiny_folder: Path, zoo: Path, reference: Reference) -> None:
-    """Where the drafter's context ends its session goes on without drafts; its mates keep theirs."""
-    from paceline.drafters.draft_model import DraftModel
-    from paceline.models.llama import LlamaRunner
-    from tests.modelzoo import make_model
-
+def test_a_drafter_with_a_shorter_context(
+    tiny_folder: Path, zoo: Path, reference: Reference
+) -> None:
+    """A session beyond the drafter's context goes on without drafts; its mates keep theirs."""
     folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=64)
     runner = LlamaRunner(folder)
     small = small_engine(tiny_folder, drafters={"draft_model": DraftModel(runner)})
@@ -263,10 +262,6 @@ def test_a_drafter_with_a_padded_or_shorter_vocabulary(
     vocab_size: int, method: str, tiny_folder: Path, zoo: Path, reference: Reference
 ) -> None:
     """Checkpoints of one family pad their embeddings differently; the tokenizer is the same."""
-    from paceline.drafters.draft_model import DraftModel
-    from paceline.models.llama import LlamaRunner
-    from tests.modelzoo import make_model
-
     runner = LlamaRunner(
         make_model("llama_gqa", zoo, num_hidden_layers=1, vocab_size=vocab_size, pad_token_id=0)
     )

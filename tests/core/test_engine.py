@@ -180,7 +180,7 @@ def test_cancel_frees_everything_at_once(
 def test_cancelling_another_session_from_an_event(tiny_folder: Path, reference: Reference) -> None:
     small = small_engine(tiny_folder)
     engine = small.engine
-    engine.submit(tokens(4), GREEDY, TREE, on_event=lambda event: engine.cancel("victim"))  # type: ignore[arg-type, return-value]
+    engine.submit(tokens(4), GREEDY, TREE, on_event=lambda event: engine.cancel("victim"))
     events: list[RoundEvent] = []
     engine.submit(tokens(5), GREEDY, TREE, session_id="victim", on_event=events.append)
     other = engine.submit(tokens(6), GREEDY, TREE)
@@ -245,9 +245,7 @@ def test_truncate_checks_its_arguments(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 @pytest.mark.parametrize("prompt_length", [40, 60, 63])
-def test_a_full_context_ends_with_length(
-    method: str, prompt_length: int, zoo: Path
-) -> None:
+def test_a_full_context_ends_with_length(method: str, prompt_length: int, zoo: Path) -> None:
     folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=64)
     small = small_engine(folder)
     prompt = tokens(prompt_length)
@@ -415,19 +413,17 @@ def test_events_tell_the_whole_story(method: str, tiny_folder: Path) -> None:
 # --- sessions that a client drives -----------------------------------------------------------
 
 
-def drive(
-    small: Small, session: Session, offers: Callable[[int], Draft], *, early: bool
-) -> None:
+def drive(small: Small, session: Session, offers: Callable[[int], Draft], *, early: bool) -> None:
     """Offer a draft for every round, before or after the engine asks for it."""
     client = small.engine.drafters["client"]
     for number in range(200):
         if session.finished:
             return
         if early:
-            client.offer(session.session_id, offers(number))  # type: ignore[union-attr]
+            client.offer(session.session_id, offers(number))
         else:
             small.engine.step(0)
-            client.offer(session.session_id, offers(number))  # type: ignore[union-attr]
+            client.offer(session.session_id, offers(number))
         rounds = session.stats.num_rounds
         small.engine.step(0)
         assert session.finished or session.stats.num_rounds == rounds + 1
@@ -486,17 +482,17 @@ def test_offers_that_do_not_fit(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     client = small.engine.drafters["client"]
     with pytest.raises(SessionNotFound):
-        client.offer("nobody", EMPTY_DRAFT)  # type: ignore[union-attr]
+        client.offer("nobody", EMPTY_DRAFT)
     session = small.engine.submit(tokens(4), GREEDY, CLIENT)
     small.engine.step(0)
     small.engine.step(0)
-    client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]
-    client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]  # kept for the next round
+    client.offer(session.session_id, EMPTY_DRAFT)
+    client.offer(session.session_id, EMPTY_DRAFT)  # kept for the next round
     with pytest.raises(FailedPrecondition):
-        client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]
+        client.offer(session.session_id, EMPTY_DRAFT)
     small.engine.cancel(session.session_id)
     with pytest.raises(SessionNotFound):
-        client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]
+        client.offer(session.session_id, EMPTY_DRAFT)
     small.assert_nothing_is_left()
 
 
@@ -512,7 +508,7 @@ def test_a_tree_cannot_slip_through_a_rule_for_chains(
 
     def siblings(number: int) -> Draft:
         done = len(session.output_ids)
-        ids = np.array((ar[done : done + 2] + [0, 0])[:2])
+        ids = np.array(([*ar[done : done + 2], 0, 0])[:2])
         return Draft(ids, np.array([-1, -1], np.int32))
 
     small.engine.step(0)
@@ -549,9 +545,11 @@ def test_nothing_is_left_after_many_random_sessions(tiny_folder: Path) -> None:
             elif rng.random() < 0.02:
                 engine.cancel(session.session_id)
             elif rng.random() < 0.05 and session.stats.num_rounds < 30:
-                engine.truncate(session.session_id, rng.randint(session.prompt_length, session.length))
-            elif session.session_id in client._waiting:  # type: ignore[union-attr]
-                client.offer(session.session_id, Draft.chain(tokens(rng.randint(0, 3))))  # type: ignore[union-attr]
+                engine.truncate(
+                    session.session_id, rng.randint(session.prompt_length, session.length)
+                )
+            elif session.session_id in client._waiting:
+                client.offer(session.session_id, Draft.chain(tokens(rng.randint(0, 3))))
         engine.step(0)
     assert ended + len(running) == 200
     small.assert_nothing_is_left()

@@ -66,7 +66,7 @@ def test_submit_from_many_threads(thread: EngineThread, reference: Reference) ->
             with lock:
                 done.append((prompt, tokens, session.finish_reason))
 
-    lock, done = threading.Lock(), []  # type: ignore[var-annotated]
+    lock, done = threading.Lock(), []
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(user, number) for number in range(8)]:
             future.result(WAIT)
@@ -116,7 +116,7 @@ def test_a_client_offers_from_another_thread(thread: EngineThread, reference: Re
         assert time.monotonic() < deadline
         rounds = len(listener.events)
         try:
-            client.offer(session.session_id, EMPTY_DRAFT)  # type: ignore[union-attr]
+            client.offer(session.session_id, EMPTY_DRAFT)
         except (SessionNotFound, FailedPrecondition):
             time.sleep(0.0005)  # not admitted yet, or just finished
             continue

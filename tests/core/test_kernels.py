@@ -38,7 +38,9 @@ def test_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> No
     native = NativeOps(dtype)
     packed = native.pack(weight)
     whole = torch.randn(37, inputs, generator=generator).to(dtype)
-    expected = F.linear(whole.double(), weight.double(), None if offset is None else offset.double())
+    expected = F.linear(
+        whole.double(), weight.double(), None if offset is None else offset.double()
+    )
     together = native.linear(whole, packed, offset)
     assert together.shape == (37, outputs)
     torch.testing.assert_close(

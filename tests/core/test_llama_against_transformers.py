@@ -24,14 +24,14 @@ from tests.modelzoo import FAST_PATH_KINDS, VOCAB_SIZE, make_model
 IDS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 120)
 
 
-def ours(runner: LlamaRunner, ids: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+def ours(runner: LlamaRunner, ids: np.ndarray) -> torch.Tensor:
     sequence = runner.new_sequence()
     logits = runner.forward([Segment(sequence, ids)]).logits
     runner.free(sequence)
     return logits
 
 
-def theirs(folder: Path, ids: np.ndarray, dtype: str = "float32") -> torch.Tensor:  # type: ignore[type-arg]
+def theirs(folder: Path, ids: np.ndarray, dtype: str = "float32") -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
@@ -132,7 +132,9 @@ def test_sliding_windows(window: int, zoo: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_qwen2_slides_only_the_upper_layers(legacy: bool, zoo: Path, tmp_path: Path) -> None:
-    folder = make_model("qwen2", zoo, use_sliding_window=True, sliding_window=9, max_window_layers=1)
+    folder = make_model(
+        "qwen2", zoo, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    )
     if legacy:  # checkpoints from before `layer_types`
         folder = Path(shutil.copytree(folder, tmp_path / "legacy"))
         edit_config(folder, lambda config: config.pop("layer_types"))
@@ -158,7 +160,7 @@ def test_the_fast_path_is_taken_where_it_can(zoo: Path) -> None:
 # --- what is wrong with a folder -----------------------------------------------------------------
 
 
-def edit_config(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+def edit_config(folder: Path, change: Callable[[dict], object]) -> None:
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -249,7 +251,7 @@ def test_a_missing_shard_is_named(zoo: Path, tmp_path: Path) -> None:
 )
 def test_options_that_do_not_fit(options: dict[str, object], name: str, zoo: Path) -> None:
     with pytest.raises(InvalidArgument) as info:
-        load_runner(make_model("llama_gqa", zoo), **options)  # type: ignore[arg-type]
+        load_runner(make_model("llama_gqa", zoo), **options)
     assert info.value.field == name
 
 

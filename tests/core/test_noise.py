@@ -96,7 +96,7 @@ def test_uniform_over_tokens_positions_and_seeds() -> None:
         lambda i: uniform(3 ^ (i & 1), i, 5, 0),
     ],
 )
-def test_independent_of_its_neighbours(other) -> None:  # type: ignore[no-untyped-def]
+def test_independent_of_its_neighbours(other) -> None:
     count = 20_000
     ours = np.array([uniform(3, i, 5, 0) for i in range(1, count + 1)])
     theirs = np.array([other(i) for i in range(1, count + 1)])

@@ -163,9 +163,7 @@ def test_rejection_has_the_targets_law_exactly(
                     triples[a, b] += weight * law
         assert total == pytest.approx(1.0, abs=1e-9)
     np.testing.assert_allclose(first, p[0], atol=2e-7)
-    np.testing.assert_allclose(
-        pairs, pairs.sum(1, keepdims=True) * p[1:], atol=2e-7
-    )
+    np.testing.assert_allclose(pairs, pairs.sum(1, keepdims=True) * p[1:], atol=2e-7)
     after = p2.reshape(vocab, vocab, vocab)
     np.testing.assert_allclose(triples, triples.sum(2, keepdims=True) * after, atol=2e-7)
     # The chance that the first token is accepted is the overlap of p and q.
@@ -281,9 +279,7 @@ def tables(vocab: int, seed: int) -> tuple[Table, Table]:
         ("draft_model", 64, 64),
     ],
 )
-def test_drafts_from_the_shape_keep_the_targets_law(
-    method: str, vocab: int, support: int
-) -> None:
+def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, support: int) -> None:
     """Also with a truncated q: the rule must see the distribution that was drawn from."""
     p, q = tables(vocab, seed=1)
     sampled = method == "speculative_sampling"
@@ -344,9 +340,7 @@ LAW_ROWS = [
 
 
 @pytest.mark.parametrize("method", [*LAW_ROWS, "ar", "draft_model_tree"])
-def test_a_row_has_the_targets_law(
-    method: str, tiny: LlamaRunner, tiny_folder: Path
-) -> None:
+def test_a_row_has_the_targets_law(method: str, tiny: LlamaRunner, tiny_folder: Path) -> None:
     """Three tokens of many seeds against probabilities computed from the model's own logits."""
     # The target's own weights with another final norm: right often, wrong often.
     other = LlamaRunner(tiny_folder)

@@ -188,8 +188,10 @@ def test_processing_follows_its_definition(
     for token in range(16):
         value = float(logits[token])
         if token in history:
-            value = value / params.repetition_penalty if value > 0 else (
-                value * params.repetition_penalty
+            value = (
+                value / params.repetition_penalty
+                if value > 0
+                else (value * params.repetition_penalty)
             )
         value += params.logit_bias.get(token, 0.0)
         assert processed[token] == pytest.approx(value, rel=1e-5, abs=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -54,7 +56,7 @@ def test_masks_paths_depths_children_and_leaves_agree(draft: Draft) -> None:
         assert levels[node] == len(path) == mask[node].sum()
         assert path[-1] == node
         assert parents[path[0]] == -1
-        assert all(parents[b] == a for a, b in zip(path, path[1:], strict=False))
+        assert all(parents[b] == a for a, b in itertools.pairwise(path))
         assert node in followers[parents[node]]
     assert sum(len(each) for each in followers) == draft.num_nodes
     assert leaves(parents) == [n for n in range(draft.num_nodes) if not followers[n]]

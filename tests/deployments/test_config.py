@@ -20,7 +20,11 @@ SHIPPED = sorted(CONFIGS_DIR.glob("*.yaml"))
 def _names(application: Any) -> set[str]:
     """The deployments of an application that is not deployed yet."""
     bound = application._bound_deployment
-    inner = [a for a in (*bound.init_args, *bound.init_kwargs.values()) if hasattr(a, "_bound_deployment")]
+    inner = [
+        a
+        for a in (*bound.init_args, *bound.init_kwargs.values())
+        if hasattr(a, "_bound_deployment")
+    ]
     return {bound.name}.union(*(_names(each) for each in inner))
 
 

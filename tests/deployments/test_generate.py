@@ -32,9 +32,7 @@ PARAMS = {
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 @pytest.mark.parametrize("method", ["ar", "draft_model", "draft_model_tree", "prompt_lookup"])
-def test_tokens_equal_local_ar(
-    client: Client, ar: AR, method: str, params: SamplingParams
-) -> None:
+def test_tokens_equal_local_ar(client: Client, ar: AR, method: str, params: SamplingParams) -> None:
     expected = ar(PROMPTS, params)
     speculation = SpeculationConfig(method=method)
     completions = [client.complete(prompt, params, speculation) for prompt in PROMPTS]
@@ -91,7 +89,9 @@ def test_health_and_reflection(app: App) -> None:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "paceline.v1.GenerateService", "paceline.v1.VerifyService"):
             request = health_pb2.HealthCheckRequest(service=service)
-            assert health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+            assert (
+                health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+            )
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         question = reflection_pb2.ServerReflectionRequest(list_services="")
         (answer,) = reflection.ServerReflectionInfo(iter([question]), timeout=10)

@@ -1,4 +1,4 @@
-"""What a round costs more when the drafter is an actor of its own: `python benchmarks/actors_overhead.py`.
+"""What a round costs more when the drafter is an actor of its own.
 
 Deploys the demo pair in both topologies on a local Ray and runs the same prompts on both in turn.
 A round's time is the gap between two replies of one generation, taken at a client that is connected
@@ -9,6 +9,7 @@ difference of the medians is what the second process, gRPC and the waiting for t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -34,13 +35,15 @@ def _file(topology: str) -> ConfigFile:
     return file.model_copy(update={"name": topology})
 
 
-def _gaps(client: Client, prompt: str, params: SamplingParams) -> tuple[list[float], tuple[int, ...]]:
+def _gaps(
+    client: Client, prompt: str, params: SamplingParams
+) -> tuple[list[float], tuple[int, ...]]:
     """Seconds between the replies of one generation, and its tokens."""
     arrivals, tokens = [], []
     for item in client.generate(prompt, params, SpeculationConfig(method="draft_model")):
         arrivals.append(time.perf_counter())
         tokens += item.token_ids
-    return [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)], tuple(tokens)
+    return [b - a for a, b in itertools.pairwise(arrivals)], tuple(tokens)
 
 
 def main() -> None:
@@ -76,12 +79,11 @@ def main() -> None:
         report("")
     frames = counters["draft_frames"]
     wait = counters["draft_wait_seconds"] - counters["draft_compute_seconds"]
+    p50 = {name: 1e3 * statistics.median(values) for name, values in gaps.items()}
     result = {
-        **{
-            f"{name}_round_ms_p50": 1e3 * statistics.median(values) for name, values in gaps.items()
-        },
+        **{f"{name}_round_ms_p50": value for name, value in p50.items()},
+        "added_ms_p50": p50["actors"] - p50["colocated"],
         "num_rounds": len(gaps["actors"]),
-        "added_ms_p50": 1e3 * (statistics.median(gaps["actors"]) - statistics.median(gaps["colocated"])),
         "draft_compute_ms_mean": 1e3 * counters["draft_compute_seconds"] / frames,
         "draft_transport_ms_mean": 1e3 * wait / frames,
     }
@@ -91,7 +93,7 @@ def main() -> None:
         print(json.dumps(result, indent=2))
     else:
         for key, value in result.items():
-            print(f"{key:<26}{value:>10.3f}" if isinstance(value, float) else f"{key:<26}{value:>10}")
+            print(f"{key:<26}", f"{value:.3f}" if isinstance(value, float) else value)
 
 
 if __name__ == "__main__":

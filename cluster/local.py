@@ -1,4 +1,4 @@
-"""`paceline up`, `down` and `status`: a deployment on this machine, or on a cluster that runs already.
+"""`paceline up`, `down` and `status`: a deployment on this machine or on a running cluster.
 
 Without an address, ``up`` starts a Ray of its own that listens on loopback only, in a background
 process that lives as long as the deployment. ``down`` asks that process to end, and with it goes

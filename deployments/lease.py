@@ -12,6 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -148,10 +149,9 @@ class Lease:
         self._response.cancel()
 
     async def _watch(self) -> None:
-        try:
+        # An error means that the replica or its node is gone, which is what this task waits for.
+        with suppress(ray.exceptions.RayError, RayServeException):
             await anext(self._response, None)
-        except (ray.exceptions.RayError, RayServeException):
-            pass  # the replica or its node is gone, which is what this task waits for
         self.lost = True
         for callback in list(self._on_lost):
             callback()

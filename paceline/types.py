@@ -86,6 +86,9 @@ class Draft:
         if not len(ids):
             return True
         in_vocabulary = ids.min() >= 0 and ids.max() < vocab_size
+        if self.probs is not None:
+            support = self.probs.token_ids
+            in_vocabulary = in_vocabulary and support.min() >= 0 and support.max() < vocab_size
         return bool(
             in_vocabulary and parents.min() >= -1 and (parents < np.arange(len(parents))).all()
         )

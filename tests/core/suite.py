@@ -73,23 +73,35 @@ class Suite:
             self._expected[variant] = [session.output_ids for session in sessions]
         return self._expected[variant]
 
-    def generate(
-        self, method: str, variant: str, batch: int, count: int | None = None
-    ) -> list[Session]:
-        """The first ``count`` prompts with a row, ``batch`` of them at a time."""
+    def engine(
+        self, method: str, variant: str, batch: int, **drafters: Drafter | AsyncDrafter
+    ) -> Engine:
+        """A fresh engine over the demo target that has ``method``; ``drafters`` replace its own."""
         catalogue = dict(WITH_FAKES) | {
             name: replace(WITH_FAKES["mix"], name=name, drafter=name) for name in ("mix_3", "mix_8")
         }
-        engine = Engine(
+        fakes = self.fakes(variant) if method in FAKES else {}
+        return Engine(
             ModelTarget(self.demo.target.runner),
-            {**self.demo.drafters, **(self.fakes(variant) if method in FAKES else {})},
+            {**self.demo.drafters, **fakes, **drafters},
             tokenizer=self.demo.tokenizer,
             limits=EngineLimits(max_sessions=batch),
             catalogue=catalogue,
         )
-        tree = {"node_budget": 12} if method in FAKES else {}
-        config = SpeculationConfig(method=method, **tree)
-        return engine.generate(self.prompts[:count], self.params(variant)[:count], config)
+
+    def speculation(self, method: str) -> SpeculationConfig:
+        """The row with its defaults; the fakes draft trees."""
+        if method in FAKES:
+            return SpeculationConfig(method=method, node_budget=12)
+        return SpeculationConfig(method=method)
+
+    def generate(
+        self, method: str, variant: str, batch: int, count: int | None = None
+    ) -> list[Session]:
+        """The first ``count`` prompts with a row, ``batch`` of them at a time."""
+        prompts, params = self.prompts[:count], self.params(variant)[:count]
+        engine = self.engine(method, variant, batch)
+        return engine.generate(prompts, params, self.speculation(method))
 
     def fakes(self, variant: str) -> dict[str, Drafter | AsyncDrafter]:
         size = self.demo.target.vocab_size

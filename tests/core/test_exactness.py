@@ -16,8 +16,6 @@ from paceline.sampling import SamplingParams, coupled_sample, process_logits
 from paceline.target import ModelTarget
 from tests.core.suite import BASE, CASES, SAMPLED, VARIANTS, Suite, same_tokens_as_ar
 
-NUM_ALONE = 6  # prompts that are also run one at a time, which is slow
-
 
 @pytest.fixture(scope="module")
 def suite(demo: Engine) -> Suite:
@@ -27,7 +25,7 @@ def suite(demo: Engine) -> Suite:
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), CASES)
 def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Suite) -> None:
-    suite.check(method, variant, batch, NUM_ALONE if batch == 1 else None)
+    suite.check(method, variant, batch)
 
 
 def test_no_lossless_row_is_forgotten() -> None:

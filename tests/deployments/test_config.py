@@ -85,12 +85,12 @@ def test_wrong_values_are_named(args: dict[str, Any], field: str) -> None:
 def test_unknown_keys_and_methods_list_the_known_ones() -> None:
     with pytest.raises(InvalidArgument, match="kv_tokens"):
         parse_config({"model": {"kv_size": 1}})
-    with pytest.raises(InvalidArgument, match="draft_model.*prompt_lookup"):
+    with pytest.raises(InvalidArgument, match=r"draft_model.*prompt_lookup"):
         parse_config({"speculation": {"method": "magic"}})
 
 
 def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelNotFound, match="model.drafter"):
+    with pytest.raises(ModelNotFound, match=r"model\.drafter"):
         parse_config({"model": {"target": str(TARGET_DIR), "drafter": str(tmp_path / "none")}})
     monkeypatch.chdir(TARGET_DIR.parent)  # relative folders count from where the command runs
     config = parse_config({"model": {"target": "target", "drafter": "drafter"}})

@@ -32,9 +32,10 @@ def suite(demo: Engine) -> Suite:
     return Suite(demo, 256, 128, batch=32)
 
 
+@pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize(("method", "variant"), CASES)
-def test_tokens_are_those_of_ar(method: str, variant: str, suite: Suite) -> None:
-    suite.check(method, variant, batch=32)
+def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Suite) -> None:
+    suite.check(method, variant, batch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

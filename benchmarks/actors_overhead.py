@@ -39,7 +39,8 @@ def _gaps(
     client: Client, prompt: str, params: SamplingParams
 ) -> tuple[list[float], tuple[int, ...]]:
     """Seconds between the replies of one generation, and its tokens."""
-    arrivals, tokens = [], []
+    arrivals: list[float] = []
+    tokens: list[int] = []
     for item in client.generate(prompt, params, SpeculationConfig(method="draft_model")):
         arrivals.append(time.perf_counter())
         tokens += item.token_ids

@@ -66,6 +66,7 @@ def prepare_environment(token: str | None = None) -> None:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",  # no reports to anybody
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # busy machines take longer than 5 s
+        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",  # the same, for 0.1 s
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     if token is not None and "ray" not in sys.modules:
@@ -94,7 +95,7 @@ def start_ray(file: ConfigFile) -> str:
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )
     return str(context.address_info["gcs_address"])
 
@@ -111,7 +112,7 @@ def join_ray(address: str, token: str | None = None) -> str:
     if ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ClusterError(f"cannot join the Ray cluster at {address!r}: {reason}") from error
@@ -144,7 +145,7 @@ def start_serve(file: ConfigFile) -> None:
     """Start Serve's controller; one that runs already stays as it is."""
     from ray import serve
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(
         proxy_location=file.proxy_location,
         logging_config={"log_level": "WARNING", "enable_access_log": False},
@@ -257,7 +258,8 @@ def deployed(
     Raises:
         ClusterError: as :func:`deploy`; PortInUse.
     """
-    check_port(file)
+    if address is None:
+        check_port(file)  # elsewhere only the gateway itself can tell
     report("joining Ray" if address else "starting Ray")
     try:
         ray_address = join_ray(address) if address else start_ray(file)
@@ -380,7 +382,8 @@ def up(
             f"{known['config']} is up already, with its gateway at {known['gateway']}: "
             "`paceline down` stops it"
         )
-    check_port(file)
+    if address is None:
+        check_port(file)
     with showing_progress() as report:
         if address is None and detach:
             result = _spawn(file, port, state, report)
@@ -521,7 +524,8 @@ def down() -> dict[str, Any]:
     if known.get("address"):
         with showing_progress() as report:
             report("removing the application")
-            join_ray(known["address"])
+            state.clear()  # also when that cluster is gone, and the application with it
+            join_ray(known["ray_address"])
             _take_down(known["app"])
         result["stopped"] = True
     elif known.get("pid") and state.owned:
@@ -552,7 +556,12 @@ def status() -> dict[str, Any]:
     state = _State(state_folder())
     known = state.read()
     if not known.get("gateway") or not (known.get("address") or state.owned):
-        nothing = {"running": False, "gateway": None, "sessions": 0, "deployments": {}}
+        nothing: dict[str, Any] = {
+            "running": False,
+            "gateway": None,
+            "sessions": 0,
+            "deployments": {},
+        }
         if known.get("stage") and state.owned:
             nothing["stage"] = known["stage"]
         return nothing

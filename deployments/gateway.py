@@ -68,7 +68,7 @@ class Relay:
         open_timeout_s: how long a call waits for a replica that can take it.
     """
 
-    def __init__(self, targets: DeploymentHandle, open_timeout_s: float) -> None:
+    def __init__(self, targets: DeploymentHandle[Any], open_timeout_s: float) -> None:
         self._targets = targets
         self._open_timeout_s = open_timeout_s
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -102,7 +102,7 @@ class Relay:
     async def _generate(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         lease = await self._lease()
         try:
-            method = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
+            method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
             call = method(request, timeout=context.time_remaining())
             async for reply in self._replies(call, lease):
                 yield reply
@@ -127,7 +127,7 @@ class Relay:
         resumed = _parse(verify_pb2.VerifyFrame, first).open.resume_session_id
         session_id, route = await self._route_for(resumed)
         try:
-            method = self._channel(route.lease).stream_stream(f"/{VERIFY}/Session")
+            method: Any = self._channel(route.lease).stream_stream(f"/{VERIFY}/Session")
             call = method(timeout=context.time_remaining())
             sender = asyncio.create_task(_send_all(call, first, requests))
             try:
@@ -261,7 +261,8 @@ class Relay:
             call.cancel()
 
     async def _unary(self, lease: Lease, path: str, request: bytes, context: Context) -> bytes:
-        call = self._channel(lease).unary_unary(path)(request, timeout=context.time_remaining())
+        method: Any = self._channel(lease).unary_unary(path)
+        call = method(request, timeout=context.time_remaining())
         self.num_calls += 1
         lease.on_lost(call.cancel)
         try:
@@ -326,7 +327,7 @@ async def _send_all(call: Any, first: bytes, requests: AsyncIterator[bytes]) -> 
 class GatewayDeployment:
     """Where clients connect: GenerateService and VerifyService on the port of the config."""
 
-    async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle) -> None:
+    async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle[Any]) -> None:
         gateway = config.gateway
         self._relay = Relay(targets, gateway.open_timeout_s)
         try:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -124,7 +125,7 @@ class LeaseBook:
 class Lease:
     """The caller's side. Opened by :func:`open_lease`; release it exactly when done."""
 
-    def __init__(self, endpoint: Endpoint, response: DeploymentResponseGenerator) -> None:
+    def __init__(self, endpoint: Endpoint, response: DeploymentResponseGenerator[Endpoint]) -> None:
         self.endpoint = endpoint
         self.lost = False
         self._response = response
@@ -157,7 +158,7 @@ class Lease:
             callback()
 
 
-async def open_lease(handle: DeploymentHandle, what: str, timeout_s: float) -> Lease:
+async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float) -> Lease:
     """Let Serve pick a replica of ``handle`` and hold a lease on it.
 
     Args:

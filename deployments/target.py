@@ -50,7 +50,7 @@ class TargetDeployment:
     """
 
     async def __init__(
-        self, config: DeploymentConfig, drafters: DeploymentHandle | None = None
+        self, config: DeploymentConfig, drafters: DeploymentHandle[Any] | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._drafters = drafters

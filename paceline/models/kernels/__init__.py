@@ -17,7 +17,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-_HEADERS = ("decode_impl.h",)
+_HEADERS = ("common.h", "decode_impl.h")
 _COMMON = ("-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fopenmp")
 _SOURCES = {
     # Infinity stays meaningful: a kernel starts a maximum with it.

@@ -5,10 +5,10 @@
  * ops.py holds the same computation in plain torch. */
 
 #include <math.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "common.h"
 
 /* Mirrored field by field in ops.py. */
 struct rows {
@@ -39,12 +39,7 @@ void linear_f32(const float *x, const float *weight, const float *bias, float *o
 void linear_bf16(const uint16_t *x, const uint32_t *weight, const uint16_t *bias, uint16_t *out,
                  int rows, int steps, int outputs);
 
-#define EXPORT __attribute__((visibility("default")))
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define MAX_HEAD_DIM 256
-#define WIDTH 16
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint32_t vec_bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t vec_half __attribute__((vector_size(2 * WIDTH), aligned(2)));
 /* exp(x) for float32, within 2 units in the last place for x <= 0 down to underflow. Written out
@@ -102,18 +97,6 @@ ALWAYS_INLINE vec sum_each(const vec *v)
 #undef VLOAD
 #undef STORE
 #undef NAME
-
-static inline float bf16_load(uint16_t x)
-{
-    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
-    return u.f;
-}
-
-static inline uint16_t bf16_store(float f)
-{
-    union { float f; uint32_t i; } u = {f};
-    return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16); /* round to nearest even */
-}
 
 #undef PAIR
 #define PAIR 2

@@ -8,32 +8,17 @@
  * Weights are packed in panels of 16 outputs: [panels][k][16] for float32, [panels][k / 2][16][2]
  * for bfloat16 (two neighbouring k in 32 bits, as the dot-product instruction wants them). */
 
-#include <stdint.h>
 #include <string.h>
+
+#include "common.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
-#define EXPORT __attribute__((visibility("default")))
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
-#define WIDTH 16
-#define MAX_ROWS 6   /* rows and panels of a block: their accumulators fill the vector registers */
+#define MAX_ROWS 6 /* rows and panels of a block: their accumulators fill the vector registers */
 #define MAX_PANELS 4
 
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint32_t bits __attribute__((vector_size(4 * WIDTH), aligned(4)));
-
-static inline float bf16_load(uint16_t x)
-{
-    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
-    return u.f;
-}
-
-static inline uint16_t bf16_store(float f)
-{
-    union { float f; uint32_t i; } u = {f};
-    return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
 
 /* One step of k for float32, one pair of k for bfloat16. */
 ALWAYS_INLINE vec step_f32(vec acc, vec w, float x)

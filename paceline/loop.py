@@ -148,9 +148,6 @@ def _usable(draft: Draft, session: Session, vocab_size: int) -> Draft:
         return EMPTY_DRAFT
     if not draft.num_nodes:
         return draft
-    if draft.probs is not None and int(draft.probs.token_ids.max()) >= vocab_size:
-        logger.warning("session %s: a draft with an impossible q is dropped", session.session_id)
-        return EMPTY_DRAFT
     if session.plan.rule.chain_only and not is_chain(draft.parent_indices):
         logger.warning("session %s: a tree for a chain-only rule is dropped", session.session_id)
         return EMPTY_DRAFT

@@ -73,13 +73,16 @@ def test_a_request_that_can_never_fit_is_refused(tiny_folder: Path) -> None:
 
 
 def test_the_queue_is_bounded(tiny_folder: Path) -> None:
+    """One runs, three wait (whoever can run does not count as waiting), the fifth is refused."""
     small = small_engine(tiny_folder, limits=EngineLimits(max_sessions=1, max_waiting=3))
+    for _ in range(4):
+        small.engine.submit([1], GREEDY, AR)
     for _ in range(3):
-        small.engine.submit([1], GREEDY, AR)
-    with pytest.raises(ResourceExhausted):
-        small.engine.submit([1], GREEDY, AR)
-    small.engine.step()  # one is admitted, so there is room for one
-    small.engine.submit([1], GREEDY, AR)
+        with pytest.raises(ResourceExhausted, match="3 sessions are waiting"):
+            small.engine.submit([1], GREEDY, AR)
+    while len(small.engine.sessions) == 4:
+        small.engine.step()
+    small.engine.submit([1], GREEDY, AR)  # one has ended, so there is room for one
     finish(small.engine)
     small.assert_nothing_is_left()
 

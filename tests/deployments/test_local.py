@@ -46,10 +46,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _python(code: str, *arguments: str) -> Any:
+def _python(code: str) -> Any:
     """Run code in a process that has no Ray yet; its last line of output is JSON."""
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -74,9 +74,8 @@ def _alive(pid: int) -> bool:
 def test_up_status_down(cache: Path, tmp_path: Path) -> None:
     port = free_port()
     path = _config(tmp_path, port)
-    call = "import json, sys; from cluster import local; print(json.dumps(local.{}))"
     try:
-        up = _python(call.format("up(sys.argv[1])"), str(path))
+        up = local.up(path)  # in a process of its own, as `status` is: this one has another Ray
         assert up["ready"]
         assert up["gateway"] == f"127.0.0.1:{port}"
         assert "token" not in up
@@ -84,7 +83,9 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
             completion = client.complete("def f(x):\n", SamplingParams(max_tokens=8))
         assert len(completion.token_ids) > 0
 
-        status = _python(call.format("status()"))
+        status = _python(
+            "import json; from cluster import local; print(json.dumps(local.status()))"
+        )
         assert status["running"]
         assert status["sessions"] == 0
         pids = [r["pid"] for d in status["deployments"].values() for r in d["replicas"]]
@@ -94,7 +95,7 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
         with pytest.raises(local.ClusterError, match="up already"):
             local.up(path)
     finally:
-        down = _python(call.format("down()"))
+        down = local.down()
     assert down["stopped"]
     assert eventually(lambda: not any(map(_alive, [*pids, up["pid"]])))
     assert local.status() == {"running": False, "gateway": None, "sessions": 0, "deployments": {}}

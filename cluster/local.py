@@ -141,11 +141,16 @@ def check_port(file: ConfigFile) -> None:
             ) from None
 
 
+def _quiet_serve() -> None:
+    """What Serve tells this process is said better by our own stages and errors."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
 def start_serve(file: ConfigFile) -> None:
     """Start Serve's controller; one that runs already stays as it is."""
     from ray import serve
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    _quiet_serve()
     serve.start(
         proxy_location=file.proxy_location,
         logging_config={"log_level": "WARNING", "enable_access_log": False},
@@ -225,6 +230,7 @@ def describe(app: str) -> dict[str, Any]:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
+    _quiet_serve()
     deployments: dict[str, Any] = {}
     for name, (state, message) in _deployment_states(app).items():
         replicas: list[dict[str, Any]] = []
@@ -276,6 +282,7 @@ def _take_down(app: str) -> None:
 
     if not ray.is_initialized():
         return
+    _quiet_serve()
     with contextlib.suppress(Exception):  # of a Serve that never came up there is none
         serve.delete(app)
     ray.shutdown()

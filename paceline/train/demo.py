@@ -153,7 +153,8 @@ def model_card(
         cells = " | ".join(f"{exits[s][i].loss:.3f} | {exits[s][i].agreement:.3f}" for s in sources)
         exit_rows.append(f"| {i + 1} | {cells} |")
     acceptance_rows = [
-        f"| {s} | {a.agreement:.3f} | {a.overlap:.3f} | {a.written_agreement:.3f} | {a.tau:.2f} |"
+        f"| {s} | {a.agreement:.3f} | {a.overlap:.3f} | {a.written_agreement:.3f} | {a.tau:.2f} "
+        f"| {a.repetition:.2f} |"
         for s, a in acceptance.items()
     ]
     return "\n".join(
@@ -188,7 +189,10 @@ def model_card(
             "2404.16710), most often at layers 2 and 4, with Muon for the layers' matrices and "
             "AdamW for the rest. The drafter starts from the target's embedding and first layers "
             f"and is distilled from its {distill_config.top_k} most probable tokens at each "
-            "position of the training text and of text the target wrote itself.",
+            "position of the training text and of text the target wrote itself. The target's time "
+            "for those, at most "
+            f"{100 * (distill_config.sample_share + distill_config.cache_share):.0f} % of the "
+            "drafter's budget, is not in the table.",
             "",
             "## Early exits of the target",
             "",
@@ -204,10 +208,12 @@ def model_card(
             "On held-out text: the share of positions where drafter and target have the same most "
             "probable token, and 1 - TV. On what the target writes greedily after held-out "
             f"prompts: the same share, and the mean accepted length of greedy chains of {GAMMA} "
-            "(next token included).",
+            "(next token included). Repetition is the share of the written tokens that end a run "
+            "of 8 tokens which the same text already contains.",
             "",
-            f"| | agreement | 1 - TV | agreement, written | mean accepted length, γ = {GAMMA} |",
-            "|---|---|---|---|---|",
+            f"| | agreement | 1 - TV | agreement, written | mean accepted length, γ = {GAMMA} "
+            "| repetition |",
+            "|---|---|---|---|---|---|",
             *acceptance_rows,
             "",
             "## Intended use and limits",
@@ -287,7 +293,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--work-dir", type=Path, default=Path("build/demo"), help="checkpoints and caches"
     )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument(
+        "--threads", type=int,
+        help="CPU threads (default: PyTorch's choice); on a machine with other work set "
+        "GOMP_SPINCOUNT=0, or threads that spin for one another cost most of the speed",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--smoke", action="store_true", help="tiny models and budgets, to test the pipeline"

@@ -269,6 +269,8 @@ class Acceptance:
     """`agreement` on text that the target wrote greedily after held-out prompts."""
     tau: float
     """Mean accepted length, next token included, of greedy chains of `GAMMA` on that text."""
+    repetition: float
+    """Share of that text's tokens that end a run of 8 seen before in the same text or prompt."""
 
 
 GAMMA = 5
@@ -302,9 +304,14 @@ def measure_acceptance(
                 accepted += 1
             rounds, committed = rounds + 1, committed + accepted + 1
             position += accepted + 1
+    repeated = 0
+    for row in text.tolist():
+        runs = [tuple(row[i - 7 : i + 1]) for i in range(7, len(row))]
+        repeated += sum(run in runs[:i] for i, run in enumerate(runs) if i + 7 >= prompt)
     return Acceptance(
         float(torch.stack(agree).mean()),
         float(torch.stack(overlap).mean()),
         float(matches.float().mean()),
         committed / max(rounds, 1),
+        repeated / matches.numel(),
     )

@@ -28,6 +28,8 @@ from deployments.config import DeploymentConfig
 from rpc.errors import ServerUnavailable
 
 _RETRY_S = 0.1
+_ATTEMPT_S = 5.0
+"""A request that went to a replica at the moment of its death may never be answered."""
 HOLDER_CHECK_S = 2.0
 SERVE_NAMESPACE = "serve"
 """Where Serve registers its replicas."""
@@ -174,7 +176,7 @@ async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float)
     while (left := deadline - time.monotonic()) > 0:
         response = stream.open_session.remote(holder)
         try:
-            endpoint = await asyncio.wait_for(anext(response), left)
+            endpoint = await asyncio.wait_for(anext(response), min(left, _ATTEMPT_S))
         except (ray.exceptions.RayError, RayServeException, StopAsyncIteration) as error:
             # Serve has not noticed yet that the replica it picked is gone, or going.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

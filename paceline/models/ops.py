@@ -240,6 +240,7 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("hidden", "ffn", "heads", "kv_heads", "dim")),
         ("num_slots", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("cos_sin", ctypes.c_void_p),
@@ -284,7 +285,7 @@ class NativeOps:
 
         self._run_layers = function("run_layers", "ppiipppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
-        self._linear = function("linear", "ppppiii")
+        self._linear = function("linear", "ppppiiii")
         self._pair = 2 if dtype is torch.bfloat16 else 1
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
 
@@ -305,6 +306,7 @@ class NativeOps:
             rows,
             inputs // self._pair,
             weight.num_outputs,
+            kernels.num_threads(),
         )
         return out
 
@@ -324,6 +326,7 @@ class NativeOps:
         rows: Rows,
     ) -> None:
         model, layers = self._table(stack, keys.shape[1])
+        model.threads = kernels.num_threads()
         paths = rows.path_offset.astype(np.int64) * 4 + int(rows.paths.ctypes.data)
         packed = _Rows(
             len(x),
@@ -358,6 +361,7 @@ class NativeOps:
                 stack.num_kv_heads,
                 stack.head_dim,
                 num_slots,
+                1,
                 stack.eps,
                 stack.head_dim**-0.5,
                 stack.cos_sin.data_ptr(),

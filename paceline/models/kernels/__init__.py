@@ -72,6 +72,31 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+_num_threads = 0
+
+
+def num_threads() -> int:
+    """Threads that a kernel uses when it has work for them, as a prompt is.
+
+    The decoding of small models stays on one thread whatever this is: waking others costs more.
+    """
+    return _num_threads or available_cores()
+
+
+@lru_cache(maxsize=1)
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_num_threads(count: int) -> None:
+    """Limit :func:`num_threads`; 0 means all cores."""
+    global _num_threads
+    _num_threads = count
+
+
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
     """The loaded library.

@@ -23,6 +23,7 @@ struct rows {
 
 struct model {
     int32_t hidden, ffn, heads, kv_heads, dim, num_slots;
+    int32_t threads; /* at most, and only where there is work for more than one */
     float eps, scale;
     const float *cos_sin; /* [positions, dim] */
 };
@@ -35,13 +36,16 @@ struct layer {
 
 /* matmul.c */
 void linear_f32(const float *x, const float *weight, const float *bias, float *out, int rows,
-                int steps, int outputs);
+                int steps, int outputs, int threads);
 void linear_bf16(const uint16_t *x, const uint32_t *weight, const uint16_t *bias, uint16_t *out,
-                 int rows, int steps, int outputs);
+                 int rows, int steps, int outputs, int threads);
 
 #define MAX_HEAD_DIM 256
+#define MANY_ROWS 32 /* from here on, row by row work is shared by threads */
+
 typedef uint32_t vec_bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t vec_half __attribute__((vector_size(2 * WIDTH), aligned(2)));
+
 /* exp(x) for float32, within 2 units in the last place for x <= 0 down to underflow. Written out
  * so that compilers turn the loops around it into vector code; polynomial: Cephes expf. */
 ALWAYS_INLINE float fast_exp(float x)

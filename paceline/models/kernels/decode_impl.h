@@ -2,8 +2,9 @@
 
 /* x += delta (when given), out = weight * normalised x. */
 static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, ELEM *out,
-                              int rows, int dim, float eps)
+                              int rows, int dim, float eps, int threads)
 {
+#pragma omp parallel for num_threads(threads) if (rows >= MANY_ROWS)
     for (int r = 0; r < rows; r++) {
         ELEM *xr = x + (size_t)r * dim;
         ELEM *outr = out + (size_t)r * dim;
@@ -44,9 +45,10 @@ static inline void NAME(rotate)(ELEM *x, const float *cosine, const float *sine,
  * qkv: [rows, (heads + 2 * kv_heads) * dim]; cos_sin: [positions, dim], cosines then sines. */
 static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *values, int heads,
                              int kv_heads, int dim, const struct rows *rows, const ELEM *q_norm,
-                             const ELEM *k_norm, float eps)
+                             const ELEM *k_norm, float eps, int threads)
 {
     const int stride = (heads + 2 * kv_heads) * dim;
+#pragma omp parallel for num_threads(threads) if (rows->count >= MANY_ROWS)
     for (int r = 0; r < rows->count; r++) {
         ELEM *row = qkv + (size_t)r * stride;
         const float *cosine = cos_sin + (size_t)rows->positions[r] * dim;
@@ -59,7 +61,8 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
         }
         const size_t width = (size_t)kv_heads * dim;
         memcpy(keys + rows->slots[r] * width, row + heads * dim, width * sizeof(ELEM));
-        memcpy(values + rows->slots[r] * width, row + (heads + kv_heads) * dim, width * sizeof(ELEM));
+        memcpy(values + rows->slots[r] * width, row + (heads + kv_heads) * dim,
+               width * sizeof(ELEM));
     }
 }
 
@@ -148,12 +151,12 @@ static void NAME(attend_any)(const ELEM *query, const ELEM *keys, const ELEM *va
  * tree or chunk. */
 static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
                            int heads, int kv_heads, int dim, const struct rows *rows, int window,
-                           float scale)
+                           float scale, int threads)
 {
     const size_t width = (size_t)kv_heads * dim;
     const int group = heads / kv_heads, stride = (heads + 2 * kv_heads) * dim;
     int failed = 0;
-#pragma omp parallel if ((double)rows->count * rows->longest * heads > 20000)
+#pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 20000)
     {
         const size_t padded = ((size_t)rows->longest + 15) & ~(size_t)15;
         float *scores = aligned_alloc(64, padded * (sizeof(float) + sizeof(int32_t)));
@@ -179,14 +182,16 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                     for (int h = g * group; h < (g + 1) * group; h++) {
                         const ELEM *query = qkv + (size_t)r * stride + h * dim;
                         ELEM *o = out + ((size_t)r * heads + h) * dim;
+#define ATTEND(f, d) NAME(f)(query, k, v, o, context, length, width, scale, scores, d)
                         if (dim == 32)
-                            NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 32);
+                            ATTEND(attend_head, 32);
                         else if (dim == 64)
-                            NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 64);
+                            ATTEND(attend_head, 64);
                         else if (dim == 128)
-                            NAME(attend_head)(query, k, v, o, context, length, width, scale, scores, 128);
+                            ATTEND(attend_head, 128);
                         else
-                            NAME(attend_any)(query, k, v, o, context, length, width, scale, scores, dim);
+                            ATTEND(attend_any, dim);
+#undef ATTEND
                     }
                 }
             }
@@ -196,8 +201,9 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
 }
 
 /* out = silu(gate) * up, from the fused [rows, 2 * dim] projection. */
-static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim)
+static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, int threads)
 {
+#pragma omp parallel for num_threads(threads) if (rows >= MANY_ROWS)
     for (int r = 0; r < rows; r++) {
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
         ELEM *o = out + (size_t)r * dim;
@@ -229,18 +235,21 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     for (int i = first; i < last && !failed; i++) {
         const struct layer *l = layers + i;
         ELEM *k = keys + i * layer_size, *v = values + i * layer_size;
-        NAME(add_rmsnorm)(x, pending, l->input_norm, normed, count, m->hidden, m->eps);
-        NAME(linear)(normed, l->qkv, l->qkv_bias, qkv, count, m->hidden / PAIR, qkv_width);
+        NAME(add_rmsnorm)(x, pending, l->input_norm, normed, count, m->hidden, m->eps, m->threads);
+        NAME(linear)(normed, l->qkv, l->qkv_bias, qkv, count, m->hidden / PAIR, qkv_width,
+                     m->threads);
         NAME(rope_store)(qkv, m->cos_sin, k, v, m->heads, m->kv_heads, m->dim, rows, l->q_norm,
-                         l->k_norm, m->eps);
+                         l->k_norm, m->eps, m->threads);
         failed = NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows,
-                                 l->window, m->scale);
-        NAME(linear)(attended, l->out, l->out_bias, delta, count, attended_width / PAIR, m->hidden);
-        NAME(add_rmsnorm)(x, delta, l->post_norm, normed, count, m->hidden, m->eps);
+                                 l->window, m->scale, m->threads);
+        NAME(linear)(attended, l->out, l->out_bias, delta, count, attended_width / PAIR, m->hidden,
+                     m->threads);
+        NAME(add_rmsnorm)(x, delta, l->post_norm, normed, count, m->hidden, m->eps, m->threads);
         NAME(linear)(normed, l->gate_up, l->gate_up_bias, gate_up, count, m->hidden / PAIR,
-                     2 * m->ffn);
-        NAME(silu_mul)(gate_up, inner, count, m->ffn);
-        NAME(linear)(inner, l->down, l->down_bias, delta, count, m->ffn / PAIR, m->hidden);
+                     2 * m->ffn, m->threads);
+        NAME(silu_mul)(gate_up, inner, count, m->ffn, m->threads);
+        NAME(linear)(inner, l->down, l->down_bias, delta, count, m->ffn / PAIR, m->hidden,
+                     m->threads);
         pending = delta;
     }
     if (pending)
@@ -253,5 +262,5 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
 /* out = weight * normalised x, row by row. */
 EXPORT void NAME(rmsnorm)(const ELEM *x, const ELEM *weight, ELEM *out, int rows, int dim, float eps)
 {
-    NAME(add_rmsnorm)((ELEM *)x, NULL, weight, out, rows, dim, eps);
+    NAME(add_rmsnorm)((ELEM *)x, NULL, weight, out, rows, dim, eps, 1);
 }

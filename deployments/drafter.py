@@ -12,23 +12,22 @@ from ray import serve
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.drafters.draft_model import DraftModel
-from paceline.loading import load_runner
-from paceline.models.base import ModelRunner
-from paceline.tokenizer import check_same_tokenizer, load_tokenizer
+from paceline.loading import load_drafter
 from rpc.draft_service import DraftServicer
 from rpc.server import start_server
 
 
-def _load(config: DeploymentConfig) -> ModelRunner:
+def _load(config: DeploymentConfig) -> DraftModel:
     folder, model = config.drafter_folder, config.model
     assert folder is not None  # checked with topology "actors"
     torch.set_num_threads(config.num_threads(config.drafter.num_cpus))
-    check_same_tokenizer(load_tokenizer(config.target_folder), load_tokenizer(folder))
-    # Drafts never change the output, so the drafter need not be batch-invariant.
-    return load_runner(
-        folder, dtype=model.dtype, device=model.device, batch_invariant=False,
+    return load_drafter(
+        folder,
+        config.target_folder,
+        dtype=model.dtype,
+        device=model.device,
         kv_tokens=model.kv_tokens,
-    )  # fmt: skip
+    )
 
 
 @serve.deployment
@@ -39,12 +38,12 @@ class DrafterDeployment:
     """
 
     async def __init__(self, config: DeploymentConfig) -> None:
-        runner = await asyncio.to_thread(_load, config)
+        drafter = await asyncio.to_thread(_load, config)
         self._servicer = DraftServicer(
-            DraftModel(runner),
+            drafter,
             name="draft_model",
-            vocab_size=runner.vocab_size,
-            context_length=runner.context_length,
+            vocab_size=drafter.vocab_size,
+            context_length=drafter.runner.context_length,
             max_sessions=config.drafter.max_sessions,
         )
         self._server = await start_server(drafter=self._servicer, host=data_host(config))

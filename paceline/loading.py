@@ -11,6 +11,7 @@ from paceline.drafters.base import AsyncDrafter, Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument
+from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
 from paceline.target import ModelTarget
@@ -77,6 +78,36 @@ def load_runner(
     )  # fmt: skip
 
 
+def load_drafter(
+    path: str | Path,
+    target: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    kv_tokens: int | None = None,
+) -> DraftModel:
+    """A draft model for the target in the folder ``target``.
+
+    Drafts never change the output, so the drafter need not be batch-invariant, and a float32
+    target gets a bfloat16 drafter where that is faster.
+
+    Args:
+        dtype, device: of the target.
+
+    Raises:
+        ModelNotFound, InvalidArgument: as :func:`load_runner`.
+        TokenizerMismatch: drafter and target do not share a tokenizer.
+    """
+    check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
+    if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_bfloat16():
+        dtype = "bfloat16"
+    runner = load_runner(
+        path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens
+    )
+    vocab_size = read_config(Path(target)).get("vocab_size")
+    return DraftModel(runner, vocab_size)
+
+
 def load_engine(
     target: str | Path | None = None,
     drafter: str | Path | None = None,
@@ -101,12 +132,9 @@ def load_engine(
     tokenizer = load_tokenizer(target)
     drafters: dict[str, Drafter | AsyncDrafter] = {}
     if drafter is not None:
-        check_same_tokenizer(tokenizer, load_tokenizer(drafter))
-        # Drafts never change the output, so the drafter need not be batch-invariant.
-        small = load_runner(
-            drafter, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens
+        drafters["draft_model"] = load_drafter(
+            drafter, target, dtype=dtype, device=device, kv_tokens=kv_tokens
         )
-        drafters["draft_model"] = DraftModel(small, runner.vocab_size)
     return Engine(
         ModelTarget(runner),
         drafters,

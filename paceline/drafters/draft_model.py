@@ -46,7 +46,8 @@ class DraftModel:
 
     def __init__(self, runner: ModelRunner, vocab_size: int | None = None) -> None:
         self.runner = runner
-        self._padding = (vocab_size or runner.vocab_size) - runner.vocab_size
+        self.vocab_size = vocab_size or runner.vocab_size
+        self._padding = self.vocab_size - runner.vocab_size
         self._states: dict[str, _State] = {}
 
     def open(self, session: Session) -> None:

@@ -72,6 +72,12 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@lru_cache(maxsize=1)
+def has_bfloat16() -> bool:
+    """Whether the kernels work here and the processor multiplies bfloat16 natively."""
+    return "avx512_bf16" in _processor().split() and status()[0]
+
+
 _num_threads = 0
 
 

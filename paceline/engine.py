@@ -285,7 +285,13 @@ class Engine:
         self._observe_remote(ready, outcomes)
         for session, _ in prefill:
             self._after_prefill(session)
-        return [self._emit(session, o) for session, o in zip(ready, outcomes, strict=True)]
+        events = [self._conclude(session, o) for session, o in zip(ready, outcomes, strict=True)]
+        self._request_drafts()  # first, so that remote drafters work while listeners are told
+        for event in events:
+            self._notify(event)
+            if event.finished:
+                self._handlers.pop(event.session.session_id, None)
+        return events
 
     def generate(
         self,
@@ -417,7 +423,8 @@ class Engine:
 
     # --- tokens out ----------------------------------------------------------------------------
 
-    def _emit(self, session: Session, outcome: Outcome) -> RoundEvent:
+    def _conclude(self, session: Session, outcome: Outcome) -> RoundEvent:
+        """The session's next state, and the event that tells of the round."""
         finished = session.finished
         sent = self._text_sent.get(session.session_id, 0)
         # Text that could still turn out to be the start of a stop string is held back.
@@ -433,9 +440,6 @@ class Engine:
         else:
             remote = is_remote(self._drafter(session))
             session.state = SessionState.DRAFTING if remote else SessionState.READY
-        self._notify(event)
-        if finished:
-            self._handlers.pop(session.session_id, None)
         return event
 
     def _end(self, session: Session, reason: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.errors import DrafterUnavailable
+from paceline.methods import METHODS
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session

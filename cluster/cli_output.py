@@ -63,6 +63,7 @@ def set_threads(threads: int | None, target: Path | None) -> None:
     import torch
 
     from paceline.demo import TARGET_DIR
+    from paceline.models import kernels
 
     if threads is not None and not 1 <= threads <= 1024:
         raise InvalidArgument("threads", threads, "an integer in [1, 1024]")
@@ -71,6 +72,7 @@ def set_threads(threads: int | None, target: Path | None) -> None:
         if weights > _SMALL_MODEL_BYTES:
             return
     torch.set_num_threads(threads or 1)
+    kernels.set_num_threads(threads or 0)  # what was asked for is a limit for prompts, too
 
 
 class Command(TyperCommand):

@@ -517,11 +517,6 @@ class EngineThread:
             while self._calls:
                 self._calls.popleft()[1].set_exception(_stopped())
 
-    def wake(self) -> None:
-        """Look for new work now."""
-        with self._wakeup:
-            self._wakeup.notify_all()
-
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Run ``function(engine)`` between two steps."""
         future: Future[T] = Future()

@@ -33,16 +33,6 @@ class PooledSequence:
     def num_pending(self) -> int:
         return len(self.pending)
 
-    def depth(self, entry: int) -> int:
-        """Number of pending entries from the root down to ``entry``, itself included."""
-        if self.chain:
-            return entry + 1
-        count = 0
-        while entry >= 0:
-            entry = self.parents[entry]
-            count += 1
-        return count
-
     def path_slots(self, entry: int) -> list[int]:
         """Slots of the pending entries from the root down to ``entry``."""
         path = []

@@ -141,7 +141,7 @@ def run_here(
 ) -> Run:
     """Load the models and generate with an engine of our own."""
     from paceline.config import parse_speculation
-    from paceline.methods import resolve
+    from paceline.plan import resolve
 
     given = dict(request.speculation)
     given.setdefault(

@@ -17,7 +17,7 @@ from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.methods import resolve
+from paceline.plan import resolve
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 """The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""

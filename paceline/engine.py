@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter, is_local, is_remote
+from paceline.drafters.base import AsyncDrafter, Drafter, DrafterContext, is_local, is_remote
 from paceline.drafters.client import ClientDrafter
 from paceline.drafters.none import NoDrafter
-from paceline.drafters.prompt_lookup import PromptLookup
 from paceline.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
-from paceline.loop import decode_round, round_budget
-from paceline.methods import CLIENT_METHOD, METHODS, Method, resolve
+from paceline.loop import Arrived, decode_round, round_budget
+from paceline.methods import DRAFTERS, METHODS, Method
+from paceline.plan import CLIENT_METHOD, Plan, resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.target import ModelTarget
@@ -84,8 +84,8 @@ class Engine:
 
     Args:
         target: the model whose tokens count.
-        drafters: by drafter name as in the catalogue. ``none``, ``prompt_lookup`` and ``client``
-            are always there.
+        drafters: by drafter name as in the catalogue: those that the engine cannot make by itself
+            (``paceline.methods.DRAFTERS``), or replacements for them.
         tokenizer: for text and stop strings; without it sessions have token ids only.
         catalogue: the rows that requests may name.
     """
@@ -102,8 +102,7 @@ class Engine:
     ) -> None:
         self.target = target
         self.drafters: dict[str, Drafter | AsyncDrafter] = {
-            "none": NoDrafter(),
-            "prompt_lookup": PromptLookup(),
+            "none": NoDrafter(),  # where every session ends up that loses its drafter
             "client": ClientDrafter(),
             **(drafters or {}),
         }
@@ -144,12 +143,7 @@ class Engine:
         """
         params = params or SamplingParams()
         plan = resolve(speculation or SpeculationConfig(), self.catalogue)
-        if plan.method.drafter not in self.drafters:
-            able = sorted(n for n, m in self.catalogue.items() if m.drafter in self.drafters)
-            raise InvalidArgument(
-                "method", plan.method.name,
-                f"a method whose drafter is loaded here: {', '.join(able)}",
-            )  # fmt: skip
+        self._make_drafters(plan)
         if plan.rule.name == "greedy" and params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
         prompt_ids = self._checked_prompt(prompt_ids)
@@ -180,6 +174,32 @@ class Engine:
         if on_event is not None:
             self._handlers[session_id] = on_event
         return session
+
+    def _make_drafters(self, plan: Plan) -> None:
+        """Make the drafters of a plan that are not there yet."""
+        missing = [n for n in plan.drafters if n not in self.drafters and n not in DRAFTERS]
+        if missing:
+            here = self.drafters.keys() | DRAFTERS.keys()
+            able = sorted(n for n, m in self.catalogue.items() if {m.drafter, *m.uses} <= here)
+            raise InvalidArgument(
+                "method", plan.method.name,
+                f"a method whose drafters are loaded here ({', '.join(missing)} is not): "
+                f"{', '.join(able)}",
+            )  # fmt: skip
+        self._make_drafter(plan.method.drafter)
+
+    def _make_drafter(self, name: str) -> Drafter | AsyncDrafter:
+        if name not in self.drafters:
+            context = DrafterContext(self.target.vocab_size, self._local_drafter)
+            self.drafters[name] = DRAFTERS[name](context)
+        return self.drafters[name]
+
+    def _local_drafter(self, name: str) -> Drafter:
+        """A drafter of this engine for another one that is made of it."""
+        drafter = self._make_drafter(name)
+        if not is_local(drafter):
+            raise InvalidArgument("method", name, "a drafter that drafts in this process")
+        return drafter
 
     def _checked_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
         if not len(prompt_ids):
@@ -250,7 +270,8 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        return Load(len(self.sessions) - len(self._waiting), len(self._waiting))
+        running = [s for s in self.sessions.values() if s.state is not SessionState.WAITING]
+        return Load(len(running), len(self._waiting), sum(s.length for s in running))
 
     def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
         """One step for everybody who is ready.
@@ -377,13 +398,13 @@ class Engine:
             return True
         return any(future.done() for future in self._futures.values())
 
-    def _collect_drafts(self) -> dict[str, Draft]:
-        arrived: dict[str, Draft] = {}
+    def _collect_drafts(self) -> dict[str, Arrived]:
+        arrived: dict[str, Arrived] = {}
         for session_id in [sid for sid, future in self._futures.items() if future.done()]:
             future, session = self._futures.pop(session_id), self.sessions[session_id]
-            session.stats.draft_seconds += time.perf_counter() - self._draft_started[session_id]
+            seconds = time.perf_counter() - self._draft_started[session_id]
             try:
-                arrived[session_id] = future.result()
+                arrived[session_id] = Arrived(future.result(), seconds)
             except Exception as error:
                 logger.warning("session %s lost its drafter: %s", session_id, error)
                 self._close_drafter(session)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from paceline.acceptance.base import PathLogits
 from paceline.drafters.base import Drafter
@@ -29,13 +30,20 @@ from paceline.types import (
 logger = logging.getLogger(__name__)
 
 
+class Arrived(NamedTuple):
+    """A draft that was made elsewhere, and the seconds from asking for it until it was used."""
+
+    draft: Draft
+    seconds: float
+
+
 def decode_round(
     sessions: Sequence[Session],
     drafters: Mapping[str, Drafter],
     target: ModelTarget,
     load: Load,
     *,
-    arrived: Mapping[str, Draft] | None = None,
+    arrived: Mapping[str, Arrived] | None = None,
     prefill: Sequence[tuple[Session, int]] = (),
 ) -> list[Outcome]:
     """One round for every given session, with a single target forward for all of them.
@@ -50,7 +58,7 @@ def decode_round(
     """
     # 1. Draft: each drafter proposes for all of its sessions at once.
     started = time.perf_counter()
-    drafts = dict(arrived or {})
+    drafts = {session_id: draft for session_id, (draft, _) in (arrived or {}).items()}
     for name, members in _by_drafter(sessions, drafts).items():
         budgets = [round_budget(session, load) for session in members]
         for session, draft in zip(members, _propose(drafters[name], members, budgets), strict=True):
@@ -59,7 +67,9 @@ def decode_round(
     drafted = time.perf_counter()
 
     # 2. Verify: one forward over the last committed token and all nodes of every draft.
-    wants = frozenset[Need]().union(*(session.plan.method.needs for session in sessions))
+    wants = frozenset[Need]().union(
+        *(session.plan.method.needs | session.length_controller.needs for session in sessions)
+    )
     verifications = target.verify(sessions, in_order, wants, prefill)
     argmaxes = _batched_argmax(sessions, verifications)
     verified = time.perf_counter()
@@ -77,8 +87,10 @@ def decode_round(
         outcomes.append(outcome)
 
         # 5. Observe: length controllers and drafters learn what became of the draft.
-        _count(session, outcome, drafted - started, verified - drafted)
-        session.length_controller.observe(outcome, drafted - started, verified - drafted)
+        waited = arrived and arrived.get(session.session_id)
+        draft_s = waited.seconds if waited else drafted - started
+        _count(session, outcome, draft_s, verified - drafted)
+        session.length_controller.observe(outcome, draft_s, verified - drafted)
     for name, members in _by_drafter(sessions, {}).items():
         if name in drafters:
             by_id = {s.session_id: o for s, o in zip(sessions, outcomes, strict=True)}

@@ -13,7 +13,7 @@ from paceline.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
     from paceline.lengths.base import LengthController
-    from paceline.methods import Plan
+    from paceline.plan import Plan
     from paceline.tokenizer import Tokenizer
 
 
@@ -192,7 +192,7 @@ class Session:
 
     def lose_drafter(self) -> None:
         """Go on as AR: the drafter failed or cannot be reached. The statistics say so."""
-        from paceline.methods import AR_PLAN
+        from paceline.plan import AR_PLAN
 
         self.plan = AR_PLAN
         self.length_controller = AR_PLAN.new_length_controller()

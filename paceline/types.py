@@ -31,6 +31,23 @@ class Need(enum.Enum):
     SHARED_MODEL = "shared_model"
 
 
+class Draws(enum.Enum):
+    """How an acceptance rule wants the children of a node to be chosen above temperature 0.
+
+    At temperature 0 all of them mean the most likely tokens.
+    """
+
+    TOP = "top"  # the most likely ones
+    COUPLED = "coupled"  # the best under the noise that the target will use
+    WITH_REPLACEMENT = "with_replacement"  # independent draws from q, which travels along
+    WITHOUT_REPLACEMENT = "without_replacement"  # draws from q without those drawn before
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether drafts must carry the distributions that their nodes were drawn from."""
+        return self in (Draws.WITH_REPLACEMENT, Draws.WITHOUT_REPLACEMENT)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
     """The sparse distribution q that each node of a draft was drawn from (CSR layout).
@@ -225,7 +242,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a length controller may know about the engine when it decides."""
+    """What a length controller may know about the engine when it decides.
+
+    ``context_tokens`` counts the committed tokens of all running sessions.
+    """
 
     num_running: int
     num_waiting: int
+    context_tokens: int = 0

@@ -20,7 +20,8 @@ import torch
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.base import Drafter
 from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
-from paceline.methods import METHODS, Method, Plan, resolve
+from paceline.methods import METHODS, Method
+from paceline.plan import Plan, resolve
 from paceline.session import Session
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 from rpc.errors import PrefixDiverged, to_status

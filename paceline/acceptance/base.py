@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from paceline.sampling import Row, process_logits
-from paceline.types import Acceptance, Draft
+from paceline.types import Acceptance, Draft, Draws
 
 if TYPE_CHECKING:
     import torch
@@ -63,13 +63,13 @@ class AcceptanceRule(Protocol):
         name: as in the catalogue.
         lossless: the output law (or, for coupled and greedy, the output itself) is the target's.
         chain_only: refuses drafts with more than one branch.
-        needs_q: drafts must be sampled independently of the target's noise and carry ``probs``.
+        draws: how it wants the children of a node to be chosen.
     """
 
     name: str
     lossless: bool
     chain_only: bool
-    needs_q: bool
+    draws: Draws
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         """The accepted path (node indices, root side first) and the target's next token."""

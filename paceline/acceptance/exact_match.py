@@ -12,7 +12,7 @@ from paceline.acceptance.base import PathLogits
 from paceline.errors import InvalidArgument
 from paceline.sampling import coupled_sample
 from paceline.tree import children
-from paceline.types import Acceptance, Draft
+from paceline.types import Acceptance, Draft, Draws
 
 
 class Coupled:
@@ -21,7 +21,7 @@ class Coupled:
     name = "coupled"
     lossless = True
     chain_only = False
-    needs_q = False
+    draws = Draws.COUPLED
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         followers = children(draft.parent_indices)

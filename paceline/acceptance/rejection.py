@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.acceptance.base import PathLogits
 from paceline.sampling import Salt, probabilities, sample_from, uniform
-from paceline.types import Acceptance, Draft
+from paceline.types import Acceptance, Draft, Draws
 
 
 class Rejection:
@@ -21,7 +21,7 @@ class Rejection:
     name = "rejection"
     lossless = True
     chain_only = True
-    needs_q = True
+    draws = Draws.WITH_REPLACEMENT
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         seed = target.params.seed

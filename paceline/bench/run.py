@@ -29,8 +29,9 @@ from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument
 from paceline.loading import DTYPES, load_engine, load_runner, pick_device
-from paceline.methods import METHODS, Plan, resolve
+from paceline.methods import METHODS
 from paceline.models.base import Segment
+from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
 
 Progress = Callable[[int, int, str], None]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from paceline.types import Budget, Draft, Need, Outcome
@@ -36,6 +37,20 @@ class Drafter(Protocol):
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         """Learn what became of the last drafts; the sessions hold the new tokens already."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What an engine tells a drafter that it makes.
+
+    Attributes:
+        vocab_size: of the target.
+        drafter: another drafter of the same engine by name; raises InvalidArgument where it is
+            not loaded, or lives elsewhere.
+    """
+
+    vocab_size: int
+    drafter: Callable[[str], Drafter]
 
 
 class AsyncDrafter(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.types import Budget, Load, Outcome
+from paceline.lengths.base import StopRule
+from paceline.types import Budget, Load, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
 class FixedLength:
     """Always ``num_speculative_tokens`` deep, ``node_budget`` nodes wide in all."""
+
+    needs: frozenset[Need] = frozenset()
+    stop_rule: StopRule | None = None
 
     def __init__(self, depth: int, nodes: int) -> None:
         self._budget = Budget(depth, nodes)

@@ -109,7 +109,7 @@ class TreeBuilder:
         depth = self.depth_of[node] + 1 if node >= 0 else 1
         position = session.length + depth - 1
         params = session.params
-        if params.is_plain_argmax and not session.plan.rule.needs_q:
+        if params.is_plain_argmax and not session.plan.rule.draws.needs_q:
             tokens = level.best[row][:count]
         else:
             history = session.token_ids
@@ -118,9 +118,9 @@ class TreeBuilder:
             logits = process_logits(level.logits[row].float().cpu().numpy(), params, history)
             if params.temperature == 0:
                 tokens = np.argsort(-logits, kind="stable")[:count].tolist()
-                if session.plan.rule.needs_q:
+                if session.plan.rule.draws.needs_q:
                     self.q_rows += [(np.array([t]), np.ones(1, np.float32)) for t in tokens]
-            elif session.plan.rule.needs_q:
+            elif session.plan.rule.draws.needs_q:
                 tokens = [self._sample(scaled_scores(logits, params), position)]
             else:
                 scores = scaled_scores(logits, params)
@@ -158,5 +158,5 @@ class TreeBuilder:
         return Draft(
             np.asarray(self.token_ids, np.int64),
             np.asarray(self.parents, np.int32),
-            DraftProbs.stack(self.q_rows) if self.session.plan.rule.needs_q else None,
+            DraftProbs.stack(self.q_rows) if self.session.plan.rule.draws.needs_q else None,
         )

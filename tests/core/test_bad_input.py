@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument
-from paceline.methods import METHODS, resolve
+from paceline.methods import METHODS
+from paceline.plan import resolve
 from paceline.sampling import MAX_SEED, SamplingParams
 from paceline.types import Draft, DraftProbs
 from tests.core.engines import Small, small_engine

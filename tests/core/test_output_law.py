@@ -19,9 +19,10 @@ from paceline.acceptance.rejection import Rejection
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
-from paceline.methods import METHODS, resolve
+from paceline.methods import METHODS
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
+from paceline.plan import resolve
 from paceline.sampling import (
     Salt,
     SamplingParams,

@@ -23,8 +23,9 @@ from paceline.errors import (
     ResourceExhausted,
     SessionNotFound,
 )
-from paceline.methods import METHODS, resolve
+from paceline.methods import METHODS
 from paceline.models.base import ModelRunner
+from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget

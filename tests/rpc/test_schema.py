@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
-from paceline.methods import METHODS, resolve
+from paceline.methods import METHODS
+from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
 from paceline.types import Draft, DraftProbs

@@ -68,12 +68,13 @@ test-nightly: $(STAMP) ## run the long tests as well
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: $(STAMP) ## style, types, import contracts, generated code
+lint: $(STAMP) ## style, types, import contracts, generated code and documents
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m rpc.generate --check
+	@$(BIN)/python -m paceline.methods_table --check
 
 .PHONY: format
 format: $(STAMP) ## format the code and mend what ruff can mend

@@ -6,7 +6,9 @@ commands that need them, so that `--help` is instant and a plain install has all
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -139,8 +141,11 @@ def generate(
     speculation: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE",
-            help="Any other knob of the method, as key=value (repeatable) or one JSON object.",
+            "--set",
+            "--speculation",
+            metavar="KNOB=VALUE",
+            help="Any other knob of the method; a list is JSON: `branching_vector=[4,2,1]`. "
+            "Repeatable; also one JSON object with several knobs.",
         ),
     ] = None,
     target: Annotated[
@@ -184,7 +189,7 @@ def generate(
 
     - `paceline generate 'def fibonacci(n):' --max-tokens 64`
     - `paceline generate 'Once' --method ar -t 0.8 --seed 7 --json`
-    - `paceline generate - --method prompt_lookup --speculation ngram_max=4 < code.py`
+    - `paceline generate - --method prompt_lookup --set ngram_max=4 < code.py`
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
     """
@@ -234,38 +239,49 @@ def generate(
 
 
 @_command()
-def methods(as_json: Json = False) -> None:
+def methods(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the document docs/methods.md instead.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the methods: one row for each paper, with its four parts.
 
     A method is a drafter, a tree shape, an acceptance rule and a length controller, with the knobs
-    that `paceline generate --speculation KEY=VALUE` takes.
+    that `paceline generate --set KNOB=VALUE` takes.
     """
     from paceline.methods import METHODS
 
+    if markdown:
+        from paceline.methods_table import markdown as render
+
+        sys.stdout.write(render())
+        return
     rows = [method.as_dict() for method in METHODS.values()]
     if as_json:
         print_json(rows)
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="underline")
-    table.add_column("method", style="bold", no_wrap=True)
-    for column in ("drafter", "shape", "acceptance", "length", "lossless", "needs"):
-        table.add_column(column)
+    table.add_column("method", style="bold", overflow="fold")
+    for column in ("drafter", "shape", "acceptance", "lossless"):
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(
             row["name"],
             row["drafter"],
             row["shape"] or "–",
             row["acceptance"],
-            row["length"],
             "yes" if row["lossless"] else "[red]no[/red]",
-            ", ".join(row["needs"]) or "–",
         )
     out.print(table)
     out.print()
     for row in rows:
-        knobs = ", ".join(k if v is None else f"{k}={v}" for k, v in row["knobs"].items())
+        knobs = ", ".join(
+            k if v is None else f"{k}={json.dumps(v)}" for k, v in row["knobs"].items()
+        )
         out.print(Text.assemble((row["name"], "bold"), f"  {row['summary']}"))
-        for line, style in ((row["paper"], "dim"), (f"knobs: {knobs}", "cyan")):
+        parts = f"length: {row['length']}; needs: {', '.join(row['needs']) or 'nothing'}"
+        for line, style in ((row["paper"], "dim"), (parts, "dim"), (f"knobs: {knobs}", "cyan")):
             out.print(Padding(Text(line, style), (0, 0, 0, 4)))
 
 
@@ -330,6 +346,12 @@ def bench(
             "colons: `draft_model:num_speculative_tokens=6,prompt_lookup`. AR always runs.",
         ),
     ] = "all",
+    allow_lossy: Annotated[
+        bool,
+        typer.Option(
+            "--allow-lossy", help="Measure rows that can change the target's output, too."
+        ),
+    ] = False,
     batch: Annotated[
         int, typer.Option("--batch", "-b", metavar="N", help="Prompts generated together.")
     ] = 1,
@@ -418,6 +440,7 @@ def bench(
         peers=peers,
         batch_invariant=batch_invariant,
         topology=topology or ("colocated" if server is None else "both"),
+        allow_lossy=allow_lossy,
         dtype=dtype,
         device=device,
     )
@@ -428,6 +451,115 @@ def bench(
         print_json(result)
     else:
         render_table(result, out)
+
+
+@_command()
+def profile(
+    target: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Add the way to the drafter that runs there, over gRPC."
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Default: in the user's cache directory."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the costs, as .png, .svg or .pdf.")
+    ] = None,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", metavar="N", help="Runs behind each median.")
+    ] = 5,
+    dtype: Annotated[
+        str, typer.Option(metavar="D", help="float32, bfloat16 or float16.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what drafting and verifying cost on this machine, for `length=goodput`.
+
+    Later runs over the same models on this host find the profile by themselves, unless `--out`
+    keeps it elsewhere.
+    """
+    with err.status("loading torch ..."):
+        from dataclasses import asdict
+
+        from cluster import cli_profile
+
+    if server is not None:
+        require("serve", "grpc")
+    set_threads(threads, target)
+    result = cli_profile.run(
+        target,
+        drafter,
+        server=server,
+        dtype=dtype,
+        device=device,
+        repetitions=repetitions,
+        file=file,
+        plot_file=plot,
+    )
+    if as_json:
+        print_json({**result, "profile": asdict(result["profile"])})
+    else:
+        cli_profile.show(result["file"], result["profile"])
+
+
+train = typer.Typer(help="Train the parts of a method that learn.", no_args_is_help=True)
+app.add_typer(train, name="train")
+
+
+@train.command("length-head", cls=Command)
+def train_length_head(
+    kind: Annotated[
+        str, typer.Option(metavar="KIND", help="specdecpp, disco, ldlp or all.")
+    ] = "all",
+    target: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Default: `length_heads` beside the target."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Texts to learn from.")] = 160,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each text.")] = 128,
+    seed: Annotated[int, typer.Option(metavar="S", help="Equal seeds give equal weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train the length controllers that learn, on text that the target writes (a minute)."""
+    with err.status("loading torch ..."):
+        from paceline.loading import load_engine
+        from paceline.train import length_heads
+
+    set_threads(None, target)
+    engine = load_engine(target, drafter)
+    out_folder = folder or engine.length_context.heads
+    assert out_folder is not None
+    result = length_heads.train_length_head(
+        engine,
+        kind,
+        out_folder,
+        length_heads.training_prompts(engine, prompts),
+        num_tokens=max_tokens,
+        seed=seed,
+    )
+    if as_json:
+        print_json(result)
+    else:
+        _show_tree(result)
 
 
 # --- a cluster ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from cluster.cli_generate import check_address
 from cluster.cli_output import err
 from paceline.bench import BatchRun, BenchOptions, SequenceRun, run_bench
 from paceline.errors import InvalidArgument
+from paceline.methods import METHODS
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
@@ -52,6 +53,9 @@ class ServerBackend:
         self._pool = ThreadPoolExecutor(batch)
         self.batch_invariant: bool = model.batch_invariant
         self.methods = [name for name in model.methods if name != "client"]
+        self.unavailable = {
+            name: "the server does not offer it" for name in METHODS if name not in model.methods
+        }
         self.tokenizer = tokenizer
         self.context_length: int = model.context_length
 

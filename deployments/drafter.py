@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import torch
 from ray import serve
 
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.drafters.draft_model import DraftModel
-from paceline.loading import load_drafter
+from paceline.loading import limit_threads, load_drafter
 from rpc.draft_service import DraftServicer
 from rpc.server import start_server
 
@@ -20,7 +19,7 @@ from rpc.server import start_server
 def _load(config: DeploymentConfig) -> DraftModel:
     folder, model = config.drafter_folder, config.model
     assert folder is not None  # checked with topology "actors"
-    torch.set_num_threads(config.num_threads(config.drafter.num_cpus))
+    limit_threads(config.num_threads(config.drafter.num_cpus))
     return load_drafter(
         folder,
         config.target_folder,

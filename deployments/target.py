@@ -7,14 +7,13 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import torch
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
 from paceline.engine import Engine, EngineThread
-from paceline.loading import load_engine
+from paceline.loading import limit_threads, load_engine
 from rpc.bridge import on_engine
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
@@ -29,7 +28,7 @@ HEALTH_TIMEOUT_S = 20.0
 
 def _load(config: DeploymentConfig) -> Engine:
     model = config.model
-    torch.set_num_threads(config.num_threads(config.target.num_cpus))
+    limit_threads(config.num_threads(config.target.num_cpus))
     return load_engine(
         config.target_folder,
         config.drafter_folder if config.topology == "colocated" else None,

@@ -7,7 +7,7 @@ YAML, the values of the Helm chart, a point of the search space and the output o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,7 +20,9 @@ MAX_NODES = 256
 class SpeculationConfig(BaseModel):
     """A method of the catalogue and its knobs. ``None`` means the method's own default.
 
-    Unknown keys, and knobs that the chosen method does not have, are errors.
+    Unknown keys, and knobs that the chosen method does not have, are errors. A knob that is a list
+    is a ``tuple[...] | None`` with ``Field(strict=False, min_length=1, ...)``: JSON and YAML bring
+    lists, and a tuple keeps the config hashable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -39,10 +41,61 @@ class SpeculationConfig(BaseModel):
     )
     shape: str | None = Field(default=None, description="Tree shape of an expanding drafter.")
     branching: int | None = Field(
-        default=None, ge=1, le=16, description="Children of each node in the shape `kary`."
+        default=None,
+        ge=1,
+        le=16,
+        description="Width of a tree: children of each node (`kary`; `dyspec`: at most), nodes "
+        "expanded in a level and children of each (`confidence`), beams (`rsd_s`) or sequences "
+        "(`iid`).",
+    )
+    branching_vector: tuple[Annotated[int, Field(ge=1, le=16)], ...] | None = Field(
+        default=None,
+        strict=False,
+        min_length=1,
+        max_length=MAX_DEPTH,
+        description="Children of each node, level by level from the root, in the shape `rsd_c`.",
+    )
+    template: (
+        str
+        | Annotated[
+            tuple[
+                Annotated[
+                    tuple[Annotated[int, Field(ge=0, le=63)], ...],
+                    Field(strict=False, min_length=1, max_length=MAX_DEPTH),
+                ],
+                ...,
+            ],
+            Field(strict=False, min_length=1, max_length=MAX_NODES),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Tree of the shape `template`: `medusa_63`, `token_recycling_80`, or the "
+        "paths of its nodes as lists of ranks, a parent before its children.",
+    )
+    rank_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        default=None,
+        strict=False,
+        min_length=1,
+        max_length=16,
+        description="Probability that the drafter's first, second, ... candidate is the accepted "
+        "one, from which the shape `sequoia` makes its tree.",
     )
     acceptance: str | None = Field(default=None, description="Acceptance rule.")
     length: str | None = Field(default=None, description="Length controller.")
+    length_min: int | None = Field(
+        default=None, ge=0, le=MAX_DEPTH, description="Shortest draft that a controller may choose."
+    )
+    length_max: int | None = Field(
+        default=None, ge=0, le=MAX_DEPTH, description="Longest draft that a controller may choose."
+    )
+    stop_threshold: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="When a controller ends a draft: acceptance less likely than this "
+        "(`confidence`, `disco`), or a rejection likelier than this (`specdecpp`).",
+    )
     draft_support: int | None = Field(
         default=None,
         ge=1,
@@ -50,10 +103,121 @@ class SpeculationConfig(BaseModel):
         description="Most likely tokens that a sampled draft is drawn from (rejection sampling).",
     )
     ngram_max: int | None = Field(
-        default=None, ge=1, le=16, description="Longest suffix that prompt lookup searches for."
+        default=None, ge=1, le=16, description="Longest suffix of the context that is looked up."
     )
     ngram_min: int | None = Field(
         default=None, ge=1, le=16, description="Shortest suffix that prompt lookup searches for."
+    )
+    window_size: int | None = Field(
+        default=None, ge=1, le=32, description="Columns of the window of lookahead decoding (W)."
+    )
+    ngram_size: int | None = Field(
+        default=None, ge=2, le=16, description="Tokens of an n-gram of lookahead decoding (N)."
+    )
+    pool_guesses: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="N-grams kept and tried for each first token in lookahead decoding (G).",
+    )
+    pool_from_prompt: bool | None = Field(
+        default=None, description="Put the prompt's n-grams into the pool of lookahead decoding."
+    )
+    parallel_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Generated tokens that hybrid Jacobi decoding refines in blocks before it "
+        "goes on as AR; default: the length of the prompt.",
+    )
+    search_iterations: int | None = Field(
+        default=None, ge=1, le=1000, description="Iterations of ADED's tree search in each round."
+    )
+    drafters: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        min_length=1,
+        max_length=8,
+        description="Drafters whose trees `combined` merges, in the order in which they draft.",
+    )
+    prune_threshold: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Least probability that the draft model gives a retrieved token in `rasd`.",
+    )
+    stage_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=16,
+        description="Tokens that n-grams guess ahead of the draft model in `staged`; 0: none.",
+    )
+    min_match: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Tokens at the end that must have occurred before, for a copy.",
+    )
+    corpus_bias: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="Tokens by which a match in earlier outputs must be longer than one in the "
+        "session's own tokens.",
+    )
+    draft_per_match: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=64.0,
+        description="Drafted tokens at most for each token of the match (alpha).",
+    )
+    draft_offset: int | None = Field(
+        default=None, ge=0, le=64, description="Drafted tokens allowed beside `draft_per_match`."
+    )
+    min_token_prob: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Least estimated probability of a token that suffix decoding drafts.",
+    )
+    min_score: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=256.0,
+        description="Least expected number of accepted tokens for which a draft of suffix "
+        "decoding is used and not its fallback's.",
+    )
+    use_tree: bool | None = Field(
+        default=None, description="Suffix decoding drafts a tree, best-first, and not a chain."
+    )
+    fallback_depth: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_DEPTH,
+        description="Depth of the drafts of a copying drafter's fallback.",
+    )
+    typical_epsilon: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Probability that the rule `typical` never asks a token to exceed.",
+    )
+    typical_delta: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1e6,
+        description="The rule `typical` wants more than this times exp(-entropy), up to epsilon.",
+    )
+    tolerance_beta: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="The rule `tolerance` accepts tokens among so many best; 1 is exact.",
+    )
+    tolerance_tau: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1e6,
+        description="The rule `tolerance` accepts scores so far below the best one; 0 is exact.",
     )
     allow_lossy: bool = Field(
         default=False, description="Permit rows and rules that can change the target's output."

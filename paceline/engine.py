@@ -24,6 +24,7 @@ from paceline.drafters.base import AsyncDrafter, Drafter, DrafterContext, is_loc
 from paceline.drafters.client import ClientDrafter
 from paceline.drafters.none import NoDrafter
 from paceline.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
+from paceline.lengths.base import LengthContext
 from paceline.loop import Arrived, decode_round, round_budget
 from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.plan import CLIENT_METHOD, Plan, resolve
@@ -36,6 +37,8 @@ from paceline.types import Draft, Load, Outcome
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_HOLD_BACK_S = 0.004  # longest time that listeners wait for a round's tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class Engine:
             (``paceline.methods.DRAFTERS``), or replacements for them.
         tokenizer: for text and stop strings; without it sessions have token ids only.
         catalogue: the rows that requests may name.
+        length_context: measured costs and trained heads for the length controllers.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         limits: EngineLimits | None = None,
         catalogue: Mapping[str, Method] = METHODS,
+        length_context: LengthContext | None = None,
     ) -> None:
         self.target = target
         self.drafters: dict[str, Drafter | AsyncDrafter] = {
@@ -109,10 +114,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.limits = limits or EngineLimits()
+        self.length_context = length_context or LengthContext(vocab_size=target.vocab_size)
         self.catalogue = {**catalogue, CLIENT_METHOD.name: CLIENT_METHOD}
         self.sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
         self._reserved: dict[str, int] = {}  # KV entries promised to admitted sessions
+        self._untold: list[RoundEvent] = []
         self._futures: dict[str, Future[Draft]] = {}
         self._draft_started: dict[str, float] = {}
         self._handlers: dict[str, EventHandler] = {}
@@ -162,6 +169,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             max_length=self.target.context_length,
             tokenizer=self.tokenizer,
+            length_context=self.length_context,
         )  # fmt: skip
         if self._reservation(session) > self.target.kv_capacity:
             raise ResourceExhausted(
@@ -175,18 +183,25 @@ class Engine:
             self._handlers[session_id] = on_event
         return session
 
+    def refusal(self, method: Method) -> str | None:
+        """Why this engine cannot run a row of the catalogue; None where it can."""
+        here = self.drafters.keys() | DRAFTERS.keys()
+        missing = sorted({method.drafter, *method.uses} - here)
+        return f"drafter not loaded here: {', '.join(missing)}" if missing else None
+
     def _make_drafters(self, plan: Plan) -> None:
         """Make the drafters of a plan that are not there yet."""
         missing = [n for n in plan.drafters if n not in self.drafters and n not in DRAFTERS]
         if missing:
-            here = self.drafters.keys() | DRAFTERS.keys()
-            able = sorted(n for n, m in self.catalogue.items() if {m.drafter, *m.uses} <= here)
+            able = sorted(n for n, m in self.catalogue.items() if self.refusal(m) is None)
             raise InvalidArgument(
                 "method", plan.method.name,
                 f"a method whose drafters are loaded here ({', '.join(missing)} is not): "
                 f"{', '.join(able)}",
             )  # fmt: skip
         self._make_drafter(plan.method.drafter)
+        for row in plan.parts:
+            self._local_drafter(row.drafter)
 
     def _make_drafter(self, name: str) -> Drafter | AsyncDrafter:
         if name not in self.drafters:
@@ -282,9 +297,10 @@ class Engine:
         self._admit()
         prefill = self._choose_prefill()
         self._request_drafts()
-        if not prefill and not self._has_ready():
-            with self._arrival:
-                self._arrival.wait_for(lambda: self._has_ready() or self.interrupted(), wait_s)
+        idle = not prefill and not self._has_ready()
+        if idle and not self._wait(min(wait_s, _HOLD_BACK_S)):
+            self._tell()
+            self._wait(wait_s)
         arrived = self._collect_drafts()
         ready = [
             session for session in self.sessions.values() if session.state is SessionState.READY
@@ -293,6 +309,7 @@ class Engine:
             return []
         for session in ready:
             session.state = SessionState.VERIFYING
+        self._tell()  # listeners run beside the forward that comes now
         try:
             outcomes = decode_round(
                 ready, self._local_drafters(), self.target, self.load,
@@ -307,12 +324,30 @@ class Engine:
         for session, _ in prefill:
             self._after_prefill(session)
         events = [self._conclude(session, o) for session, o in zip(ready, outcomes, strict=True)]
-        self._request_drafts()  # first, so that remote drafters work while listeners are told
+        self._untold += events
+        self._request_drafts()
+        if not self._futures or any(event.finished for event in events):
+            self._tell()
+        return events
+
+    def _wait(self, seconds: float) -> bool:
+        """Until a session is ready or somebody calls; False when neither came in time."""
+        with self._arrival:
+            return bool(
+                self._arrival.wait_for(lambda: self._has_ready() or self.interrupted(), seconds)
+            )
+
+    def _tell(self) -> None:
+        """Hand the events of the last round to their listeners.
+
+        While drafts are under way this waits for a moment: listeners share the interpreter with
+        whoever sends and receives drafts, and have it for themselves during the next forward.
+        """
+        events, self._untold = self._untold, []
         for event in events:
             self._notify(event)
             if event.finished:
                 self._handlers.pop(event.session.session_id, None)
-        return events
 
     def generate(
         self,
@@ -366,13 +401,22 @@ class Engine:
         if session.state is SessionState.PREFILLING and self.target.prefill_left(session) == 0:
             remote = is_remote(self._drafter(session))
             session.state = SessionState.DRAFTING if remote else SessionState.READY
+            if session.session_id in self._draft_started:  # only now anybody waits for it
+                self._draft_started[session.session_id] = time.perf_counter()
 
     def _request_drafts(self) -> None:
-        """Ask remote drafters for the sessions that have no draft under way."""
+        """Ask remote drafters for the sessions that have no draft under way.
+
+        The first draft depends on the prompt alone, so a drafter reads it while the target does.
+        """
         groups: dict[str, list[Session]] = {}
         for session in self.sessions.values():
-            drafting = session.state is SessionState.DRAFTING
-            if drafting and session.session_id not in self._futures:
+            wanting = session.state in (SessionState.PREFILLING, SessionState.DRAFTING)
+            if (
+                wanting
+                and session.session_id not in self._futures
+                and is_remote(self._drafter(session))
+            ):
                 groups.setdefault(session.plan.method.drafter, []).append(session)
         load = self.load
         for name, members in groups.items():
@@ -396,11 +440,15 @@ class Engine:
     def _has_ready(self) -> bool:
         if any(session.state is SessionState.READY for session in self.sessions.values()):
             return True
-        return any(future.done() for future in self._futures.values())
+        return any(self._has_draft(session_id) for session_id in self._futures)
+
+    def _has_draft(self, session_id: str) -> bool:
+        drafting = self.sessions[session_id].state is SessionState.DRAFTING
+        return drafting and self._futures[session_id].done()
 
     def _collect_drafts(self) -> dict[str, Arrived]:
         arrived: dict[str, Arrived] = {}
-        for session_id in [sid for sid, future in self._futures.items() if future.done()]:
+        for session_id in [sid for sid in self._futures if self._has_draft(sid)]:
             future, session = self._futures.pop(session_id), self.sessions[session_id]
             seconds = time.perf_counter() - self._draft_started[session_id]
             try:
@@ -465,6 +513,7 @@ class Engine:
 
     def _end(self, session: Session, reason: str) -> None:
         """Finish a session outside a round."""
+        self._tell()
         sent = self._text_sent.get(session.session_id, 0)
         session.finish(reason)
         self._release(session)

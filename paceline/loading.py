@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DRAFTER_DIR, HEADS_DIR, TARGET_DIR
 from paceline.drafters.base import AsyncDrafter, Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument
+from paceline.lengths.base import LengthContext
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
+from paceline.profile import find_profile, profile_key
 from paceline.target import ModelTarget
 from paceline.tokenizer import check_same_tokenizer, eos_token_ids, load_tokenizer
 
@@ -22,6 +24,12 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def limit_threads(count: int) -> None:
+    """Compute with at most ``count`` CPU threads, in torch and in the kernels."""
+    torch.set_num_threads(count)
+    kernels.set_num_threads(count)
 
 
 def pick_device(device: str) -> str:
@@ -51,7 +59,8 @@ def load_runner(
         batch_invariant: bit-identical logits in any batch; ``None`` means where it is the default.
         kv_tokens: capacity of the KV cache over all sessions.
         general: force (True) or forbid (False) the general path through transformers; ``None``
-            takes the fast path for the model types that it knows.
+            takes the fast path for the model types that it knows. Encoder-decoder models are on
+            the general path too (:mod:`paceline.models.seq2seq` says what their prompts are).
 
     Raises:
         ModelNotFound: the folder, or something in it, is missing or damaged.
@@ -62,13 +71,15 @@ def load_runner(
     if kv_tokens is not None and kv_tokens < 1:
         raise InvalidArgument("kv_tokens", kv_tokens, "a positive number of tokens")
     folder, device = Path(path), pick_device(device)
-    model_type = read_config(folder).get("model_type")
+    config = read_config(folder)
     if general is None:
-        general = model_type not in MODEL_TYPES
+        general = config.get("model_type") not in MODEL_TYPES
     if general:
+        from paceline.models.seq2seq import Seq2SeqRunner
         from paceline.models.transformers import TransformersRunner
 
-        return TransformersRunner(
+        runner = Seq2SeqRunner if config.get("is_encoder_decoder") else TransformersRunner
+        return runner(
             folder, dtype=DTYPES[dtype], device=device, kv_tokens=kv_tokens,
             batch_invariant=batch_invariant,
         )  # fmt: skip
@@ -141,4 +152,21 @@ def load_engine(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(target),
         limits=limits,
+        length_context=_length_context(target, drafter, dtype, pick_device(device)),
+    )
+
+
+def _length_context(
+    target: str | Path, drafter: str | Path | None, dtype: str, device: str
+) -> LengthContext:
+    """What the length controllers of an engine over these folders should know."""
+    config = read_config(Path(target))
+    draft_config = read_config(Path(drafter)) if drafter is not None else {}
+    is_demo = Path(target).resolve() == TARGET_DIR.resolve()
+    return LengthContext(
+        profile=find_profile(profile_key(target, drafter, dtype, device)),
+        heads=HEADS_DIR if is_demo else Path(target) / "length_heads",
+        vocab_size=config.get("vocab_size") or 0,
+        target_hidden_size=config.get("hidden_size") or 0,
+        drafter_hidden_size=draft_config.get("hidden_size") or 0,
     )

@@ -68,7 +68,7 @@ def decode_round(
 
     # 2. Verify: one forward over the last committed token and all nodes of every draft.
     wants = frozenset[Need]().union(
-        *(session.plan.method.needs | session.length_controller.needs for session in sessions)
+        *(session.plan.needs | session.length_controller.needs for session in sessions)
     )
     verifications = target.verify(sessions, in_order, wants, prefill)
     argmaxes = _batched_argmax(sessions, verifications)

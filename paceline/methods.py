@@ -12,15 +12,47 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.acceptance.base import AcceptanceRule
+from paceline.acceptance.block import Block
 from paceline.acceptance.exact_match import Coupled, Greedy
-from paceline.acceptance.rejection import Rejection
+from paceline.acceptance.k_seq import KSeq
+from paceline.acceptance.rejection import RecursiveRejection, Rejection
+from paceline.acceptance.tolerance import Tolerance
+from paceline.acceptance.typical import Typical
 from paceline.config import SpeculationConfig
+from paceline.drafters.aded import Aded, TrigramTable
+from paceline.drafters.aggressive import AggressiveDecoding
 from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.combined import Combined
+from paceline.drafters.copyspec import CopySpec
+from paceline.drafters.jacobi import Jacobi
+from paceline.drafters.lookahead import Lookahead
 from paceline.drafters.prompt_lookup import PromptLookup
-from paceline.lengths.base import LengthController
+from paceline.drafters.rasd import Rasd
+from paceline.drafters.sam import SamDecoding
+from paceline.drafters.staged import Staged
+from paceline.drafters.stand import NGramTable, Stand
+from paceline.drafters.suffix import SuffixDecoding
+from paceline.drafters.token_recycling import TokenRecycling
+from paceline.errors import InvalidArgument
+from paceline.lengths.adl import AdaptiveDraftLength
+from paceline.lengths.base import LengthBounds, LengthContext, LengthController
+from paceline.lengths.bass import Bass
+from paceline.lengths.confidence import Confidence
+from paceline.lengths.disco import Disco
 from paceline.lengths.fixed import FixedLength
+from paceline.lengths.goodput import Goodput
+from paceline.lengths.heuristic import Heuristic
+from paceline.lengths.ldlp import LengthPredictor
+from paceline.lengths.specdecpp import SpecDecPP
 from paceline.shapes.base import Shape
+from paceline.shapes.confidence import ConfidenceTree
+from paceline.shapes.dyspec import DySpec
+from paceline.shapes.iid import IndependentSequences
 from paceline.shapes.kary import Kary, chain
+from paceline.shapes.rsd_c import BranchingVector
+from paceline.shapes.rsd_s import StochasticBeam
+from paceline.shapes.sequoia import sequoia_paths
+from paceline.shapes.template import TEMPLATES, Template
 from paceline.types import Need
 
 
@@ -37,6 +69,8 @@ class Method:
             ``COMMON_KNOBS``) does not exist for this row.
         needs: what the drafter wants from the target.
         uses: other drafters that this row's drafter is made of, by name.
+        makes_trees: its drafter makes drafts with more than one branch whatever the rule, so that
+            rules for chains are refused. (Others make chains for those.)
     """
 
     name: str
@@ -49,6 +83,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[Need] = frozenset()
     uses: tuple[str, ...] = ()
+    makes_trees: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -70,23 +105,130 @@ class Method:
         }
 
 
+# With the defaults of their knobs, which exist for every row that uses the rule.
 ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
-    rule.name: rule for rule in (Coupled(), Greedy(), Rejection())
+    rule.name: rule
+    for rule in (
+        Coupled(),
+        Greedy(),
+        Rejection(),
+        Block(),
+        RecursiveRejection(),
+        KSeq(),
+        Typical(),
+        Tolerance(),
+    )
 }
+
+# How often the demo pair's draft model is right with its first, second, ... candidate.
+RANK_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04, 0.02, 0.01)
 
 SHAPES: Mapping[str, Callable[[SpeculationConfig], Shape]] = {
     "chain": lambda config: chain(),
     "kary": lambda config: Kary(config.branching or 2),
+    "template": lambda config: Template(template_paths(config.template)),
+    "confidence": lambda config: ConfidenceTree(config.branching or 4),
+    "sequoia": lambda config: Template(
+        sequoia_paths(
+            config.rank_acceptance or RANK_ACCEPTANCE,
+            config.node_budget or 1,
+            config.num_speculative_tokens or 1,
+        )
+    ),
+    "dyspec": lambda config: DySpec(config.branching or 4),
+    "rsd_c": lambda config: BranchingVector(config.branching_vector or (2, 2, 1)),
+    "rsd_s": lambda config: StochasticBeam(config.branching or 3),
+    "iid": lambda config: IndependentSequences(config.branching or 3),
 }
 
-LENGTHS: Mapping[str, Callable[[SpeculationConfig], LengthController]] = {
-    "fixed": lambda config: FixedLength(config.num_speculative_tokens or 0, config.node_budget or 0)
+# The knobs of each shape with their defaults. ``branching`` is a knob of all (a chain ignores it).
+SHAPE_KNOBS: Mapping[str, Mapping[str, Any]] = {
+    "chain": {},
+    "kary": {"branching": 2},
+    "template": {"template": "token_recycling_80"},
+    "confidence": {"branching": 4},
+    "sequoia": {"rank_acceptance": RANK_ACCEPTANCE},
+    "dyspec": {"branching": 4},
+    "rsd_c": {"branching_vector": (2, 2, 1)},
+    "rsd_s": {"branching": 3},
+    "iid": {"branching": 3},
 }
+
+
+def template_paths(named: str | tuple[tuple[int, ...], ...] | None) -> tuple[tuple[int, ...], ...]:
+    """The paths of a template that ships, by its name, or those that were given."""
+    named = named or "token_recycling_80"
+    if not isinstance(named, str):
+        return named
+    if named not in TEMPLATES:
+        allowed = f"{', '.join(sorted(TEMPLATES))}, or a list of paths of ranks"
+        raise InvalidArgument("template", named, allowed)
+    return TEMPLATES[named]
+
+# The knobs of each controller with their defaults; a knob that is absent does not exist for it.
+# ``length_max`` None is the row's ``num_speculative_tokens``.
+LENGTH_KNOBS: Mapping[str, Mapping[str, Any]] = {
+    "fixed": {},
+    "goodput": {"length_min": 0, "length_max": None},
+    "heuristic": {"length_min": 1, "length_max": 32},
+    "confidence": {"length_min": 1, "length_max": 20, "stop_threshold": 0.4},
+    "bass": {"length_min": 1, "length_max": 32},
+    "adl": {"length_min": 2, "length_max": 30},
+    "disco": {"length_min": 1, "length_max": 20, "stop_threshold": 0.5},
+    "specdecpp": {"length_min": 2, "length_max": 20, "stop_threshold": 0.7},
+    "ldlp": {"length_min": 1, "length_max": 20},
+}
+
+LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthController]] = {
+    "fixed": lambda config, _: FixedLength(
+        config.num_speculative_tokens or 0, config.node_budget or 0
+    ),
+    "goodput": lambda config, context: Goodput(_bounds(config), config, context),
+    "heuristic": lambda config, _: Heuristic(_bounds(config)),
+    "confidence": lambda config, _: Confidence(_bounds(config), config.stop_threshold or 0.0),
+    "bass": lambda config, context: Bass(_bounds(config), config, context),
+    "adl": lambda config, _: AdaptiveDraftLength(_bounds(config)),
+    "disco": lambda config, context: Disco(_bounds(config), config.stop_threshold or 0.0, context),
+    "specdecpp": lambda config, context: SpecDecPP(
+        _bounds(config), config.stop_threshold or 0.0, context
+    ),
+    "ldlp": lambda config, context: LengthPredictor(_bounds(config), context),
+}
+
+
+def _bounds(config: SpeculationConfig) -> LengthBounds:
+    longest = config.length_max or 0
+    return LengthBounds(
+        start=config.num_speculative_tokens or 0,
+        shortest=config.length_min or 0,
+        longest=longest,
+        nodes=config.node_budget or 0,
+        is_tree=config.shape not in (None, "chain")
+        or (config.node_budget or 0) > max(config.num_speculative_tokens or 0, longest),
+    )
+
 
 # Drafters that an engine makes by itself, the first time that a request wants them. The others
 # (a draft model, a client) are given to it.
 DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "prompt_lookup": lambda context: PromptLookup(),
+    "suffix": lambda context: SuffixDecoding(),
+    "suffix_or_draft_model": lambda context: SuffixDecoding(context.drafter("draft_model")),
+    "sam": lambda context: SamDecoding(),
+    "sam_or_token_recycling": lambda context: SamDecoding(context.drafter("token_recycling")),
+    "copyspec": lambda context: CopySpec(),
+    "copyspec_or_draft_model": lambda context: CopySpec(context.drafter("draft_model")),
+    "lookahead": lambda context: Lookahead(),
+    "jacobi": lambda context: Jacobi("whole"),
+    "gauss_seidel": lambda context: Jacobi("blocks"),
+    "hybrid_jacobi": lambda context: Jacobi("hybrid"),
+    "aggressive": lambda context: AggressiveDecoding(),
+    "token_recycling": lambda context: TokenRecycling(context.vocab_size),
+    "stand": lambda context: Stand(NGramTable(context.vocab_size)),
+    "aded": lambda context: Aded(TrigramTable()),
+    "staged": Staged,
+    "rasd": Rasd,
+    "combined": lambda context: Combined(context.drafter),
 }
 
 COMMON_KNOBS = frozenset({"method", "acceptance", "length", "allow_lossy"})
@@ -125,6 +267,36 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 4, "node_budget": 14, "branching": 2},
         ),
         Method(
+            name="draft_model_confidence",
+            paper="Li et al.: EAGLE-2, 2024, arXiv 2406.16858",
+            summary="A small model drafts a tree of the tokens that it is most confident in.",
+            drafter="draft_model",
+            shape="confidence",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 6, "node_budget": 16, "branching": 4},
+        ),
+        Method(
+            name="sequoia",
+            paper="Chen et al.: Sequoia, 2024, arXiv 2402.12374",
+            summary="A small model drafts the fixed tree that is best for its acceptance rates.",
+            drafter="draft_model",
+            shape="sequoia",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 6, "node_budget": 16},
+        ),
+        Method(
+            name="dyspec",
+            paper="Xiong et al.: DySpec, 2024, arXiv 2410.11744",
+            summary="A small model drafts a tree, next where verification most likely gets to.",
+            drafter="draft_model",
+            shape="dyspec",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 6, "node_budget": 16, "branching": 4},
+        ),
+        Method(
             name="speculative_sampling",
             paper="Leviathan, Kalman, Matias: Fast Inference via Speculative Decoding, 2022, "
             "arXiv 2211.17192; Chen et al., 2023, arXiv 2302.01318",
@@ -138,6 +310,83 @@ METHODS: Mapping[str, Method] = {
                 "node_budget": None,
                 "branching": None,
                 "draft_support": 64,
+            },
+        ),
+        Method(
+            name="rsd_c",
+            paper="Jeon et al.: Recursive Speculative Decoding, 2024, arXiv 2402.14160",
+            summary="A small model samples a tree without replacement, so many children a level.",
+            drafter="draft_model",
+            shape="rsd_c",
+            acceptance="recursive_rejection",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": None,
+                "node_budget": None,
+                "branching_vector": (2, 2, 1, 1),
+                "draft_support": 64,
+            },
+        ),
+        Method(
+            name="rsd_s",
+            paper="Jeon et al.: Recursive Speculative Decoding, 2024, arXiv 2402.14160",
+            summary="A small model samples a tree by stochastic beam search.",
+            drafter="draft_model",
+            shape="rsd_s",
+            acceptance="recursive_rejection",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 4,
+                "node_budget": None,
+                "branching": 3,
+                "draft_support": 64,
+            },
+        ),
+        Method(
+            name="spectr",
+            paper="Sun et al.: SpecTr, 2023, arXiv 2310.15141",
+            summary="A small model samples independent sequences; k-SEQ picks among them.",
+            drafter="draft_model",
+            shape="iid",
+            acceptance="k_seq",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 4,
+                "node_budget": None,
+                "branching": 3,
+                "draft_support": 64,
+            },
+        ),
+        Method(
+            name="block_verification",
+            paper="Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh: Block Verification "
+            "Accelerates Speculative Decoding, 2024, arXiv 2403.10444",
+            summary="A small model samples a chain, which is verified as a whole.",
+            drafter="draft_model",
+            shape="chain",
+            acceptance="block",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 4,
+                "node_budget": None,
+                "branching": None,
+                "draft_support": 64,
+            },
+        ),
+        Method(
+            name="typical_acceptance",
+            paper="Cai et al.: Medusa, 2024, arXiv 2401.10774",
+            summary="Keeps a small model's tokens that the target finds plausible (lossy).",
+            drafter="draft_model",
+            shape="kary",
+            acceptance="typical",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 4,
+                "node_budget": 14,
+                "branching": 2,
+                "typical_epsilon": 0.09,
+                "typical_delta": 0.3,
             },
         ),
         Method(
@@ -155,6 +404,312 @@ METHODS: Mapping[str, Method] = {
                 "ngram_max": 3,
                 "ngram_min": 1,
             },
+        ),
+        Method(
+            name="suffix_decoding",
+            paper="Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
+            summary="Follows what most often came after the longest known suffixes.",
+            drafter="suffix",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 24,
+                "node_budget": None,
+                "use_tree": False,
+                "draft_per_match": 1.0,
+                "draft_offset": 0,
+                "min_token_prob": 0.1,
+            },
+        ),
+        Method(
+            name="suffix_decoding_tree",
+            paper="Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
+            summary="Suffix decoding with the most probable tree of continuations.",
+            drafter="suffix",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 24,
+                "node_budget": 32,
+                "use_tree": True,
+                "draft_per_match": 1.0,
+                "draft_offset": 0,
+                "min_token_prob": 0.1,
+            },
+        ),
+        Method(
+            name="suffix_decoding_hybrid",
+            paper="Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
+            summary="Suffix decoding where it expects much, else a small model drafts a chain.",
+            drafter="suffix_or_draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 24,
+                "node_budget": None,
+                "use_tree": False,
+                "draft_per_match": 1.0,
+                "draft_offset": 0,
+                "min_token_prob": 0.1,
+                "min_score": 3.0,
+                "fallback_depth": 6,
+            },
+            uses=("draft_model",),
+        ),
+        Method(
+            name="sam_decoding",
+            paper="Hu et al.: SAM Decoding: Speculative Decoding via Suffix Automaton, 2024, "
+            "arXiv 2411.10666",
+            summary="Copies what followed the longest suffix, from here or from earlier outputs.",
+            drafter="sam",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 60,
+                "node_budget": None,
+                "min_match": 5,
+                "corpus_bias": 5,
+                "draft_per_match": 4.0,
+            },
+        ),
+        Method(
+            name="sam_token_recycling",
+            paper="Hu et al.: SAM Decoding: Speculative Decoding via Suffix Automaton, 2024, "
+            "arXiv 2411.10666",
+            summary="Copies after a long match, otherwise token recycling drafts a tree.",
+            drafter="sam_or_token_recycling",
+            shape="template",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 40,
+                "node_budget": 80,
+                "template": "token_recycling_80",
+                "min_match": 5,
+                "corpus_bias": 5,
+                "draft_per_match": None,
+                "fallback_depth": 6,
+            },
+            needs=frozenset({Need.TREE_LOGITS}),
+            uses=("token_recycling",),
+        ),
+        Method(
+            name="copyspec",
+            paper="Dumitru et al.: CopySpec, 2025, arXiv 2502.08923",
+            summary="Copies what followed the first occurrence of the last tokens.",
+            drafter="copyspec",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 10,
+                "node_budget": None,
+                "min_match": 3,
+            },
+        ),
+        Method(
+            name="copyspec_draft_model",
+            paper="Dumitru et al.: CopySpec, 2025, arXiv 2502.08923",
+            summary="CopySpec where the last tokens occurred, else a small model drafts a chain.",
+            drafter="copyspec_or_draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 10,
+                "node_budget": None,
+                "min_match": 3,
+                "fallback_depth": 5,
+            },
+            uses=("draft_model",),
+        ),
+        Method(
+            name="aggressive_tolerance",
+            paper="Ge, Xia, Sun, Chen, Wei: Lossless Acceleration for Seq2seq Generation with "
+            "Aggressive Decoding, 2022, arXiv 2205.10350",
+            summary="Copies from the context; keeps tokens that are nearly the best (lossy).",
+            drafter="prompt_lookup",
+            shape=None,
+            acceptance="tolerance",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 10,
+                "node_budget": None,
+                "ngram_max": 3,
+                "ngram_min": 1,
+                "tolerance_beta": 5,
+                "tolerance_tau": 3.0,
+            },
+        ),
+        Method(
+            name="lookahead",
+            paper="Fu, Bailis, Stoica, Zhang: Lookahead Decoding, 2024, arXiv 2402.02057",
+            summary="Tries n-grams that the target itself made in a window of Jacobi iterations.",
+            drafter="lookahead",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": None,
+                "node_budget": None,
+                "window_size": 7,
+                "ngram_size": 5,
+                "pool_guesses": 7,
+                "pool_from_prompt": True,
+            },
+            needs=frozenset({Need.TREE_LOGITS}),
+            makes_trees=True,
+        ),
+        Method(
+            name="jacobi",
+            paper="Santilli et al.: Accelerating Transformer Inference for Translation via "
+            "Parallel Decoding, 2023, arXiv 2305.10427",
+            summary="Refines the target's guesses for all of the next positions at once.",
+            drafter="jacobi",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 16, "node_budget": None},
+            needs=frozenset({Need.TREE_LOGITS}),
+        ),
+        Method(
+            name="gauss_seidel",
+            paper="Santilli et al.: Accelerating Transformer Inference for Translation via "
+            "Parallel Decoding, 2023, arXiv 2305.10427",
+            summary="Refines guesses block by block, each of one token more than the draft.",
+            drafter="gauss_seidel",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 4, "node_budget": None},
+            needs=frozenset({Need.TREE_LOGITS}),
+        ),
+        Method(
+            name="hybrid_jacobi",
+            paper="Santilli et al.: Accelerating Transformer Inference for Translation via "
+            "Parallel Decoding, 2023, arXiv 2305.10427",
+            summary="Refines guesses block by block for an estimated length, then decodes as AR.",
+            drafter="hybrid_jacobi",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 4,
+                "node_budget": None,
+                "parallel_tokens": None,
+            },
+            needs=frozenset({Need.TREE_LOGITS}),
+        ),
+        Method(
+            name="aggressive",
+            paper="Ge et al.: Lossless Acceleration for Seq2seq Generation with Aggressive "
+            "Decoding, 2022, arXiv 2205.10350",
+            summary="Copies the prompt, for rewriting tasks, and finds its place after an edit.",
+            drafter="aggressive",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 32,
+                "node_budget": None,
+                "ngram_max": 4,
+                "ngram_min": 1,
+            },
+        ),
+        Method(
+            name="token_recycling",
+            paper="Luo et al.: Turning Trash into Treasure: Accelerating Inference of Large "
+            "Language Models with Token Recycling, 2024, arXiv 2408.08696",
+            summary="Remembers the best successors of every token that the target looked at.",
+            drafter="token_recycling",
+            shape="template",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 6,
+                "node_budget": 80,
+                "template": "token_recycling_80",
+            },
+            needs=frozenset({Need.TREE_LOGITS}),
+        ),
+        Method(
+            name="stand",
+            paper="Song et al.: Accelerated Test-Time Scaling with Model-Free Speculative "
+            "Sampling, 2025, arXiv 2506.04708",
+            summary="Draws from averaged distributions that the target had after an n-gram.",
+            drafter="stand",
+            shape="sequoia",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 6, "node_budget": 16, "ngram_max": 3},
+            needs=frozenset({Need.TREE_LOGITS}),
+        ),
+        Method(
+            name="aded",
+            paper="Liu et al.: Adaptive Draft-Verification for Efficient Large Language Model "
+            "Decoding, 2024, arXiv 2407.12021",
+            summary="Searches a table of trigrams, in which the latest context weighs more.",
+            drafter="aded",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 5, "node_budget": 64, "search_iterations": 50},
+        ),
+        Method(
+            name="staged",
+            paper="Spector, Ré: Accelerating LLM Inference with Staged Speculative Decoding, 2023, "
+            "arXiv 2308.04623",
+            summary="N-grams draft for the draft model, which drafts for the target.",
+            drafter="staged",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 6,
+                "node_budget": 12,
+                "branching": None,
+                "stage_tokens": 4,
+                "ngram_max": 4,
+                "ngram_min": 2,
+            },
+            uses=("draft_model",),
+        ),
+        Method(
+            name="rasd",
+            paper="Quan et al.: RASD: Retrieval-Augmented Speculative Decoding, 2025, "
+            "arXiv 2503.03434",
+            summary="Fuses a retrieved tree, pruned by the draft model, with the draft model's.",
+            drafter="rasd",
+            shape="confidence",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 6,
+                "node_budget": 20,
+                "branching": 4,
+                "prune_threshold": 0.01,
+            },
+            uses=("draft_model",),
+        ),
+        Method(
+            name="combined",
+            paper="Paceline: several drafters, one verified tree",
+            summary="Merges the trees of several drafters under one node budget.",
+            drafter="combined",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "drafters": ("prompt_lookup", "draft_model"),
+                "num_speculative_tokens": 6,
+                "node_budget": 16,
+                "branching": None,
+            },
+            uses=("prompt_lookup", "draft_model"),
         ),
     )
 }

@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.acceptance.base import AcceptanceRule
-from paceline.config import SpeculationConfig
+from paceline.acceptance.base import AcceptanceRule, knobs_of, with_knobs
+from paceline.config import MAX_NODES, SpeculationConfig
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import LengthController
-from paceline.methods import ACCEPTANCE_RULES, COMMON_KNOBS, LENGTHS, METHODS, SHAPES, Method
+from paceline.lengths.base import LengthContext, LengthController
+from paceline.methods import (
+    ACCEPTANCE_RULES,
+    COMMON_KNOBS,
+    LENGTH_KNOBS,
+    LENGTHS,
+    METHODS,
+    SHAPE_KNOBS,
+    SHAPES,
+    Method,
+    template_paths,
+)
 from paceline.shapes.base import Shape
+from paceline.shapes.rsd_c import BranchingVector
+from paceline.types import Need
+
+# Wide enough to lose little acceptance, narrow enough to travel; any width is exact.
+DRAFT_SUPPORT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A validated SpeculationConfig with its parts: what a session carries.
 
-    ``config`` has every knob of the row filled in.
+    ``config`` has every knob of the row filled in. ``parts`` are the rows of the drafters that
+    the knob ``drafters`` names, if the row has it.
     """
 
     config: SpeculationConfig
     method: Method
     shape: Shape | None
     rule: AcceptanceRule
+    parts: tuple[Method, ...] = ()
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """Every drafter that takes part, the row's own first."""
-        return (self.method.drafter, *self.method.uses)
+        chosen = tuple(name for row in self.parts for name in (row.drafter, *row.uses))
+        return (self.method.drafter, *(chosen or self.method.uses))
 
-    def new_length_controller(self) -> LengthController:
-        return LENGTHS[self.config.length or self.method.length](self.config)
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What all drafters together want from the target."""
+        return self.method.needs.union(*(row.needs for row in self.parts))
+
+    def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
+        """A controller for one session; ``context`` is what its engine tells all of them.
+
+        Raises:
+            InvalidArgument: a trained controller has no weights, or none that fit.
+        """
+        name = self.config.length or self.method.length
+        return LENGTHS[name](self.config, context or LengthContext())
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:
@@ -46,8 +75,25 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     if method is None:
         raise InvalidArgument("method", config.method, f"one of {', '.join(sorted(catalogue))}")
     given = config.overrides()
+    parts = _parts(method, given, catalogue)
+    # A row that is made of others has their knobs as well; its own defaults count first.
+    defaults = {key: value for row in (*parts, method) for key, value in row.defaults.items()}
     has_shape = method.shape is not None
-    known = COMMON_KNOBS | method.defaults.keys() | ({"shape", "branching"} if has_shape else set())
+    length = given.get("length", method.length)
+    _one_of("length", length, LENGTHS)
+    acceptance = given.get("acceptance", method.acceptance)
+    _one_of("acceptance", acceptance, ACCEPTANCE_RULES)
+    rule = ACCEPTANCE_RULES[acceptance]
+    rule_knobs = knobs_of(rule)
+    if rule.draws.needs_q and has_shape:
+        rule_knobs["draft_support"] = DRAFT_SUPPORT
+    known = COMMON_KNOBS | LENGTH_KNOBS[length].keys() | rule_knobs.keys() | defaults.keys()
+    shape_name = given.get("shape", method.shape)
+    if has_shape:
+        _one_of("shape", shape_name, SHAPES)
+    shape_knobs = SHAPE_KNOBS[shape_name] if shape_name else {}
+    if has_shape:
+        known |= {"shape", "branching"} | shape_knobs.keys()
     for key in given:
         if key not in known:
             raise InvalidArgument(
@@ -59,40 +105,157 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
         "shape": method.shape,
         "acceptance": method.acceptance,
         "length": method.length,
-        **{key: value for key, value in method.defaults.items() if value is not None},
+        **{key: value for key, value in LENGTH_KNOBS[length].items() if value is not None},
+        **shape_knobs,
+        **rule_knobs,
+        **{key: value for key, value in defaults.items() if value is not None},
         **given,
     }
-    _one_of("shape", values["shape"], SHAPES if has_shape else {None: None})
-    _one_of("acceptance", values["acceptance"], ACCEPTANCE_RULES)
-    _one_of("length", values["length"], LENGTHS)
-    rule = ACCEPTANCE_RULES[values["acceptance"]]
-    if not rule.lossless and not values.get("allow_lossy"):
-        raise InvalidArgument("acceptance", rule.name, "a lossless rule, or allow_lossy: true")
-    if rule.chain_only and values["shape"] not in (None, "chain"):
-        raise InvalidArgument(
-            "acceptance",
-            rule.name,
-            f"a rule that verifies trees ('coupled', 'greedy') with shape {values['shape']!r}, "
-            "or shape 'chain'",
-        )
+    rule = with_knobs(rule, values)
+    _check_rule(rule, values, method, parts)
     if "ngram_min" in values and values["ngram_min"] > values["ngram_max"]:
         raise InvalidArgument(
             "ngram_min", values["ngram_min"], f"<= ngram_max ({values['ngram_max']})"
         )
-    if values.get("shape") != "kary":
-        values.pop("branching", None)
-        values.setdefault("node_budget", values["num_speculative_tokens"])
-    else:
-        values.setdefault("branching", 2)
-        values.setdefault("node_budget", _kary_nodes(values))
+    if "window_size" in values:
+        _fit_lookahead(values)
+    if shape_name:
+        _fit_shape(values, given, method)
+    longest = _set_length_bounds(values, LENGTH_KNOBS[length])
+    values.setdefault("node_budget", _default_nodes(values, longest))
     resolved = SpeculationConfig.model_validate(values)
-    shape = SHAPES[values["shape"]](resolved) if has_shape else None
-    return Plan(resolved, method, shape, rule)
+    shape = SHAPES[shape_name](resolved) if shape_name else None
+    if shape is not None and rule.draws not in shape.draws:
+        fitting = [n for n, make in SHAPES.items() if rule.draws in make(resolved).draws]
+        raise InvalidArgument(
+            "shape",
+            shape_name,
+            f"a shape that rule {rule.name!r} ({rule.draws.value}) can verify: "
+            + ", ".join(sorted(fitting)),
+        )
+    return Plan(resolved, method, shape, rule, parts)
 
 
-def _kary_nodes(values: Mapping[str, Any]) -> int:
-    width, depth = values["branching"], values["num_speculative_tokens"]
-    return int(min(64, sum(width**level for level in range(1, depth + 1))))
+def _check_rule(
+    rule: AcceptanceRule, values: Mapping[str, Any], method: Method, parts: Sequence[Method]
+) -> None:
+    """That a lossy rule is wanted, and that a rule for chains gets chains."""
+    rules = ACCEPTANCE_RULES.values()
+    if not rule.lossless and not values.get("allow_lossy"):
+        lossless = ", ".join(sorted(other.name for other in rules if other.lossless))
+        raise InvalidArgument(
+            "acceptance", rule.name, f"a lossless rule ({lossless}), or allow_lossy: true"
+        )
+    if not rule.chain_only:
+        return
+    for_trees = ", ".join(
+        sorted(r.name for r in rules if not r.chain_only and (r.lossless or not rule.lossless))
+    )
+    if values["shape"] not in (None, "chain"):
+        raise InvalidArgument(
+            "acceptance",
+            rule.name,
+            f"a rule that verifies trees ({for_trees}) with shape {values['shape']!r}; this one "
+            "verifies chains only: shape 'chain'",
+        )
+    trees = [row.name for row in (method, *parts) if row.makes_trees]
+    if trees:
+        raise InvalidArgument(
+            "acceptance",
+            rule.name,
+            f"a rule that verifies trees ({for_trees}) with {trees[0]}, whose drafts are trees; "
+            "this one verifies chains only",
+        )
+
+
+def _parts(
+    method: Method, given: Mapping[str, Any], catalogue: Mapping[str, Method]
+) -> tuple[Method, ...]:
+    """The rows of the drafters that a row merges; none for a row without the knob."""
+    if "drafters" not in method.defaults:
+        return ()
+    names = tuple(given.get("drafters", method.defaults["drafters"]))
+    rows: dict[str, Method] = {}
+    for row in catalogue.values():  # a drafter's first row says which knobs it has
+        if row.drafter not in ("none", "client") and "drafters" not in row.defaults:
+            rows.setdefault(row.drafter, row)
+    for i, name in enumerate(names):
+        _one_of(f"drafters[{i}]", name, rows)
+    parts = tuple(rows[name] for name in names)
+    seen: set[str] = set()
+    for i, row in enumerate(parts):
+        twice = sorted(seen.intersection((row.drafter, *row.uses)))
+        if twice:
+            raise InvalidArgument(
+                f"drafters[{i}]", row.drafter, f"a drafter without {twice[0]!r}, which is there"
+            )
+        seen.update((row.drafter, *row.uses))
+    return parts
+
+
+def _fit_shape(values: dict[str, Any], given: Mapping[str, Any], method: Method) -> None:
+    """Drop the row's values for another shape than the chosen one; depth of a fixed tree."""
+    shape = values["shape"]
+    if shape != method.shape:
+        for knob in {"node_budget", "branching"} - given.keys():
+            values.pop(knob, None)
+        values |= {k: v for k, v in SHAPE_KNOBS[shape].items() if k not in given}
+    for knob in set().union(*SHAPE_KNOBS.values()) - SHAPE_KNOBS[shape].keys():
+        values.pop(knob, None)
+    # Where the shape is only for a fallback, the row's depth is that of copies.
+    if "num_speculative_tokens" not in given and "fallback_depth" not in values:
+        if shape == "rsd_c":
+            values["num_speculative_tokens"] = len(values["branching_vector"])
+        if shape == "template":
+            values["num_speculative_tokens"] = max(map(len, template_paths(values["template"])))
+
+
+def _default_nodes(values: Mapping[str, Any], depth: int) -> int:
+    """Nodes of a draft that is ``depth`` deep."""
+    shape, width = values["shape"], values.get("branching", 1)
+    if depth == 0:
+        return 0
+    if shape == "kary":
+        return int(min(64, sum(width**level for level in range(1, depth + 1))))
+    if shape == "template":
+        nodes = sum(len(path) <= depth for path in template_paths(values["template"]))
+    elif shape == "rsd_c":
+        nodes = BranchingVector(values["branching_vector"][:depth]).num_nodes
+    elif shape in ("rsd_s", "iid"):
+        nodes = width * depth
+    elif shape in ("confidence", "dyspec", "sequoia"):
+        nodes = 3 * depth
+    else:
+        nodes = depth
+    return int(min(MAX_NODES, nodes))
+
+
+def _set_length_bounds(values: dict[str, Any], knobs: Mapping[str, Any]) -> int:
+    """Fill in the depths between which the controller chooses; the longest of them."""
+    depth: int = values.get("num_speculative_tokens") or 0
+    if "length_max" not in knobs:
+        return depth
+    if depth == 0:  # AR, whatever the controller
+        values["length_min"] = values["length_max"] = 0
+    longest: int = values.setdefault("length_max", depth)
+    shortest = values["length_min"]
+    if shortest > longest:
+        raise InvalidArgument("length_min", shortest, f"<= length_max ({longest})")
+    return longest
+
+
+def _fit_lookahead(values: dict[str, Any]) -> None:
+    """Depth and nodes that the window and the pool of lookahead decoding need."""
+    window, size, guesses = (values[k] for k in ("window_size", "ngram_size", "pool_guesses"))
+    nodes = (window + guesses) * (size - 1)
+    if nodes > MAX_NODES:
+        raise InvalidArgument(
+            "window_size",
+            window,
+            f"(window_size + pool_guesses) * (ngram_size - 1) <= {MAX_NODES}, got {nodes}",
+        )
+    values.setdefault("num_speculative_tokens", window + size - 2)
+    values.setdefault("node_budget", nodes)
 
 
 def _one_of(field_name: str, value: Any, known: Mapping[Any, Any]) -> None:

@@ -235,8 +235,8 @@ def _token_counters(vocab_size: int) -> npt.NDArray[np.uint64]:
         return np.arange(vocab_size, dtype=np.uint64) * np.uint64(_GOLDEN)
 
 
-def _uniforms(seed: int, position: int, vocab_size: int, salt: int) -> Probs:
-    bits = _token_counters(vocab_size) + np.uint64(_stream(seed, position, salt))
+def _uniforms(counters: npt.NDArray[np.uint64], seed: int, position: int, salt: int) -> Probs:
+    bits = counters + np.uint64(_stream(seed, position, salt))
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(_MIX1)
     bits ^= bits >> np.uint64(27)
@@ -249,18 +249,29 @@ def _uniforms(seed: int, position: int, vocab_size: int, salt: int) -> Probs:
     return result
 
 
+def _as_gumbel(noise: Probs) -> Probs:
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    return noise
+
+
 def gumbel(seed: int, position: int, vocab_size: int, salt: int = Salt.TARGET) -> Probs:
     """Standard Gumbel noise for every token id at a position.  # [vocab_size] float64
 
     Value ``v`` depends on (seed, position, v, salt) only: the noise for a subset of the
     vocabulary is the subset of the noise.
     """
-    noise = _uniforms(seed, position, vocab_size, salt)
-    np.log(noise, out=noise)
-    np.negative(noise, out=noise)
-    np.log(noise, out=noise)
-    np.negative(noise, out=noise)
-    return noise
+    return _as_gumbel(_uniforms(_token_counters(vocab_size), seed, position, salt))
+
+
+def gumbel_at(
+    seed: int, position: int, token_ids: npt.NDArray[np.int64], salt: int = Salt.TARGET
+) -> Probs:
+    """What :func:`gumbel` gives to these token ids.  # [len(token_ids)] float64"""
+    counters = token_ids.astype(np.uint64) * np.uint64(_GOLDEN)
+    return _as_gumbel(_uniforms(counters, seed, position, salt))
 
 
 def _exact_log(value: float) -> float:

@@ -12,7 +12,7 @@ from paceline.sampling import SamplingParams
 from paceline.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
-    from paceline.lengths.base import LengthController
+    from paceline.lengths.base import LengthContext, LengthController
     from paceline.plan import Plan
     from paceline.tokenizer import Tokenizer
 
@@ -109,13 +109,14 @@ class Session:
         eos_token_ids: Iterable[int] = (),
         max_length: int | None = None,
         tokenizer: Tokenizer | None = None,
+        length_context: LengthContext | None = None,
     ) -> None:
         self.session_id = session_id
         self.token_ids: list[int] = list(prompt_ids)
         self.prompt_length = len(self.token_ids)
         self.params = params
         self.plan = plan
-        self.length_controller: LengthController = plan.new_length_controller()
+        self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()
         self.finish_reason: str | None = None
@@ -155,6 +156,10 @@ class Session:
     @property
     def finished(self) -> bool:
         return self.state is SessionState.FINISHED
+
+    def stops_at(self, token: int) -> bool:
+        """Whether this token would end the generation."""
+        return token in self._stop_ids
 
     def commit(self, token_ids: Iterable[int]) -> tuple[int, ...]:
         """Append tokens one by one, as AR would, and stop at the first stop condition.

@@ -70,6 +70,11 @@ def clip(draft: Draft, max_depth: int, max_nodes: int) -> Draft:
     if len(keep) == draft.num_nodes:
         return draft
     # Parents come before children and are less deep, so a kept node's parent is kept too.
+    return subset(draft, keep)
+
+
+def subset(draft: Draft, keep: npt.NDArray[np.int64]) -> Draft:
+    """The tree of some of a draft's nodes: ascending, each together with its parent."""
     place = np.full(draft.num_nodes + 1, -1, np.int32)
     place[keep] = np.arange(len(keep))
     probs = draft.probs
@@ -104,3 +109,22 @@ def merge(drafts: Sequence[Draft], max_nodes: int | None = None) -> Draft:
                 parents.append(key[0])
             place[node] = index[key]
     return Draft(np.asarray(token_ids, np.int64), np.asarray(parents, np.int32))
+
+
+def align(part: Draft, whole: Draft) -> IndexArray:
+    """For each node of ``part`` the node of ``whole`` with the same token path, or -1.  # int32[N]
+
+    Of several nodes of ``whole`` with one path, the first counts.
+    """
+    index: dict[tuple[int, int], int] = {}
+    for node, step in enumerate(
+        zip(whole.parent_indices.tolist(), whole.token_ids.tolist(), strict=True)
+    ):
+        index.setdefault(step, node)
+    place = np.full(part.num_nodes, -1, np.int32)
+    for node, (parent, token) in enumerate(
+        zip(part.parent_indices.tolist(), part.token_ids.tolist(), strict=True)
+    ):
+        if parent < 0 or place[parent] >= 0:
+            place[node] = index.get((int(place[parent]) if parent >= 0 else -1, token), -1)
+    return place

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, S
 from paceline.methods import METHODS, Method
 from paceline.plan import Plan, resolve
 from paceline.session import Session
+from paceline.tree import clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 from rpc.errors import PrefixDiverged, to_status
 from rpc.gen.paceline.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -44,12 +45,15 @@ _NO_VERIFICATION = Verification(torch.empty(0, 0))
 class _Mirror:
     """A target's session as this drafter knows it."""
 
-    __slots__ = ("asked", "draft", "session", "touched_at")
+    __slots__ = ("ahead", "asked", "draft", "ready", "session", "touched_at")
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.draft = EMPTY_DRAFT  # the one after these tokens, to find the accepted path in
         self.asked: Budget | None = None  # what that draft was made for
+        # What would follow that draft if all of it is accepted, the target's next token first.
+        self.ahead = EMPTY_DRAFT
+        self.ready = EMPTY_DRAFT  # the draft after these tokens, when ``ahead`` was right
         self.touched_at = time.monotonic()
 
 
@@ -144,6 +148,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         result.error.CopyFrom(to_status(draft))
                 reply.draft_seconds = time.perf_counter() - started
                 yield reply
+                asked = (mirrors.get(item.session_id) for item in frame.items if not item.close)
+                self._draft_ahead(mirror for mirror in asked if mirror is not None)
         finally:
             for session_id in list(mirrors):
                 self._drop(mirrors, session_id)
@@ -166,6 +172,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     continue
                 if mirror.asked == budget:
                     results[i] = mirror.draft  # asked again: the answer was lost
+                    continue
+                if mirror.ready.num_nodes >= min(budget.depth, budget.nodes):
+                    mirror.draft = clip(mirror.ready, budget.depth, budget.nodes)
+                    mirror.asked = budget
+                    results[i] = mirror.draft
                     continue
                 if mirror.asked is not None:  # drafters draft once after a token
                     mirror = self._reopen(mirrors, item.session_id, mirror.session.length)
@@ -193,6 +204,38 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 if id(mirror.session) in touched:
                     self._drop(mirrors, session_id)
         return results
+
+    def _draft_ahead(self, mirrors: Iterable[_Mirror]) -> None:
+        """Draft what follows if the target accepts everything, while it verifies.
+
+        The guess is the drafted tokens and the drafter's own idea of the target's next one. When
+        it comes true, the next draft is there at once.
+        """
+        if not getattr(self._drafter, "rewinds", False):
+            return
+        guesses: list[tuple[_Mirror, Budget]] = []
+        for mirror in mirrors:
+            draft, asked = mirror.draft, mirror.asked
+            if asked is None or not draft.num_nodes or mirror.session.plan.rule.draws.needs_q:
+                continue  # a draft with q is not made before its time: it would be large
+            depth = draft.num_nodes + 1
+            length = mirror.session.length + draft.num_nodes + depth
+            fits = self._context_length is None or length <= self._context_length
+            if fits and is_chain(draft.parent_indices):
+                guesses.append((mirror, Budget(depth, depth)))
+        for mirror, _ in guesses:
+            mirror.session.token_ids += mirror.draft.token_ids.tolist()
+        try:
+            if guesses:
+                sessions = [mirror.session for mirror, _ in guesses]
+                drafts = self._drafter.propose(sessions, [budget for _, budget in guesses])
+                for (mirror, _), draft in zip(guesses, drafts, strict=True):
+                    mirror.ahead = draft
+        except Exception:  # the next propose meets it again, and tells the target
+            logger.exception("%s cannot draft ahead", type(self._drafter).__name__)
+        finally:
+            for mirror, _ in guesses:
+                del mirror.session.token_ids[-mirror.draft.num_nodes :]
 
     # --- unary calls ------------------------------------------------------------------------------
 
@@ -303,8 +346,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             mirror.session.token_ids.extend(tokens)
             return mirror
         if tokens:
-            path = accepted_path(mirror.draft, tokens)
+            guess, mirror.ahead, mirror.ready = mirror.ahead, EMPTY_DRAFT, EMPTY_DRAFT
             session.token_ids.extend(tokens)
+            if guess.num_nodes:
+                if tokens == [*mirror.draft.token_ids.tolist(), int(guess.token_ids[0])]:
+                    mirror.ready = Draft.chain(guess.token_ids[1:])
+                mirror.draft, mirror.asked = EMPTY_DRAFT, None
+                return mirror  # a drafter that drafts ahead looks at the tokens only
+            path = accepted_path(mirror.draft, tokens)
             observed.append(
                 (
                     session,

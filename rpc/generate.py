@@ -1,6 +1,8 @@
 """Generate the Python stubs of ``rpc/proto`` into ``rpc/gen``: ``python -m rpc.generate``.
 
-``--check`` writes nothing and fails when the committed stubs are not what the protos give.
+A knob of :class:`paceline.config.SpeculationConfig` that the message ``Speculation`` lacks is added
+to it first, with the next number; fields that are there are never touched. ``--check`` writes
+nothing and fails when the committed files are not what this would write.
 Needs ``grpcio-tools`` and ``mypy-protobuf`` (in the extra ``dev``).
 """
 
@@ -11,16 +13,64 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
+import types
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from paceline.config import SpeculationConfig
 
 ROOT = Path(__file__).resolve().parent
 PROTO = ROOT / "proto"
 GEN = ROOT / "gen"
+COMMON = PROTO / "paceline" / "v1" / "common.proto"
+
+_SPECULATION = re.compile(r"message Speculation \{\n.*?\n\}\n", re.DOTALL)
+_FIELD = re.compile(r"^  (?:optional|repeated) \w+ (\w+) = (\d+);$", re.MULTILINE)
+_SCALARS = {bool: "bool", int: "int32", float: "double", str: "string"}
 
 # protoc derives Python imports from proto paths, so `import "paceline/v1/common.proto"` becomes an
 # import from the library package `paceline`. The stubs live in `rpc.gen` instead.
 _IMPORT = re.compile(r"^(from|import) paceline\.v1\b", re.MULTILINE)
+
+
+def with_all_knobs(proto: str) -> str:
+    """``common.proto`` with a field for every knob that the message Speculation lacks."""
+    found = _SPECULATION.search(proto)
+    if found is None:
+        raise SystemExit(f"{COMMON} has no message Speculation")
+    message = found.group()
+    present = {name: int(number) for name, number in _FIELD.findall(message)}
+    number = max(present.values(), default=0)
+    added = []
+    for name, field in SpeculationConfig.model_fields.items():
+        if name not in present:
+            number += 1
+            comment = textwrap.wrap(field.description or name, 95)
+            added += [f"  // {line}" for line in comment]
+            added.append(f"  {_proto_type(name, field.annotation)} {name} = {number};")
+    if not added:
+        return proto
+    return proto.replace(message, "\n".join([message.removesuffix("}\n").rstrip(), *added, "}\n"]))
+
+
+def _proto_type(knob: str, annotation: Any) -> str:
+    """``optional int32`` for ``int | None``, ``repeated string`` for ``tuple[str, ...] | None``.
+
+    What can be a text or a list is a string (see :func:`rpc.messages.speculation_to_message`).
+    """
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        annotation = str if str in kinds else kinds[0] if len(kinds) == 1 else annotation
+    label = "optional"
+    if get_origin(annotation) is tuple:
+        label, annotation = "repeated", get_args(annotation)[0]
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if annotation not in _SCALARS:
+        raise SystemExit(f"knob {knob}: no proto type for {annotation}")
+    return f"{label} {_SCALARS[annotation]}"
 
 
 def _site(package: str) -> Path:
@@ -61,20 +111,22 @@ def render() -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """Committed stubs that differ from what the protos give, or should not be there."""
+    """Committed files that differ from what :func:`write` gives, or should not be there."""
     wanted = render()
     present = {
         str(path.relative_to(GEN)): path.read_text()
         for path in GEN.rglob("*_pb2*.py*")
         if "__pycache__" not in path.parts
     }
-    return sorted(
+    proto = COMMON.read_text()
+    return ([] if proto == with_all_knobs(proto) else [str(COMMON.relative_to(ROOT))]) + sorted(
         name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name)
     )
 
 
 def write() -> None:
-    """Replace the stubs."""
+    """Bring the proto up to the schema, and replace the stubs."""
+    COMMON.write_text(with_all_knobs(COMMON.read_text()))
     wanted = render()
     for path in GEN.rglob("*_pb2*.py*"):
         if "__pycache__" not in path.parts:
@@ -92,7 +144,7 @@ def main() -> None:
         different = stale()
         if different:
             sys.exit(
-                "stale stubs in rpc/gen, run `python -m rpc.generate`:\n  " + "\n  ".join(different)
+                "stale files in rpc, run `python -m rpc.generate`:\n  " + "\n  ".join(different)
             )
         print("rpc/gen is up to date")
     else:

@@ -91,7 +91,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self, request: generate_pb2.GetModelRequest, context: Context
     ) -> generate_pb2.Model:
         engine = self._thread.engine
-        methods = [m.name for m in engine.catalogue.values() if m.drafter in engine.drafters]
+        methods = [m.name for m in engine.catalogue.values() if engine.refusal(m) is None]
         return generate_pb2.Model(
             name=self._model.name,
             vocab_size=engine.target.vocab_size,

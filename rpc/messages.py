@@ -7,6 +7,7 @@ and in ``common.proto`` needs no code here.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -105,12 +106,33 @@ def speculation_from_message(message: common_pb2.Speculation) -> SpeculationConf
     Raises:
         InvalidArgument: naming the field as ``speculation.<name>``.
     """
-    return parse_speculation(_given(message, "speculation"))
+    values = _given(message, "speculation")
+    return parse_speculation({name: _list_in(value) for name, value in values.items()})
 
 
 def speculation_to_message(config: SpeculationConfig) -> common_pb2.Speculation:
-    """How to speculate, for the wire."""
-    return build(common_pb2.Speculation, "speculation.", **config.overrides())
+    """How to speculate, for the wire.
+
+    A knob that can be a text or a list has a string field, which holds a list as JSON.
+    """
+    fields = common_pb2.Speculation.DESCRIPTOR.fields_by_name
+    values = {
+        name: json.dumps(value)
+        if isinstance(value, tuple) and not fields[name].is_repeated
+        else value
+        for name, value in config.overrides().items()
+    }
+    return build(common_pb2.Speculation, "speculation.", **values)
+
+
+def _list_in(value: Any) -> Any:
+    """The list that a string holds, or the value itself."""
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def draft_from_message(message: Any, vocab_size: int, *, max_nodes: int = MAX_NODES) -> Draft:

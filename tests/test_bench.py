@@ -202,14 +202,11 @@ def test_sampled_tokens_are_compared_where_they_have_to_agree(
     )
     result = run_bench(options)
     identical = {row["method"]: row["identical_to_ar"] for row in rows_of(result, category="all")}
+    # No peers: their noise is another one.
     assert identical == {
-        "ar": True,
-        "draft_model": True,
-        "draft_model_tree": True,
-        "speculative_sampling": None,
-        "prompt_lookup": True,
+        **{n: METHODS[n].acceptance == "coupled" or None for n in ENGINE_METHODS},
         "draft_model:num_speculative_tokens=2:acceptance=rejection": None,
-    }  # and no peers: their noise is another one
+    }
     (row,) = rows_of(result, method="speculative_sampling", category="all")
     assert row["mismatch_rate"] is None
     assert "distribution" in row["note"]
@@ -430,6 +427,65 @@ def test_methods_and_their_knobs() -> None:
     assert plan.config.num_speculative_tokens == 6
     assert list(parse_methods("all", METHODS)) == ENGINE_METHODS
     assert list(parse_methods(["all"], ["ar", "prompt_lookup"])) == ["ar", "prompt_lookup"]
+
+
+def test_a_knob_in_a_list_of_methods_may_be_a_list() -> None:
+    label = 'combined:drafters=["prompt_lookup","draft_model"]:node_budget=9'
+    plans = parse_methods(f"prompt_lookup,{label},draft_model", METHODS)
+    assert list(plans) == ["ar", "prompt_lookup", label, "draft_model"]
+    config, _ = plans[label]
+    assert (config.drafters, config.node_budget) == (("prompt_lookup", "draft_model"), 9)
+
+
+def test_lossy_rows_are_measured_on_request_only(
+    target: Path, drafter: Path, questions: Path
+) -> None:
+    lossy = next(name for name, method in METHODS.items() if not method.lossless)
+    assert lossy not in parse_methods("all", METHODS)
+    assert set(parse_methods("all", METHODS, allow_lossy=True)) == set(METHODS)
+    with pytest.raises(InvalidArgument, match="allow_lossy"):
+        parse_methods(lossy, METHODS)
+    options = BenchOptions(
+        target=target, drafter=drafter, prompts=questions, methods=lossy, max_tokens=4,
+        repetitions=1, limit=1, allow_lossy=True, peers=False,
+    )  # fmt: skip
+    (row,) = rows_of(run_bench(options), method=lossy, category="all")
+    assert row["identical_to_ar"] is None
+    assert "not lossless" in row["note"]
+
+
+def test_rows_that_cannot_run_are_listed_with_the_reason(target: Path, questions: Path) -> None:
+    """Without a draft model, what is made of it is left out of "all", and named."""
+    backend = LocalBackend(load_engine(target, device="cpu"))
+    wants = {n for n, m in METHODS.items() if "draft_model" in (m.drafter, *m.uses)}
+    assert set(backend.unavailable) == wants
+    assert set(backend.methods) == set(METHODS) - wants
+    with pytest.raises(InvalidArgument, match="drafter not loaded here: draft_model"):
+        parse_methods("draft_model", backend.methods, unavailable=backend.unavailable)
+
+    options = BenchOptions(
+        target=target, prompts=questions, max_tokens=4, repetitions=1, limit=1, peers=False
+    )
+    result = run_bench(options)
+    assert {row["method"] for row in result["results"]} == set(ENGINE_METHODS) - wants
+    for entry in result["unavailable"]:
+        assert entry.keys() == {"method", "reason", "topology"}
+        assert "draft_model" in entry["reason"]
+    assert {entry["method"] for entry in result["unavailable"]} == wants
+    assert "not run, draft_model: drafter not loaded here: draft_model" in _printed(result, 160)
+
+
+def test_the_table_has_the_fastest_first(target: Path, questions: Path) -> None:
+    options = BenchOptions(
+        target=target, prompts=questions, methods="prompt_lookup,aggressive", max_tokens=4,
+        repetitions=1, peers=False,
+    )  # fmt: skip
+    result = run_bench(options)
+    speeds = {"ar": 1.0, "prompt_lookup": 0.5, "aggressive": 3.0}
+    for row in result["results"]:
+        row["speedup_vs_ar"] = speeds[row["method"]]
+    lines = [line.partition(" ")[0] for line in _printed(result, 160).splitlines()]
+    assert [name for name in lines if name in speeds] == ["aggressive", "ar", "prompt_lookup"] * 3
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ that uses the same noise, the acceptance probability of a token is at least
 
 from __future__ import annotations
 
-from paceline.acceptance.base import PathLogits
+from paceline.acceptance.base import PathLogits, exact_match
 from paceline.errors import InvalidArgument
-from paceline.sampling import coupled_sample
-from paceline.tree import children
 from paceline.types import Acceptance, Draft, Draws
 
 
@@ -24,23 +22,7 @@ class Coupled:
     draws = Draws.COUPLED
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
-        followers = children(draft.parent_indices)
-        path: list[int] = []
-        tokens: list[int] = []
-        node = -1
-        while True:
-            token = self._target_token(target, tokens, node)
-            node = next((c for c in followers[node] if draft.token_ids[c] == token), -1)
-            if node < 0:
-                return Acceptance(tuple(path), token)
-            path.append(node)
-            tokens.append(token)
-
-    def _target_token(self, target: PathLogits, tokens: list[int], node: int) -> int:
-        if target.params.temperature == 0:
-            return target.argmax(tokens, node)
-        position = target.position + len(tokens)
-        return coupled_sample(target.row(tokens, node), target.params, position)
+        return exact_match(draft, target, target.token)
 
 
 class Greedy(Coupled):
@@ -48,11 +30,11 @@ class Greedy(Coupled):
 
     name = "greedy"
 
-    def _target_token(self, target: PathLogits, tokens: list[int], node: int) -> int:
+    def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature > 0:
             raise InvalidArgument(
                 "temperature",
                 target.params.temperature,
                 "0 with the acceptance rule 'greedy'; 'coupled' is exact at any temperature",
             )
-        return target.argmax(tokens, node)
+        return exact_match(draft, target, target.argmax)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,6 +73,7 @@ class Backend(Protocol):
         topology: "colocated", "actors", ...
         batch_invariant: mode of the target.
         methods: names of the rows that it can run.
+        unavailable: the other rows of the catalogue, each with the reason.
         tokenizer, context_length: of the target.
     """
 
@@ -84,6 +85,9 @@ class Backend(Protocol):
 
     @property
     def methods(self) -> Sequence[str]: ...
+
+    @property
+    def unavailable(self) -> Mapping[str, str]: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -118,11 +122,13 @@ class LocalBackend:
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
         # Drafts of the method `client` come from outside: nobody would send any here.
-        self.methods = [
-            name
+        reasons = {
+            name: engine.refusal(method)
             for name, method in engine.catalogue.items()
-            if method.drafter in engine.drafters and method.drafter != "client"
-        ]
+            if method.drafter != "client"
+        }
+        self.methods = [name for name, reason in reasons.items() if reason is None]
+        self.unavailable = {name: reason for name, reason in reasons.items() if reason is not None}
 
     def generate(
         self,

@@ -9,9 +9,10 @@ paired ratios: the same prompts in the same repetition.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class BenchOptions:
             costs.
         topology: "colocated" measures an engine in this process; "actors" and "both" need the
             backend of a deployment.
+        allow_lossy: measure rows that can change the target's output, too.
     """
 
     target: str | Path | None = None
@@ -73,6 +75,7 @@ class BenchOptions:
     peers: bool | None = None
     batch_invariant: str = "auto"
     topology: str = "colocated"
+    allow_lossy: bool = False
     dtype: str = "float32"
     device: str = "auto"
 
@@ -112,26 +115,39 @@ class BenchOptions:
 
 
 def parse_methods(
-    methods: str | Sequence[str], known: Iterable[str]
+    methods: str | Sequence[str],
+    known: Iterable[str],
+    *,
+    allow_lossy: bool = False,
+    unavailable: Mapping[str, str] | None = None,
 ) -> dict[str, tuple[SpeculationConfig, Plan]]:
     """What each label asks for, and the plan that it resolves to; AR first.
 
+    Args:
+        known: rows that can run; "all" means those of them that are lossless, and with
+            ``allow_lossy`` the others, too.
+        unavailable: reasons why other rows cannot.
+
     Raises:
-        InvalidArgument: an unknown row (lists the known ones), a knob that a row does not have.
+        InvalidArgument: an unknown row (lists the known ones), a row that cannot run (with the
+            reason), a lossy row without ``allow_lossy``, a knob that a row does not have.
     """
     known = [name for name in known if name in METHODS]
-    labels = methods.split(",") if isinstance(methods, str) else list(methods)
+    labels = _split(methods) if isinstance(methods, str) else list(methods)
     labels = [label.strip() for label in labels if label.strip()]
     if not labels:
         raise InvalidArgument("methods", methods, f"all, or some of {', '.join(known)}")
     if "all" in labels:
-        labels += [name for name in known if METHODS[name].lossless]
+        labels += [name for name in known if METHODS[name].lossless or allow_lossy]
     plans: dict[str, tuple[SpeculationConfig, Plan]] = {}
     for label in ["ar", *(label for label in labels if label != "all")]:
-        name, *knobs = label.split(":")
+        name, *knobs = _split(label, ":")
+        if unavailable and name in unavailable:
+            able = f"a row that can run here ({unavailable[name]}): {', '.join(known)}"
+            raise InvalidArgument("methods", name, able)
         if name not in known:
             raise InvalidArgument("methods", name, f"all, or some of {', '.join(known)}")
-        values: dict[str, Any] = {"method": name}
+        values: dict[str, Any] = {"method": name, "allow_lossy": allow_lossy}
         for knob in knobs:
             key, equals, text = knob.partition("=")
             if not equals:
@@ -142,12 +158,23 @@ def parse_methods(
     return plans
 
 
-def _knob_value(text: str) -> int | bool | str:
-    if text in ("true", "false"):
-        return text == "true"
+def _split(text: str, separator: str = ",") -> list[str]:
+    """The parts of a text between separators that do not stand in a JSON list."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign == "[") - (sign == "]")
+        if sign == separator and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
+
+
+def _knob_value(text: str) -> Any:
+    """A JSON value where it is one, else the text itself: ``4``, ``true``, ``kary``."""
     try:
-        return int(text)
-    except ValueError:
+        return json.loads(text)
+    except json.JSONDecodeError:
         return text
 
 
@@ -164,7 +191,8 @@ def run_bench(
 
     Returns:
         ``environment``, ``results`` (a row for each method and category, and for the category
-        "all"), ``notes``, and ``batch_invariant_cost`` where both modes were measured.
+        "all"), ``notes``, ``unavailable`` (rows that cannot run here, each with the reason), and
+        ``batch_invariant_cost`` where both modes were measured.
 
     Raises:
         InvalidArgument: an option that does not fit; names it.
@@ -184,6 +212,11 @@ def run_bench(
         "environment": {**describe_environment(), **_settings(options, every)},
         "results": _rows(options, entries, groups, runs),
         "notes": notes,
+        "unavailable": [
+            {"method": name, "reason": reason, "topology": backend.topology}
+            for backend in every
+            for name, reason in backend.unavailable.items()
+        ],
     }
     if options.batch_invariant == "both" and len(local) == 2:
         result["batch_invariant_cost"] = _batch_invariant_cost(options, *local)
@@ -303,7 +336,13 @@ def _entries(options: BenchOptions, backends: Sequence[Backend], notes: list[str
     first_invariant = backends[0].batch_invariant
     for backend in backends:
         baseline = len(entries)
-        for label, (config, plan) in parse_methods(options.methods, backend.methods).items():
+        plans = parse_methods(
+            options.methods,
+            backend.methods,
+            allow_lossy=options.allow_lossy,
+            unavailable=backend.unavailable,
+        )
+        for label, (config, plan) in plans.items():
             same: bool | None = True
             note = None
             if not plan.rule.lossless:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +38,7 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
     for name in ("tok/s", *spread, "× AR", *spread, "τ", "α", "= AR", "round ms", *added):
         table.add_column(name, justify="right", no_wrap=True)
     category = None
-    for row in rows:
+    for row in _fastest_first(rows):
         if row["category"] != category:
             category = row["category"]
             if table.rows:
@@ -75,9 +75,17 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
                 f"(× {cost['cost']:.2f}); "
                 f"on in plain torch {cost['torch_on_ms']:.2f} ms (× {cost['cost_in_torch']:.2f})"
             )
+    for row in result["unavailable"]:
+        console.print(f"[dim]not run, {escape(row['method'])}: {escape(row['reason'])}[/]")
     remarks = dict.fromkeys(f"{row['method']}: {row['note']}" for row in rows if row["note"])
     for note in [*result["notes"], *remarks]:
         console.print(f"[dim]{escape(note)}[/]")
+
+
+def _fastest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Categories as they come, and inside each the largest speedup first."""
+    categories = list(dict.fromkeys(row["category"] for row in rows))
+    return sorted(rows, key=lambda r: (categories.index(r["category"]), -r["speedup_vs_ar"]))
 
 
 def _number(value: float | None, form: str) -> str:

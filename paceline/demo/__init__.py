@@ -7,5 +7,7 @@ from pathlib import Path
 
 TARGET_DIR = Path(__file__).parent / "target"
 """20 layers x 160, trained with early-exit losses (LayerSkip, arXiv 2404.16710)."""
+HEADS_DIR = Path(__file__).parent / "heads"
+"""Length controllers that were trained on the pair (``paceline.train.length_heads``)."""
 DRAFTER_DIR = Path(__file__).parent / "drafter"
 """2 layers x 160, distilled from the target; the same tokenizer and vocabulary."""

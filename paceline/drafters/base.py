@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeGuard, TypeVar
 
-from paceline.types import Budget, Draft, Need, Outcome
+import numpy as np
+
+from paceline.acceptance.base import PathLogits
+from paceline.sampling import coupled_sample
+from paceline.tree import align, path_to, subset
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
 
 if TYPE_CHECKING:
     from paceline.session import Session
+    from paceline.shapes.base import Expander, Shape
 
 
 class Drafter(Protocol):
@@ -18,6 +25,8 @@ class Drafter(Protocol):
 
     Attributes:
         needs: what it wants from the target; the engine computes just that.
+        rewinds: (optional) whether ``propose`` may find other tokens in a session than it or
+            ``observe`` saw before: such a drafter can draft ahead on a guess.
     """
 
     needs: frozenset[Need]
@@ -82,3 +91,168 @@ def is_remote(drafter: Drafter | AsyncDrafter) -> TypeGuard[AsyncDrafter]:
 def is_local(drafter: Drafter | AsyncDrafter) -> TypeGuard[Drafter]:
     """Whether drafts are made on the spot."""
     return hasattr(drafter, "propose")
+
+
+def grow(
+    expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+) -> list[Draft]:
+    """``propose`` of an expanding drafter: each shape grows the trees of all of its sessions."""
+    drafts = [EMPTY_DRAFT] * len(sessions)
+    by_shape: dict[Shape, list[int]] = {}
+    for i, session in enumerate(sessions):
+        assert session.plan.shape is not None  # every row with an expanding drafter has one
+        by_shape.setdefault(session.plan.shape, []).append(i)
+    for shape, members in by_shape.items():
+        grown = shape.build(expander, [sessions[i] for i in members], [budgets[i] for i in members])
+        for i, draft in zip(members, grown, strict=True):
+            drafts[i] = draft
+    return drafts
+
+
+def target_tokens(session: Session, outcome: Outcome, nodes: Iterable[int]) -> list[int]:
+    """The token that the target has after each of ``nodes`` (-1: the root), given its path.
+
+    For ``observe``: the session holds the round's tokens already. At temperature 0 it is the
+    argmax, above 0 the token of coupled sampling at the place after the node.
+    """
+    draft, params = outcome.draft, session.params
+    logits = outcome.verification.logits
+    if params.is_plain_argmax:
+        argmaxes = logits.argmax(-1).tolist()
+        return [argmaxes[node + 1] for node in nodes]
+    history = session.token_ids[: session.length - len(outcome.token_ids)]
+    target = PathLogits(logits, params, history)
+    tokens = []
+    for node in nodes:
+        path = draft.token_ids[list(path_to(draft.parent_indices, node))].tolist()
+        row = target.row(path, node)
+        tokens.append(coupled_sample(row, params, len(history) + len(path)))
+    return tokens
+
+
+State = TypeVar("State")
+
+
+class LookupDrafter(ABC, Generic[State]):
+    """Finds whole drafts in tokens it has seen; where it finds none, another drafter drafts.
+
+    Args:
+        fallback: drafts for the sessions of a step for which :meth:`find` returns None; without
+            one those are AR for that round. Its drafts are at most ``fallback_depth`` deep.
+    """
+
+    def __init__(self, fallback: Drafter | None = None) -> None:
+        self.fallback = fallback
+        self.needs: frozenset[Need] = fallback.needs if fallback else frozenset()
+        self._states: dict[str, State] = {}
+        self._fell_back: set[str] = set()
+
+    @abstractmethod
+    def start(self, session: Session) -> State:
+        """What to remember of a session, which holds its prompt."""
+
+    @abstractmethod
+    def find(self, session: Session, state: State, budget: Budget) -> Draft | None:
+        """A draft within a budget of at least one token, or None."""
+
+    def finish(self, session: Session, state: State) -> None:
+        """Called when a session closes."""
+
+    def open(self, session: Session) -> None:
+        if self.fallback is not None:
+            self.fallback.open(session)
+        self._states[session.session_id] = self.start(session)
+
+    def close(self, session: Session) -> None:
+        self._fell_back.discard(session.session_id)
+        state = self._states.pop(session.session_id, None)
+        try:
+            if state is not None:
+                self.finish(session, state)
+        finally:
+            if self.fallback is not None:
+                self.fallback.close(session)
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        drafts = [EMPTY_DRAFT] * len(sessions)
+        without: list[int] = []
+        for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
+            if min(budget.depth, budget.nodes) <= 0:
+                continue
+            draft = self.find(session, self._states[session.session_id], budget)
+            if draft is None:
+                without.append(i)
+            else:
+                drafts[i] = draft
+        if self.fallback is None or not without:
+            return drafts
+        members = [sessions[i] for i in without]
+        self._fell_back.update(session.session_id for session in members)
+        shallow = [_shallow(sessions[i], budgets[i]) for i in without]
+        found = self.fallback.propose(members, shallow)
+        for i, draft in zip(without, found, strict=True):
+            drafts[i] = draft
+        return drafts
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        """The fallback sees its own drafts' outcomes, or all if it learns from the target."""
+        if self.fallback is None:
+            return
+        pairs = [
+            (session, outcome)
+            for session, outcome in zip(sessions, outcomes, strict=True)
+            if Need.TREE_LOGITS in self.needs or session.session_id in self._fell_back
+        ]
+        self._fell_back.difference_update(session.session_id for session in sessions)
+        if pairs:
+            self.fallback.observe([s for s, _ in pairs], [o for _, o in pairs])
+
+
+def _shallow(session: Session, budget: Budget) -> Budget:
+    depth = session.plan.config.fallback_depth
+    return budget if depth is None else replace(budget, depth=min(budget.depth, depth))
+
+
+def part_outcome(outcome: Outcome, draft: Draft, needs: frozenset[Need]) -> Outcome:
+    """The outcome as one part of a composite drafter sees it: as if its own draft were verified.
+
+    Args:
+        outcome: of the merged draft.
+        draft: what the part had proposed. Its numbering is kept; where the merged draft was cut,
+            the part sees its own only up to the first node that is missing.
+        needs: of the part. Without any, the verification is passed on as it is.
+
+    Returns:
+        ``path``, ``num_accepted`` and ``next_token`` are those of the part's draft. ``token_ids``
+        stays what the round committed, which other parts may have made longer than the path.
+    """
+    whole, place = outcome.draft, align(draft, outcome.draft)
+    missing = np.flatnonzero(place < 0)
+    if len(missing):
+        place = place[: missing[0]]
+        draft = subset(draft, np.arange(missing[0]))
+    below: dict[tuple[int, int], int] = {}
+    for node, step in enumerate(zip(draft.parent_indices.tolist(), place.tolist(), strict=True)):
+        below.setdefault(step, node)
+    path: list[int] = []
+    for taken in outcome.path:
+        step = (path[-1] if path else -1, taken)
+        if step not in below:
+            break
+        path.append(below[step])
+    left = outcome.path[len(path) :]
+    verification = outcome.verification
+    if needs:
+        rows = [0, *(place + 1).tolist()]
+        verification = Verification(
+            verification.logits[rows], {need: x[rows] for need, x in verification.extras.items()}
+        )
+    return Outcome(
+        draft=draft,
+        path=tuple(path),
+        next_token=int(whole.token_ids[left[0]]) if left else outcome.next_token,
+        token_ids=outcome.token_ids,
+        num_accepted=min(outcome.num_accepted, len(path)),
+        verification=verification,
+        finish_reason=outcome.finish_reason,
+    )

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models.base import KVSequence, ModelRunner, Segment
+from paceline.models.llama import LlamaRunner
+from paceline.shapes.kary import chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
@@ -21,17 +23,26 @@ if TYPE_CHECKING:
     from paceline.shapes.base import Shape
 
 PREFILL_CHUNK = 512
+_HIDDEN = frozenset({Need.HIDDEN_STATES})
 
 
 class _State:
     """What the draft model remembers of a session."""
 
-    __slots__ = ("entry_of_node", "num_catch_up", "sequence")
+    __slots__ = (
+        "entry_of_node", "first_like", "num_catch_up", "paths", "pending_ids", "sequence",
+        "token_ids",
+    )  # fmt: skip
 
     def __init__(self, sequence: KVSequence) -> None:
         self.sequence = sequence
+        self.token_ids: list[int] = []  # of the committed KV entries
+        self.pending_ids: list[int] = []  # of the pending ones
         self.num_catch_up = 0  # pending entries that hold committed tokens
-        self.entry_of_node: dict[int, int] = {}  # draft node -> pending entry
+        self.entry_of_node: dict[int, int] = {}  # expanded node -> pending entry
+        # Accepted tokens are found by their path: a draft may number or merge nodes differently.
+        self.paths: dict[tuple[int, int], int] = {}  # (first node like the parent, token) -> node
+        self.first_like: dict[int, int] = {-1: -1}  # node -> the first one with the same path
 
 
 class DraftModel:
@@ -40,15 +51,21 @@ class DraftModel:
     Args:
         vocab_size: of the target, where it differs: models of one family often pad the same
             vocabulary to different sizes.
+
+    Attributes:
+        last_hidden: hidden states of the last answer, a row for each of its rows, where a length
+            controller of its sessions wants them.  # [rows, hidden_size]
     """
 
     needs: frozenset[Need] = frozenset()
+    rewinds = True
 
     def __init__(self, runner: ModelRunner, vocab_size: int | None = None) -> None:
         self.runner = runner
         self.vocab_size = vocab_size or runner.vocab_size
         self._padding = self.vocab_size - runner.vocab_size
         self._states: dict[str, _State] = {}
+        self.last_hidden: torch.Tensor | None = None
 
     def open(self, session: Session) -> None:
         self._states[session.session_id] = _State(self.runner.new_sequence())
@@ -68,10 +85,40 @@ class DraftModel:
                 assert session.plan.shape is not None  # every row with this drafter has one
                 by_shape.setdefault(session.plan.shape, []).append(i)
         for shape, members in by_shape.items():
-            grown = shape.build(self, [sessions[i] for i in members], [budgets[i] for i in members])
+            chosen, limits = [sessions[i] for i in members], [budgets[i] for i in members]
+            grown = self._greedy_chains(chosen, limits) or shape.build(self, chosen, limits)
             for i, draft in zip(members, grown, strict=True):
                 drafts[i] = draft
         return drafts
+
+    def _greedy_chains(
+        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft] | None:
+        """Chains of equal length by argmax, in one call of the model; None where it cannot."""
+        runner, depth = self.runner, min(budgets[0].depth, budgets[0].nodes)
+        if not (
+            isinstance(runner, LlamaRunner)
+            and runner.drafts_chains
+            and not self._padding
+            and depth > 1
+            and all(min(budget.depth, budget.nodes) == depth for budget in budgets)
+            and all(
+                session.plan.shape == chain()
+                and session.params.is_plain_argmax
+                and session.length_controller.stop_rule is None
+                for session in sessions
+            )
+        ):
+            return None
+        first = self.root(sessions).argmax(-1).tolist()
+        states = [self._states[session.session_id] for session in sessions]
+        tokens = runner.greedy_chain([state.sequence for state in states], first, depth - 1)
+        for i, state in enumerate(states):
+            expanded = tokens[:-1, i].tolist()
+            state.pending_ids += expanded
+            state.entry_of_node = {node: state.num_catch_up + node for node in range(depth - 1)}
+            state.paths = {(node - 1, token): node for node, token in enumerate(expanded)}
+        return [Draft.chain(tokens[:, i].copy()) for i in range(len(sessions))]
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:
         """Catch up with the committed tokens; logits after the last.  # [num_sessions, vocab]"""
@@ -79,15 +126,18 @@ class DraftModel:
         for session in sessions:
             state = self._states[session.session_id]
             self._drop_pending(state)
+            self._rewind(state, session.token_ids)
             behind = session.token_ids[state.sequence.length :]
             while len(behind) > PREFILL_CHUNK:
                 chunk = np.asarray(behind[:PREFILL_CHUNK], np.int64)
                 self.runner.forward([Segment(state.sequence, chunk, logits="none")])
                 self.runner.commit(state.sequence, range(PREFILL_CHUNK))
+                state.token_ids += behind[:PREFILL_CHUNK]
                 behind = behind[PREFILL_CHUNK:]
             state.num_catch_up = len(behind)
+            state.pending_ids = behind
             segments.append(Segment(state.sequence, np.asarray(behind, np.int64), logits="last"))
-        return self._logits(segments)
+        return self._logits(sessions, segments)
 
     def expand(
         self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
@@ -96,16 +146,23 @@ class DraftModel:
         for session, frontier in zip(sessions, frontiers, strict=True):
             state = self._states[session.session_id]
             parents = []
-            for node, _, parent in frontier:
+            for node, token, parent in frontier:
+                step = (state.first_like[parent], token)
+                state.first_like[node] = state.paths.setdefault(step, node)
                 root_entry = state.num_catch_up - 1
                 parents.append(state.entry_of_node[parent] if parent >= 0 else root_entry)
                 state.entry_of_node[node] = state.num_catch_up + len(state.entry_of_node)
+            state.pending_ids += [token for _, token, _ in frontier]
             tokens = np.asarray([token for _, token, _ in frontier], np.int64)
             segments.append(Segment(state.sequence, tokens, np.asarray(parents, np.int32)))
-        return self._logits(segments)
+        return self._logits(sessions, segments)
 
-    def _logits(self, segments: Sequence[Segment]) -> torch.Tensor:
-        logits = self.runner.forward(segments).logits
+    def _logits(self, sessions: Sequence[Session], segments: Sequence[Segment]) -> torch.Tensor:
+        rules = (session.length_controller.stop_rule for session in sessions)
+        wanted = any(rule is not None and rule.wants_hidden for rule in rules)
+        result = self.runner.forward(segments, _HIDDEN if wanted else frozenset())
+        self.last_hidden = result.extras.get(Need.HIDDEN_STATES)
+        logits = result.logits
         # A negative padding cuts.
         return F.pad(logits, (0, self._padding), value=-torch.inf) if self._padding else logits
 
@@ -116,11 +173,13 @@ class DraftModel:
             if state is None or not state.num_catch_up:
                 continue
             kept = list(range(state.num_catch_up))
-            for node in outcome.path[: outcome.num_accepted]:
-                entry = state.entry_of_node.get(node)
-                if entry is None:
+            node = -1
+            for token in outcome.token_ids[: outcome.num_accepted]:
+                expanded = state.paths.get((node, token))
+                if expanded is None:
                     break
-                kept.append(entry)
+                node = expanded
+                kept.append(state.entry_of_node[node])
             self._commit(state, kept)
 
     def _drop_pending(self, state: _State) -> None:
@@ -131,7 +190,22 @@ class DraftModel:
         if state.sequence.num_pending:
             self._commit(state, list(range(state.num_catch_up - 1)))
 
+    def _rewind(self, state: _State, token_ids: list[int]) -> None:
+        """Forget entries from the first one on whose token is not (or no longer) the session's."""
+        held = state.token_ids
+        # The last token is never among them: its logits are wanted.
+        usable = min(len(held), len(token_ids) - 1)
+        if held[:usable] != token_ids[:usable]:
+            usable = next(i for i in range(usable) if held[i] != token_ids[i])
+        if usable < len(held):
+            self.runner.truncate(state.sequence, usable)
+            del held[usable:]
+
     def _commit(self, state: _State, kept: list[int]) -> None:
         self.runner.commit(state.sequence, kept)
+        state.token_ids += [state.pending_ids[entry] for entry in kept]
+        state.pending_ids = []
         state.num_catch_up = 0
         state.entry_of_node.clear()
+        state.paths.clear()
+        state.first_like = {-1: -1}

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.errors import InvalidArgument
+from paceline.types import Budget, FloatArray, Load, Need, Outcome
 
 if TYPE_CHECKING:
     import torch
 
+    from paceline.profile import CostProfile
     from paceline.session import Session
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +82,114 @@ class LengthController(Protocol):
             verify_seconds: the forward that verified it, together with its batch mates' drafts.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBounds:
+    """Between which depths a controller chooses.
+
+    Attributes:
+        start: ``num_speculative_tokens``: where a controller that moves step by step begins.
+        shortest, longest: depths that it may choose, 0 <= shortest <= longest.
+        nodes: node budget of the row; chains take as many nodes as they are deep.
+        is_tree: whether drafts may have more nodes than levels.
+    """
+
+    start: int
+    shortest: int
+    longest: int
+    nodes: int
+    is_tree: bool = False
+
+    def clip(self, depth: float) -> int:
+        """The nearest depth within the bounds."""
+        return max(self.shortest, min(self.longest, int(depth)))
+
+    def budget(self, depth: int) -> Budget:
+        """A budget of this depth; a tree may use all of its nodes at any depth."""
+        return Budget(depth, self.nodes if self.is_tree else depth)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthContext:
+    """What an engine tells the length controllers of its sessions.
+
+    Attributes:
+        profile: measured costs of this machine, where there are any.
+        heads: folder with the trained heads of this pair of models; None: the demo pair's.
+        vocab_size: of the target; 0 where it is not known.
+        target_hidden_size, drafter_hidden_size: width of the models; 0 where it is not known.
+    """
+
+    profile: CostProfile | None = None
+    heads: Path | None = None
+    vocab_size: int = 0
+    target_hidden_size: int = 0
+    drafter_hidden_size: int = 0
+    _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value that all controllers of this engine with an equal ``key`` share.
+
+        The least recently wanted of more than ``MAX_SHARED`` values is forgotten: sessions that
+        hold it go on with it, later ones start anew.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+            if len(self._shared) > MAX_SHARED:
+                self._shared.popitem(last=False)
+        self._shared.move_to_end(key)
+        value: T = self._shared[key]
+        return value
+
+
+MAX_SHARED = 64
+
+
+def top_probability(scores: npt.NDArray[np.floating[Any]]) -> float:
+    """Highest probability of a softmax over ``scores``."""
+    return float(1.0 / np.exp(scores - scores.max()).sum())
+
+
+def sigmoid(x: Any) -> Any:
+    """Logistic function, elementwise, without overflow."""
+    return 0.5 * (1.0 + np.tanh(0.5 * x))
+
+
+def load_head(context: LengthContext, kind: str) -> dict[str, FloatArray]:
+    """The weights of a trained controller, by name.
+
+    Raises:
+        InvalidArgument: there are none for this pair, or they were trained for another one.
+    """
+    from paceline.demo import HEADS_DIR
+
+    file = (context.heads or HEADS_DIR) / f"{kind}.safetensors"
+    weights, metadata = _read_head(file, kind)
+    for size in ("vocab_size", "target_hidden_size", "drafter_hidden_size"):
+        here, trained = getattr(context, size), int(metadata[size])
+        if here and here != trained:
+            raise InvalidArgument(
+                "length",
+                f"{kind}, whose weights in {file} are for a pair with {size} {trained}",
+                f"weights for the pair that is loaded, with {size} {here}",
+            )
+    return weights
+
+
+@lru_cache(16)
+def _read_head(file: Path, kind: str) -> tuple[dict[str, FloatArray], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    mend = f"a trained head: `paceline train length-head --kind {kind}` makes one"
+    if not file.is_file():
+        raise InvalidArgument("length", f"{kind}, but there is no {file}", mend)
+    try:
+        with safe_open(str(file), "np") as opened:
+            metadata = opened.metadata() or {}
+            weights = {name: opened.get_tensor(name).astype(np.float32) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InvalidArgument("length", f"{kind}, but {file} is damaged ({error})", mend) from None
+    if metadata.get("kind") != kind:
+        raise InvalidArgument("length", f"{kind}, but {file} holds {metadata.get('kind')}", mend)
+    return weights, metadata

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models import kernels
-from paceline.types import IndexArray
+from paceline.types import IndexArray, IntArray
 
 Tensor = torch.Tensor
 
@@ -286,6 +286,7 @@ class NativeOps:
         self._run_layers = function("run_layers", "ppiipppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._linear = function("linear", "ppppiiii")
+        self._greedy_chain = function("greedy_chain", "ppipppipppiip")
         self._pair = 2 if dtype is torch.bfloat16 else 1
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
 
@@ -326,18 +327,8 @@ class NativeOps:
         rows: Rows,
     ) -> None:
         model, layers = self._table(stack, keys.shape[1])
-        model.threads = kernels.num_threads()
-        paths = rows.path_offset.astype(np.int64) * 4 + int(rows.paths.ctypes.data)
-        packed = _Rows(
-            len(x),
-            rows.longest,
-            rows.positions.ctypes.data,
-            rows.slots.ctypes.data,
-            rows.prefix_length.ctypes.data,
-            rows.path_length.ctypes.data,
-            rows.table_addresses.ctypes.data,
-            paths.ctypes.data,
-        )
+        paths = _path_addresses(rows)
+        packed = _packed(len(x), rows, paths)
         failed = self._run_layers(
             ctypes.addressof(model),
             ctypes.addressof(layers),
@@ -350,6 +341,45 @@ class NativeOps:
         )
         if failed:
             raise MemoryError("no memory for the activations of a forward")
+
+    def greedy_chain(
+        self,
+        stack: Stack,
+        embedding: Tensor,
+        final_norm: Tensor,
+        head: Weight,
+        keys: Tensor,
+        values: Tensor,
+        rows: Rows,
+        tokens: IntArray,
+    ) -> None:
+        """Fill ``tokens[1:]``: each is the argmax after the one above it.
+
+        Args:
+            rows: of all steps, one step after the other.
+            tokens: the first row is given.  # [num_steps + 1, num_sequences]
+        """
+        model, layers = self._table(stack, keys.shape[1])
+        steps, count = len(tokens) - 1, tokens.shape[1]
+        paths = _path_addresses(rows)
+        packed = _packed(steps * count, rows, paths)
+        failed = self._greedy_chain(
+            ctypes.addressof(model),
+            ctypes.addressof(layers),
+            len(stack.layers),
+            embedding.data_ptr(),
+            final_norm.data_ptr(),
+            head.data.data_ptr(),
+            head.num_outputs,
+            keys.data_ptr(),
+            values.data_ptr(),
+            ctypes.addressof(packed),
+            count,
+            steps,
+            tokens.ctypes.data,
+        )
+        if failed:
+            raise MemoryError("no memory for the activations of a draft")
 
     def _table(self, stack: Stack, num_slots: int) -> tuple[Any, Any]:
         """The C structures of a stack, built once; the stack is kept alive beside them."""
@@ -372,7 +402,27 @@ class NativeOps:
                     value = getattr(layer, f.name)
                     setattr(place, f.name, value or 0 if f.name == "window" else _address(value))
             self._tables[id(stack)] = (stack, model, layers)
-        return self._tables[id(stack)][1:]
+        model, layers = self._tables[id(stack)][1:]
+        model.threads = kernels.num_threads()
+        return model, layers
+
+
+def _path_addresses(rows: Rows) -> npt.NDArray[np.int64]:
+    return rows.path_offset.astype(np.int64) * 4 + int(rows.paths.ctypes.data)
+
+
+def _packed(count: int, rows: Rows, paths: npt.NDArray[np.int64]) -> _Rows:
+    """``struct rows`` over the arrays of ``rows`` and ``paths``, which must outlive it."""
+    return _Rows(
+        count,
+        rows.longest,
+        rows.positions.ctypes.data,
+        rows.slots.ctypes.data,
+        rows.prefix_length.ctypes.data,
+        rows.path_length.ctypes.data,
+        rows.table_addresses.ctypes.data,
+        paths.ctypes.data,
+    )
 
 
 def _address(value: Tensor | Weight | None) -> int | None:

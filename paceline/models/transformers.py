@@ -101,6 +101,7 @@ class TransformersRunner:
     """
 
     batch_invariant = False
+    _auto_class = "AutoModelForCausalLM"
 
     def __init__(
         self,
@@ -125,7 +126,8 @@ class TransformersRunner:
             raise InvalidArgument("strategy", strategy, "one of tree, paths, recompute")
         self.device = _resolve_device(str(device))
         self.dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
-        self.model = load_causal_lm(Path(path), self.dtype).to(self.device).eval()
+        model = load_causal_lm(Path(path), self.dtype, self._auto_class)
+        self.model = model.to(self.device).eval()
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.context_length = _context_length(config)
@@ -387,11 +389,18 @@ class TransformersRunner:
             fresh = [node for node in path if node >= first and node not in rows]
             if not fresh:
                 continue
-            logits = self._call(sequence.token_ids + sequence.path_tokens(path), None, len(fresh))
+            token_ids = sequence.token_ids + sequence.path_tokens(path)
+            logits = self._run_whole(sequence, token_ids, len(fresh))
             rows.update(zip(fresh, logits, strict=True))
         if wanted == "last":
             return rows[len(tree) - 1][None]
         return torch.stack([rows[node] for node in range(first, len(tree))])
+
+    def _run_whole(
+        self, sequence: TransformersSequence, token_ids: list[int], keep: int
+    ) -> torch.Tensor:
+        """Logits of the last ``keep`` of all tokens, without a cache.  # [keep, vocab_size]"""
+        return self._call(token_ids, None, keep)
 
     def _call(
         self, token_ids: list[int], cache: Any, keep: int, **inputs: torch.Tensor
@@ -561,8 +570,12 @@ def _kv_capacity(kv_tokens: Any, context_length: int) -> int:
     return kv_tokens
 
 
-def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
+def load_causal_lm(
+    folder: Path, dtype: torch.dtype, auto_class: str = "AutoModelForCausalLM"
+) -> Any:
     """The ``transformers`` model of a local folder; no network, no code from the folder.
+
+    ``auto_class`` names the kind of model that it must be.
 
     Raises:
         ModelNotFound: the folder, its config or its weights are missing, damaged or incomplete.
@@ -573,7 +586,8 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"model folder {str(folder)!r} has no config.json")
     _check_weight_files(folder)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     model: Any
     info: Any
@@ -585,8 +599,7 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
         ) from error
     try:
         with quiet():
-            # The pair is what output_loading_info=True returns; the annotation knows one model.
-            model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            model, info = getattr(transformers, auto_class).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -595,14 +608,14 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
                 output_loading_info=True,
             )
     except ValueError as error:
-        if "AutoModelForCausalLM" not in str(error):
+        if auto_class not in str(error):
             raise ModelNotFound(
                 f"weights of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
             ) from error
         raise InvalidArgument(
             "model",
             config.model_type,
-            f"a causal language model; {str(folder)!r} holds another kind",
+            f"a model for {auto_class}; {str(folder)!r} holds another kind",
         ) from error
     except Exception as error:  # safetensors, pickle and torch each have errors of their own
         raise ModelNotFound(

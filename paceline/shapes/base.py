@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from paceline.lengths.base import DraftStep
 from paceline.sampling import (
     Probs,
+    Row,
     Salt,
     gumbel,
+    gumbel_at,
     perturbed_argmax,
     process_logits,
     scaled_scores,
 )
-from paceline.types import Budget, Draft, DraftProbs, FloatArray, IntArray
+from paceline.tree import subset
+from paceline.types import Budget, Draft, DraftProbs, Draws, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from paceline.session import Session
 
+ALL_DRAWS = frozenset(Draws)
+# Each call of TreeBuilder.choose has noise of its own: two nodes of one depth share a position.
+_STREAM_STRIDE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseRows:
+    """What an expander says when it knows a few candidates for each node and nothing else.
+
+    Only listed tokens can be drafted; a row of padding alone has no children. Scores are
+    comparable within a row: the best one is tried first, and where probabilities are wanted they
+    are the softmax over the row's candidates.
+    """
+
+    token_ids: IntArray  # [F, k]; -1 pads
+    logits: FloatArray  # [F, k]; whatever stands at padding is not read
+
+
+Rows: TypeAlias = torch.Tensor | SparseRows
+
 
 class Expander(Protocol):
-    """An expanding drafter's answer to "what comes after these nodes?", for many sessions."""
+    """An expanding drafter's answer to "what comes after these nodes?", for many sessions.
 
-    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
-        """Logits after the last committed token of each session.  # [num_sessions, vocab]"""
+    The answer is dense logits ``[rows, vocab]`` or :class:`SparseRows`. An expander that has
+    hidden states for length controllers keeps those of its last answer in an attribute
+    ``last_hidden``, one row for each row of the answer.  # [rows, hidden_size]
+    """
+
+    def root(self, sessions: Sequence[Session]) -> Rows:
+        """What follows the last committed token of each session.  # num_sessions rows"""
         ...
 
     def expand(
         self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
-    ) -> torch.Tensor:
-        """Logits after new nodes, all sessions in one forward.  # [total nodes, vocab]
+    ) -> Rows:
+        """What follows new nodes, all sessions in one forward.  # as many rows as nodes
 
         Args:
             frontiers: for each session the ``(node, token_id, parent)`` triples to expand, in
                 order; ``parent`` -1 is the last committed token, others were expanded before.
+                The numbers are those of the tree under construction: a shape may leave nodes
+                out of the draft in the end, which then has numbers of its own.
         """
         ...
 
@@ -47,7 +79,14 @@ class Shape(Protocol):
     """Grows one tree for each session; expands all sessions of a level in one forward.
 
     A frozen value: sessions with equal shapes grow their trees together.
+
+    Attributes:
+        draws: the ways of choosing children that the shape is sound with. A shape that picks
+            nodes by which tokens were drawn would bias a rule that corrects for q.
     """
+
+    @property
+    def draws(self) -> frozenset[Draws]: ...
 
     def build(
         self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
@@ -55,23 +94,80 @@ class Shape(Protocol):
 
 
 class Level:
-    """The drafter's logits for all nodes of a level, of all sessions.
+    """An expander's answer for all nodes of a level, of all sessions.
 
     Args:
-        logits: # [num_nodes, vocab]
+        rows: the answer.
         count: children that a node will want.
     """
 
-    def __init__(self, logits: torch.Tensor, count: int) -> None:
-        self.logits = logits
+    def __init__(self, rows: Rows, count: int) -> None:
+        self.rows = rows
         self._count = count
+
+    def row(self, index: int) -> tuple[IntArray | None, Row]:
+        """Candidates of one node (None: the whole vocabulary) and their raw logits."""
+        if not isinstance(self.rows, SparseRows):
+            return None, self.rows[index].float().cpu().numpy()
+        ids = np.asarray(self.rows.token_ids[index])
+        known = ids >= 0
+        return ids[known], np.asarray(self.rows.logits[index], np.float32)[known]
 
     @cached_property
     def best(self) -> list[list[int]]:
         """The ``count`` most likely tokens of each row, in one call for all of them."""
-        if self._count == 1:
-            return [[token] for token in self.logits.argmax(-1).tolist()]
-        return torch.topk(self.logits, min(self._count, self.logits.shape[1])).indices.tolist()
+        if not isinstance(self.rows, SparseRows):
+            if self._count == 1:
+                return [[token] for token in self.rows.argmax(-1).tolist()]
+            return self._top[0].tolist()
+        ids, logits = np.asarray(self.rows.token_ids), np.asarray(self.rows.logits)
+        order = np.argsort(-np.where(ids >= 0, logits, -np.inf), axis=-1, kind="stable")
+        ranked = np.take_along_axis(ids, order, -1)[:, : self._count].tolist()
+        return [[token for token in row if token >= 0] for row in ranked]
+
+    @cached_property
+    def best_log_q(self) -> list[list[float]]:
+        """Log probability of each token of :attr:`best`."""
+        if not isinstance(self.rows, SparseRows):
+            _, logits = self._top
+            return (logits.float() - self.rows.float().logsumexp(-1, keepdim=True)).tolist()
+        result = []
+        for index, row in enumerate(self.best):
+            scores = np.sort(self.row(index)[1].astype(np.float64))[::-1]
+            result.append(_log_softmax(scores)[: len(row)].tolist() if row else [])
+        return result
+
+    @cached_property
+    def _top(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely tokens and their logits.  # int64, logits' dtype [num_nodes, count]"""
+        assert isinstance(self.rows, torch.Tensor)
+        values, indices = torch.topk(self.rows, min(self._count, self.rows.shape[1]))
+        return indices, values
+
+
+@dataclass(slots=True, eq=False)
+class Choices:
+    """Candidate children of one node, the ones to try first in front.
+
+    Attributes:
+        tokens: distinct, unless they were drawn with replacement.
+        log_q: log probability of each under the drafter (over temperature, where above 0, and
+            with ``draft_support`` applied where a rule needs q).
+        perturbed: ``log_q`` plus the noise that the order comes from; ``log_q`` itself where
+            there was no noise.
+        confidences: softmax of the scores that the choice was made by (q itself for a rule that
+            needs q), where asked for.
+        q_rows: what each was drawn from, for rules that need q.
+        scores: the row of scores that the choice was made by, as in :class:`DraftStep`; None
+            where the plain argmax needed none.
+    """
+
+    tokens: list[int]
+    log_q: list[float] = field(default_factory=list)
+    perturbed: list[float] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    q_rows: list[tuple[IntArray, FloatArray]] = field(default_factory=list)
+    scores: npt.NDArray[np.floating[Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -83,7 +179,10 @@ class TreeBuilder:
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depth_of: list[int] = field(default_factory=list)
+    rank_of: list[int] = field(default_factory=list)  # place among the candidates of its parent
+    values: list[tuple[float, ...]] = field(default_factory=list)  # a shape's own, node by node
     q_rows: list[tuple[IntArray, FloatArray]] = field(default_factory=list)
+    _streams: int = 0  # of independent noise, used so far
 
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root down to ``node``; empty for -1."""
@@ -93,70 +192,253 @@ class TreeBuilder:
             node = self.parents[node]
         return tokens[::-1]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the node budget is spent."""
+        return len(self.token_ids) >= self.budget.nodes
+
+    def add(self, node: int, choices: Choices, rank: int) -> int:
+        """Make a candidate a child of ``node``; the new node."""
+        self.token_ids.append(choices.tokens[rank])
+        self.parents.append(node)
+        self.depth_of.append(self.depth_of[node] + 1 if node >= 0 else 1)
+        self.rank_of.append(rank)
+        if choices.q_rows:
+            self.q_rows.append(choices.q_rows[rank])
+        return len(self.token_ids) - 1
+
     def add_children(self, node: int, level: Level, row: int, count: int) -> list[int]:
-        """Choose up to ``count`` children of ``node`` from a row of the drafter's logits.
+        """Choose up to ``count`` children of ``node`` from a row of the expander's answer.
 
-        Children are the best ``count`` tokens under the noise that the target will use
-        (Gumbel top-k; plain top-k at temperature 0), or, for a rule that needs q, one token
-        sampled with independent noise from the ``draft_support`` most likely ones.
-
-        Returns the new nodes; fewer when the node budget is spent.
+        Returns the new nodes; fewer when the node budget is spent or the expander has no more.
         """
         count = min(count, self.budget.nodes - len(self.token_ids))
         if count <= 0:
             return []
-        session = self.session
-        depth = self.depth_of[node] + 1 if node >= 0 else 1
-        position = session.length + depth - 1
-        params = session.params
-        if params.is_plain_argmax and not session.plan.rule.draws.needs_q:
-            tokens = level.best[row][:count]
-        else:
-            history = session.token_ids
-            if params.depends_on_history:
-                history = history + self.path_tokens(node)
-            logits = process_logits(level.logits[row].float().cpu().numpy(), params, history)
-            if params.temperature == 0:
-                tokens = np.argsort(-logits, kind="stable")[:count].tolist()
-                if session.plan.rule.draws.needs_q:
-                    self.q_rows += [(np.array([t]), np.ones(1, np.float32)) for t in tokens]
-            elif session.plan.rule.draws.needs_q:
-                tokens = [self._sample(scaled_scores(logits, params), position)]
-            else:
-                scores = scaled_scores(logits, params)
-                if count == 1:
-                    tokens = [perturbed_argmax(scores, params.seed, position)]
-                else:
-                    total = scores + gumbel(params.seed, position, len(scores))
-                    tokens = np.argsort(-total, kind="stable")[:count].tolist()
-        first = len(self.token_ids)
-        for token in tokens:
-            self.token_ids.append(token)
-            self.parents.append(node)
-            self.depth_of.append(depth)
-        return list(range(first, len(self.token_ids)))
+        choices = self.choose(node, level, row, count)
+        return [self.add(node, choices, rank) for rank in range(len(choices.tokens))]
 
-    def _sample(self, scores: Probs, position: int) -> int:
-        """Draw from the truncated and renormalised q, and remember q for the rule."""
-        support = self.session.plan.config.draft_support or len(scores)
-        if support < len(scores):
-            ids = np.sort(np.argpartition(-scores, support)[:support])
-        else:
-            ids = np.arange(len(scores))
-        ids = ids[np.isfinite(scores[ids])].astype(np.int64)
-        weights = np.exp(scores[ids] - scores[ids].max())
-        q = (weights / weights.sum()).astype(np.float32)
-        q /= q.sum()
-        self.q_rows.append((ids, q))
-        full = np.full(len(scores), -np.inf)
-        with np.errstate(divide="ignore"):
-            full[ids] = np.log(q.astype(np.float64))
-        return perturbed_argmax(full, self.session.params.seed, position, Salt.DRAFT)
+    def add_link(self, node: int, level: Level, row: int, expander: Expander) -> list[int]:
+        """Add one child as in :meth:`add_children`, and ask the stop rule whether to go on.
 
-    def draft(self) -> Draft:
-        """The finished draft."""
-        return Draft(
-            np.asarray(self.token_ids, np.int64),
-            np.asarray(self.parents, np.int32),
-            DraftProbs.stack(self.q_rows) if self.session.plan.rule.draws.needs_q else None,
+        Returns the new node; nothing when the chain ends with it.
+        """
+        if self.is_full:
+            return []
+        choices = self.choose(node, level, row, 1)
+        if not choices.tokens:
+            return []
+        added = self.add(node, choices, 0)
+        rule = self.session.length_controller.stop_rule
+        if rule is None:
+            return [added]
+        hidden = getattr(expander, "last_hidden", None) if rule.wants_hidden else None
+        step = DraftStep(
+            depth=self.depth_of[added],
+            token_id=choices.tokens[0],
+            scores=level.row(row)[1] if choices.scores is None else choices.scores,
+            hidden=None if hidden is None else hidden[row],
         )
+        return [] if rule.stop_after(step) else [added]
+
+    def choose(
+        self, node: int, level: Level, row: int, count: int, *, weighted: bool = False
+    ) -> Choices:
+        """Up to ``count`` candidates for the children of ``node``, as the rule wants them drawn.
+
+        At temperature 0 they are the most likely tokens. Above it, by the rule's ``draws``: the
+        most likely tokens; the best under the noise that the target will use (Gumbel top-k);
+        independent draws from q, in which siblings may repeat a token; or draws without
+        replacement (Gumbel top-k with noise of its own), where each one's q is renormalised
+        without its earlier siblings. q keeps the ``draft_support`` most likely tokens.
+
+        Args:
+            weighted: fill in ``log_q``, ``perturbed`` and ``confidences``.
+        """
+        params, draws = self.session.params, self.session.plan.rule.draws
+        if params.is_plain_argmax:
+            choices = Choices(level.best[row][:count])
+            if weighted:
+                choices.log_q = level.best_log_q[row][:count]
+                choices.perturbed = choices.log_q
+                choices.confidences = np.exp(choices.log_q).tolist()
+            if draws.needs_q:
+                choices.q_rows = [_point_mass(token) for token in choices.tokens]
+            return choices
+        ids, scores = self._scores(node, level, row)
+        depth = self.depth_of[node] + 1 if node >= 0 else 1
+        position = self.session.length + depth - 1
+        if params.temperature == 0:
+            choices = _best(ids, scores, scores, count, weighted)
+            if draws.needs_q:
+                choices.q_rows = [_point_mass(token) for token in choices.tokens]
+            return choices
+        if draws is Draws.TOP:
+            return _best(ids, scores, scores, count, weighted)
+        if draws is Draws.COUPLED:
+            if count == 1 and ids is None and not weighted:
+                token = perturbed_argmax(scores, params.seed, position)
+                choices = Choices([token])
+                if self.session.length_controller.stop_rule is not None:
+                    choices.scores = scores + gumbel(params.seed, position, len(scores))
+                return choices
+            if ids is None:
+                noise = gumbel(params.seed, position, len(scores))
+            else:
+                noise = gumbel_at(params.seed, position, ids)
+            return _best(ids, scores, scores + noise, count, weighted)
+        return self._draw(ids, scores, position, count)
+
+    def _scores(self, node: int, level: Level, row: int) -> tuple[IntArray | None, Probs]:
+        """Processed logits, over temperature where above 0; candidates None: the vocabulary."""
+        params = self.session.params
+        ids, logits = level.row(row)
+        if ids is not None:
+            # Processors that look at the vocabulary or at the history make little sense for a
+            # handful of candidates, and a draft need not be processed to be verified.
+            scores: Probs = logits.astype(np.float64)
+            return ids, scores / params.temperature if params.temperature else scores
+        history = self.session.token_ids
+        if params.depends_on_history:
+            history = history + self.path_tokens(node)
+        logits = process_logits(logits, params, history)
+        if params.temperature == 0:
+            return None, logits.astype(np.float64)
+        return None, scaled_scores(logits, params)
+
+    def _draw(self, ids: IntArray | None, scores: Probs, position: int, count: int) -> Choices:
+        """Draws from the truncated and renormalised q, which the rule gets along with them."""
+        support = np.flatnonzero(np.isfinite(scores))
+        limit = self.session.plan.config.draft_support or len(scores)
+        if limit < len(support):
+            keep = np.argpartition(-scores[support], limit)[:limit]
+            support = np.sort(support[keep])
+        if not len(support):
+            return Choices([])
+        tokens = support.astype(np.int64) if ids is None else ids[support]
+        log_q = _log_softmax(scores[support])
+        q = np.exp(log_q)
+        if self.session.plan.rule.draws is Draws.WITH_REPLACEMENT:
+            total = np.stack([log_q + self._noise(position, tokens) for _ in range(count)])
+            order = total.argmax(-1)
+            perturbed = total.max(-1)
+            q_rows = [(tokens, _normalised(q))] * count
+        else:
+            total = log_q + self._noise(position, tokens)
+            order = np.argsort(-total, kind="stable")[:count]
+            perturbed = total[order]
+            q_rows, left = [], np.ones(len(tokens), np.bool_)
+            for place in order:
+                q_rows.append((tokens[left], _normalised(q[left])))
+                left[place] = False
+        return Choices(
+            tokens[order].tolist(),
+            log_q[order].tolist(),
+            perturbed.tolist(),
+            q[order].tolist(),
+            q_rows,
+            scores,
+        )
+
+    def _noise(self, position: int, token_ids: IntArray) -> Probs:
+        salt = Salt.DRAFT + _STREAM_STRIDE * self._streams
+        self._streams += 1
+        return gumbel_at(self.session.params.seed, position, token_ids, salt)
+
+    def draft(self, keep: Sequence[int] | None = None) -> Draft:
+        """The finished draft, with all nodes or with those of ``keep`` (parents among them)."""
+        probs = DraftProbs.stack(self.q_rows) if self.session.plan.rule.draws.needs_q else None
+        whole = Draft(
+            np.asarray(self.token_ids, np.int64), np.asarray(self.parents, np.int32), probs
+        )
+        return whole if keep is None else subset(whole, np.sort(np.asarray(keep, np.int64)))
+
+
+def expand(
+    expander: Expander, frontiers: Sequence[tuple[TreeBuilder, Sequence[int]]], count: int
+) -> Level:
+    """What follows the given nodes of each tree: one forward, rows in the order of the nodes."""
+    rows = expander.expand(
+        [tree.session for tree, _ in frontiers],
+        [
+            [(node, tree.token_ids[node], tree.parents[node]) for node in nodes]
+            for tree, nodes in frontiers
+        ],
+    )
+    return Level(rows, count)
+
+
+Step: TypeAlias = Callable[[TreeBuilder, list[int], Level, int], list[int]]
+
+
+def grow(
+    expander: Expander, trees: Sequence[TreeBuilder], step: Step, width: Callable[[int], int]
+) -> None:
+    """Grow trees level by level, each level of all trees in one forward.
+
+    Args:
+        step: adds a level to a tree, given the nodes that were expanded (-1: the root), the
+            answer, and the row of the first of them; returns the nodes to expand next. The last
+            level is never expanded: nothing is drafted after it.
+        width: candidates that a node at the given depth (0: the root) will want at most.
+    """
+    going = [(tree, [-1]) for tree in trees if tree.budget.depth > 0 and tree.budget.nodes > 0]
+    depth = 0
+    while going:
+        if depth == 0:
+            level = Level(expander.root([tree.session for tree, _ in going]), width(0))
+        else:
+            level = expand(expander, going, width(depth))
+        depth += 1
+        row, grown = 0, []
+        for tree, frontier in going:
+            grown.append((tree, step(tree, frontier, level, row)))
+            row += len(frontier)
+        going = [
+            (tree, frontier)
+            for tree, frontier in grown
+            if frontier and depth < tree.budget.depth and not tree.is_full
+        ]
+
+
+def _best(ids: IntArray | None, scores: Probs, total: Probs, count: int, weighted: bool) -> Choices:
+    """The candidates with the highest ``total``; ties go to the one listed first."""
+    if count == 1:
+        order = np.array([total.argmax()]) if len(total) else np.empty(0, np.int64)
+    else:
+        order = np.arange(len(total))
+        if count < len(total) // 8:  # sorting a vocabulary costs more than the draws are worth
+            order = np.flatnonzero(total >= np.partition(total, -count)[-count])
+        order = order[np.argsort(-total[order], kind="stable")[:count]]
+    order = order[np.isfinite(total[order])]
+    tokens: list[int] = (order if ids is None else ids[order]).tolist()
+    if not weighted or not tokens:
+        return Choices(tokens, scores=total)
+    shift = _log_sum_exp(scores)
+    return Choices(
+        tokens,
+        (scores[order] - shift).tolist(),
+        (total[order] - shift).tolist(),
+        np.exp(total[order] - _log_sum_exp(total)).tolist(),
+        scores=total,
+    )
+
+
+def _log_sum_exp(scores: Probs) -> float:
+    highest = scores.max()
+    return float(highest + np.log(np.exp(scores - highest).sum()))
+
+
+def _log_softmax(scores: Probs) -> Probs:
+    result: Probs = scores - _log_sum_exp(scores)
+    return result
+
+
+def _normalised(weights: Probs) -> FloatArray:
+    q: FloatArray = (weights / weights.sum()).astype(np.float32)
+    q /= q.sum()
+    return q
+
+
+def _point_mass(token: int) -> tuple[IntArray, FloatArray]:
+    return np.array([token], np.int64), np.ones(1, np.float32)

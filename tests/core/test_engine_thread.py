@@ -139,8 +139,9 @@ def test_stop_ends_every_session_and_later_calls(small: Small) -> None:
     thread = EngineThread(small.engine).start()
     listeners = [Listener() for _ in range(6)]
     params = replace(PARAMS, max_tokens=400)
+    slow = SpeculationConfig(method="ar")  # the last one must not be late for the end of the first
     for listener in listeners:
-        thread.submit([3, 4], params, on_event=listener).result(WAIT)
+        thread.submit([3, 4], params, slow, on_event=listener).result(WAIT)
     thread.stop()
     assert all(listener.done.is_set() for listener in listeners)
     assert {listener.events[-1].session.finish_reason for listener in listeners} == {"cancelled"}

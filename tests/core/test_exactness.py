@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,18 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner, Segment
+from paceline.plan import resolve
 from paceline.sampling import SamplingParams, coupled_sample, process_logits
 from paceline.target import ModelTarget
-from tests.core.suite import BASE, CASES, SAMPLED, VARIANTS, Suite, same_tokens_as_ar
+from tests.core.suite import (
+    BASE,
+    CASES,
+    LOSSY,
+    OTHER_CASES,
+    SAMPLED,
+    VARIANTS,
+    Suite,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +38,36 @@ def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Su
     suite.check(method, variant, batch)
 
 
-def test_no_lossless_row_is_forgotten() -> None:
-    """At temperature 0 all promise AR's tokens; above, the law tests have the others."""
-    for method in METHODS.values():
-        if method.lossless:
-            assert same_tokens_as_ar(method, "greedy")
-            assert same_tokens_as_ar(method, "sampled") or method.acceptance in (
-                "greedy",  # refused above temperature 0
-                "rejection",
-            ), f"{method.name}: add a law test for its rule"
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("method", "variant"), OTHER_CASES)
+def test_rows_with_other_tokens_run_to_the_end(
+    method: str, variant: str, batch: int, suite: Suite
+) -> None:
+    """Lossy rows, and sampling rules that promise AR's law: tests of the rules show the law."""
+    suite.check_progress(method, variant, batch, 4 if batch == 1 else None)
+
+
+def test_no_row_is_forgotten() -> None:
+    """Each row runs greedy and sampled, and is compared with AR wherever it promises its tokens."""
+    cases = {*CASES, *OTHER_CASES}
+    for name, method in METHODS.items():
+        assert (name, "greedy") in cases
+        # The rule `greedy` is refused above temperature 0.
+        assert (name, "sampled") in cases or method.acceptance == "greedy"
+        assert ((name, "greedy") in CASES) == method.lossless
+        assert ((name, "sampled") in CASES) == (method.acceptance == "coupled")
+    assert {name for name, _ in CASES}.isdisjoint(LOSSY)
+
+
+def test_no_lossless_rule_is_without_a_law_test() -> None:
+    """Above temperature 0 a rule has AR's tokens, is refused, or tests enumerate its law."""
+    here = Path(__file__).parent
+    tests = [here / "test_output_law.py", *here.glob("test_acceptance*.py")]
+    text = "".join(path.read_text() for path in tests)
+    for name, method in METHODS.items():
+        if method.lossless and method.acceptance not in ("coupled", "greedy"):
+            rule = resolve(SpeculationConfig(method=name)).rule
+            assert type(rule).__name__ in text, f"{rule.name}: add a law test"
 
 
 def token_by_token(runner: ModelRunner, prompt: list[int], params: SamplingParams) -> list[int]:

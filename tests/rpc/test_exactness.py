@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
-from rpc.client import Client
+from rpc.client import Client, Completion
 from rpc.draft_service import DraftServicer
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer
-from tests.core.suite import CASES, Suite
+from tests.core.suite import CASES, OTHER_CASES, Suite
+from tests.fakes import WITH_FAKES
 from tests.rpc.serving import serving
 
 
@@ -46,43 +48,105 @@ def drafter_server(demo: Engine) -> Iterator[RpcServer]:
         yield server
 
 
-def check(
-    suite: Suite, drafter_server: RpcServer, method: str, variant: str, batch: int, count: int
-) -> None:
-    """Generate over gRPC, ``batch`` calls at a time, and compare every token id with AR's."""
-    vocab_size = suite.demo.target.vocab_size
-    remote = RemoteDrafter(drafter_server.address, vocab_size=vocab_size)
-    assert remote.wait_ready(10)
-    thread = EngineThread(suite.engine(method, variant, batch, draft_model=remote)).start()
-    try:
-        with (
-            serving(engine=thread, model=ModelInfo(name="demo")) as server,
-            Client(server.address, timeout=120) as client,
-            ThreadPoolExecutor(batch) as pool,
-        ):
-            speculation = suite.speculation(method)
-            completions = list(
-                pool.map(
-                    lambda prompt, params: client.complete(prompt, params, speculation),
-                    suite.prompts[:count],
-                    suite.params(variant)[:count],
-                )
+class Wire:
+    """Servers over the demo pair, kept for all cases; their drafters learn from one to the next.
+
+    Args:
+        drafter_address: of a DraftService with the demo drafter.
+        batch: sessions at a time at most.
+    """
+
+    def __init__(self, suite: Suite, drafter_address: str, batch: int) -> None:
+        self._suite = suite
+        self._drafter_address = drafter_address
+        self._batch = batch
+        self._stack = ExitStack()
+        self._clients: dict[tuple[str, bool], Client] = {}
+
+    def client(self, method: str, variant: str) -> Client:
+        """A client of a server that can run the row.
+
+        The draft model is behind gRPC, too, wherever the row lets it: a drafter that is made of
+        the draft model needs it in its own process.
+        """
+        row = WITH_FAKES.get(method, WITH_FAKES["mix"])
+        remote = row.drafter == "draft_model" and not row.uses
+        if (variant, remote) not in self._clients:
+            self._clients[variant, remote] = self._serve(variant, remote)
+        return self._clients[variant, remote]
+
+    def _serve(self, variant: str, remote: bool) -> Client:
+        suite, stack, drafters = self._suite, self._stack, {}
+        if remote:
+            vocab_size = suite.demo.target.vocab_size
+            drafter = RemoteDrafter(self._drafter_address, vocab_size=vocab_size)
+            stack.callback(drafter.stop)
+            assert drafter.wait_ready(10)
+            drafters["draft_model"] = drafter
+        engine = suite.engine("always_right", variant, self._batch, **drafters)
+        thread = EngineThread(engine).start()
+        stack.callback(thread.stop)
+        server = stack.enter_context(serving(engine=thread, model=ModelInfo(name="demo")))
+        return stack.enter_context(Client(server.address, timeout=120))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(scope="module")
+def wire(suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
+    wire = Wire(suite, drafter_server.address, batch=8)
+    yield wire
+    wire.close()
+
+
+@pytest.fixture(scope="module")
+def long_wire(long_suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
+    wire = Wire(long_suite, drafter_server.address, batch=8)
+    yield wire
+    wire.close()
+
+
+def complete(
+    suite: Suite, wire: Wire, method: str, variant: str, batch: int, count: int
+) -> list[Completion]:
+    """Generate over gRPC for the first ``count`` prompts, ``batch`` calls at a time."""
+    client, speculation = wire.client(method, variant), suite.speculation(method)
+    with ThreadPoolExecutor(batch) as pool:
+        completions = list(
+            pool.map(
+                lambda prompt, params: client.complete(prompt, params, speculation),
+                suite.prompts[:count],
+                suite.params(variant)[:count],
             )
-    finally:
-        thread.stop()
-        remote.stop()
-    assert [list(c.token_ids) for c in completions] == suite.expected(variant)[:count]
+        )
     assert not any(c.statistics.drafter_lost for c in completions)
+    assert all(len(c.token_ids) == suite.num_tokens for c in completions)
+    return completions
+
+
+def check(suite: Suite, wire: Wire, method: str, variant: str, batch: int, count: int) -> None:
+    """Compare every token id with AR's."""
+    completions = complete(suite, wire, method, variant, batch, count)
+    assert [list(c.token_ids) for c in completions] == suite.expected(variant)[:count]
     if method == "draft_model":
         assert sum(c.statistics.num_accepted for c in completions) > 0
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("batch", "count"), [(1, 2), (8, 16)])
 @pytest.mark.parametrize(("method", "variant"), CASES)
 def test_tokens_over_grpc_are_those_of_ar(
-    method: str, variant: str, batch: int, suite: Suite, drafter_server: RpcServer
+    method: str, variant: str, batch: int, count: int, suite: Suite, wire: Wire
 ) -> None:
-    check(suite, drafter_server, method, variant, batch, 16)
+    check(suite, wire, method, variant, batch, count)
+
+
+@pytest.mark.parametrize(("method", "variant"), OTHER_CASES)
+def test_rows_with_other_tokens_run_over_grpc(
+    method: str, variant: str, suite: Suite, wire: Wire
+) -> None:
+    """Lossy rows, and sampling rules that promise AR's law."""
+    complete(suite, wire, method, variant, 8, 8)
 
 
 @pytest.mark.nightly
@@ -90,6 +154,6 @@ def test_tokens_over_grpc_are_those_of_ar(
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), CASES)
 def test_many_tokens_over_grpc_are_those_of_ar(
-    method: str, variant: str, batch: int, long_suite: Suite, drafter_server: RpcServer
+    method: str, variant: str, batch: int, long_suite: Suite, long_wire: Wire
 ) -> None:
-    check(long_suite, drafter_server, method, variant, batch, 256)
+    check(long_suite, long_wire, method, variant, batch, 256)

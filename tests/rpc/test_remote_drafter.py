@@ -16,7 +16,7 @@ from hypothesis import given
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
-from paceline.engine import Engine, EngineThread
+from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import (
     DrafterUnavailable,
     InvalidArgument,
@@ -580,3 +580,55 @@ def test_a_drafter_that_needs_the_target_cannot_be_remote() -> None:
 
     with pytest.raises(InvalidArgument, match="hidden_states"):
         DraftServicer(Needy(), name=None, vocab_size=9)
+
+
+# --- drafting ahead --------------------------------------------------------------------------
+
+
+class Counting(DraftModel):
+    """Counts the drafts that somebody waited for (their frames have not been answered yet)."""
+
+    num_waited_for = 0
+    ahead = False
+
+    def propose(self, sessions: Any, budgets: Any) -> list[Draft]:
+        self.num_waited_for += not self.ahead
+        return super().propose(sessions, budgets)
+
+
+class Ahead(DraftServicer):
+    def _draft_ahead(self, mirrors: Any) -> None:
+        self._drafter.ahead = True  # type: ignore[attr-defined]
+        super()._draft_ahead(mirrors)
+        self._drafter.ahead = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_guess_that_comes_true_saves_the_wait(runner: ModelRunner, temperature: float) -> None:
+    """With the target itself as the drafter every guess is right: one draft is waited for."""
+    drafter = Counting(runner)
+    params = SamplingParams(max_tokens=56, temperature=temperature, seed=3)
+    with (
+        serving(drafter=Ahead(drafter, name="draft_model", vocab_size=VOCAB_SIZE)) as server,
+        connected(server.address) as remote,
+    ):
+        engine = Engine(ModelTarget(runner), {"draft_model": remote})
+        (session,) = engine.generate(PROMPTS[:1], params, SpeculationConfig(method="draft_model"))
+    assert session.output_ids == ar(runner, PROMPTS[:1], params)[0]
+    assert session.stats.acceptance_rate == 1.0
+    assert session.stats.num_rounds == 8
+    # The last round asks for fewer tokens than the guess has, and takes the start of it.
+    assert drafter.num_waited_for == 1
+
+
+def test_the_first_draft_is_made_while_the_prompt_is_read(
+    runner: ModelRunner, drafter_server: RpcServer, servicer: Recording
+) -> None:
+    with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
+        engine.limits = EngineLimits(prefill_chunk=4)
+        engine.submit(PROMPTS[0], SamplingParams(max_tokens=8))
+        engine.step()
+        assert engine.target.prefill_left(next(iter(engine.sessions.values()))) > 0
+        assert eventually(lambda: any(f.items for f in servicer.frames))
+        while engine.has_work:
+            engine.step()

@@ -259,6 +259,49 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     return failed;
 }
 
+/* Continues `count` sequences by `steps` tokens each: every token is the argmax after the one
+ * before. One call instead of one for each token, because a small model takes less time than the
+ * code around it.
+ * tokens: [steps + 1, count], the first row given; rows: those of all steps, one step after the
+ * other. Returns non-zero when memory runs out. */
+EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
+                              const ELEM *embedding, const ELEM *final_norm, const ELEM *head,
+                              int vocab, ELEM *keys, ELEM *values, const struct rows *rows,
+                              int count, int steps, int64_t *tokens)
+{
+    const size_t hidden = m->hidden;
+    ELEM *x = aligned_alloc(64, (count * (2 * hidden + vocab) * sizeof(ELEM) + 63) & ~(size_t)63);
+    if (!x)
+        return 1;
+    ELEM *normed = x + count * hidden, *logits = normed + count * hidden;
+    int failed = 0;
+    for (int s = 0; s < steps && !failed; s++) {
+        const int at = s * count;
+        const struct rows step = {
+            count, rows->longest, rows->positions + at, rows->slots + at, rows->prefix_length + at,
+            rows->path_length + at, rows->prefix + at, rows->path + at,
+        };
+        for (int r = 0; r < count; r++)
+            memcpy(x + r * hidden, embedding + tokens[at + r] * hidden, hidden * sizeof(ELEM));
+        failed = NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step);
+        NAME(add_rmsnorm)(x, NULL, final_norm, normed, count, m->hidden, m->eps, 1);
+        NAME(linear)((const void *)normed, (const void *)head, NULL, (void *)logits, count,
+                     m->hidden / PAIR, vocab, m->threads);
+        for (int r = 0; r < count; r++) {
+            const ELEM *row = logits + (size_t)r * vocab;
+            float best = LOAD(row[0]);
+            for (int i = 1; i < vocab; i++)
+                best = LOAD(row[i]) > best ? LOAD(row[i]) : best;
+            int first = 0;
+            while (first < vocab - 1 && LOAD(row[first]) != best)
+                first++;
+            tokens[at + count + r] = first;
+        }
+    }
+    free(x);
+    return failed;
+}
+
 /* out = weight * normalised x, row by row. */
 EXPORT void NAME(rmsnorm)(const ELEM *x, const ELEM *weight, ELEM *out, int rows, int dim, float eps)
 {

@@ -160,6 +160,33 @@ class Speculation(_message.Message):
     NGRAM_MAX_FIELD_NUMBER: _builtins.int
     NGRAM_MIN_FIELD_NUMBER: _builtins.int
     ALLOW_LOSSY_FIELD_NUMBER: _builtins.int
+    LENGTH_MIN_FIELD_NUMBER: _builtins.int
+    LENGTH_MAX_FIELD_NUMBER: _builtins.int
+    STOP_THRESHOLD_FIELD_NUMBER: _builtins.int
+    WINDOW_SIZE_FIELD_NUMBER: _builtins.int
+    NGRAM_SIZE_FIELD_NUMBER: _builtins.int
+    POOL_GUESSES_FIELD_NUMBER: _builtins.int
+    POOL_FROM_PROMPT_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOKENS_FIELD_NUMBER: _builtins.int
+    SEARCH_ITERATIONS_FIELD_NUMBER: _builtins.int
+    BRANCHING_VECTOR_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FIELD_NUMBER: _builtins.int
+    RANK_ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    PRUNE_THRESHOLD_FIELD_NUMBER: _builtins.int
+    STAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_MATCH_FIELD_NUMBER: _builtins.int
+    CORPUS_BIAS_FIELD_NUMBER: _builtins.int
+    DRAFT_PER_MATCH_FIELD_NUMBER: _builtins.int
+    DRAFT_OFFSET_FIELD_NUMBER: _builtins.int
+    MIN_TOKEN_PROB_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
+    USE_TREE_FIELD_NUMBER: _builtins.int
+    FALLBACK_DEPTH_FIELD_NUMBER: _builtins.int
+    TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
+    TYPICAL_DELTA_FIELD_NUMBER: _builtins.int
+    TOLERANCE_BETA_FIELD_NUMBER: _builtins.int
+    TOLERANCE_TAU_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """A row of the catalogue (GetModel lists those that this server can run)."""
     num_speculative_tokens: _builtins.int
@@ -181,6 +208,76 @@ class Speculation(_message.Message):
     ngram_min: _builtins.int
     allow_lossy: _builtins.bool
     """Permit rows and rules that can change the target's output."""
+    length_min: _builtins.int
+    """Shortest draft that a controller may choose."""
+    length_max: _builtins.int
+    """Longest draft that a controller may choose."""
+    stop_threshold: _builtins.float
+    """When a controller ends a draft: acceptance less likely than this (`confidence`, `disco`), or a
+    rejection likelier than this (`specdecpp`).
+    """
+    window_size: _builtins.int
+    """Columns of the window of lookahead decoding (W)."""
+    ngram_size: _builtins.int
+    """Tokens of an n-gram of lookahead decoding (N)."""
+    pool_guesses: _builtins.int
+    """N-grams kept and tried for each first token in lookahead decoding (G)."""
+    pool_from_prompt: _builtins.bool
+    """Put the prompt's n-grams into the pool of lookahead decoding."""
+    parallel_tokens: _builtins.int
+    """Generated tokens that hybrid Jacobi decoding refines in blocks before it goes on as AR;
+    default: the length of the prompt.
+    """
+    search_iterations: _builtins.int
+    """Iterations of ADED's tree search in each round."""
+    template: _builtins.str
+    """Tree of the shape `template`: `medusa_63`, `token_recycling_80`, or the paths of its nodes as
+    lists of ranks, a parent before its children.
+    """
+    prune_threshold: _builtins.float
+    """Least probability that the draft model gives a retrieved token in `rasd`."""
+    stage_tokens: _builtins.int
+    """Tokens that n-grams guess ahead of the draft model in `staged`; 0: none."""
+    min_match: _builtins.int
+    """Tokens at the end that must have occurred before, for a copy."""
+    corpus_bias: _builtins.int
+    """Tokens by which a match in earlier outputs must be longer than one in the session's own tokens."""
+    draft_per_match: _builtins.float
+    """Drafted tokens at most for each token of the match (alpha)."""
+    draft_offset: _builtins.int
+    """Drafted tokens allowed beside `draft_per_match`."""
+    min_token_prob: _builtins.float
+    """Least estimated probability of a token that suffix decoding drafts."""
+    min_score: _builtins.float
+    """Least expected number of accepted tokens for which a draft of suffix decoding is used and not
+    its fallback's.
+    """
+    use_tree: _builtins.bool
+    """Suffix decoding drafts a tree, best-first, and not a chain."""
+    fallback_depth: _builtins.int
+    """Depth of the drafts of a copying drafter's fallback."""
+    typical_epsilon: _builtins.float
+    """Probability that the rule `typical` never asks a token to exceed."""
+    typical_delta: _builtins.float
+    """The rule `typical` wants more than this times exp(-entropy), up to epsilon."""
+    tolerance_beta: _builtins.int
+    """The rule `tolerance` accepts tokens among so many best; 1 is exact."""
+    tolerance_tau: _builtins.float
+    """The rule `tolerance` accepts scores so far below the best one; 0 is exact."""
+    @_builtins.property
+    def branching_vector(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Children of each node, level by level from the root, in the shape `rsd_c`."""
+
+    @_builtins.property
+    def rank_acceptance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Probability that the drafter's first, second, ... candidate is the accepted one, from which the
+        shape `sequoia` makes its tree.
+        """
+
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Drafters whose trees `combined` merges, in the order in which they draft."""
+
     def __init__(
         self,
         *,
@@ -195,10 +292,37 @@ class Speculation(_message.Message):
         ngram_max: _builtins.int | None = ...,
         ngram_min: _builtins.int | None = ...,
         allow_lossy: _builtins.bool | None = ...,
+        length_min: _builtins.int | None = ...,
+        length_max: _builtins.int | None = ...,
+        stop_threshold: _builtins.float | None = ...,
+        window_size: _builtins.int | None = ...,
+        ngram_size: _builtins.int | None = ...,
+        pool_guesses: _builtins.int | None = ...,
+        pool_from_prompt: _builtins.bool | None = ...,
+        parallel_tokens: _builtins.int | None = ...,
+        search_iterations: _builtins.int | None = ...,
+        branching_vector: _abc.Iterable[_builtins.int] | None = ...,
+        template: _builtins.str | None = ...,
+        rank_acceptance: _abc.Iterable[_builtins.float] | None = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+        prune_threshold: _builtins.float | None = ...,
+        stage_tokens: _builtins.int | None = ...,
+        min_match: _builtins.int | None = ...,
+        corpus_bias: _builtins.int | None = ...,
+        draft_per_match: _builtins.float | None = ...,
+        draft_offset: _builtins.int | None = ...,
+        min_token_prob: _builtins.float | None = ...,
+        min_score: _builtins.float | None = ...,
+        use_tree: _builtins.bool | None = ...,
+        fallback_depth: _builtins.int | None = ...,
+        typical_epsilon: _builtins.float | None = ...,
+        typical_delta: _builtins.float | None = ...,
+        tolerance_beta: _builtins.int | None = ...,
+        tolerance_tau: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_draft_support", b"_draft_support", "_length", b"_length", "_method", b"_method", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_shape", b"_shape", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "draft_support", b"draft_support", "length", b"length", "method", b"method", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_fallback_depth", b"_fallback_depth", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_method", b"_method", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "corpus_bias", b"corpus_bias", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "fallback_depth", b"fallback_depth", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "method", b"method", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "search_iterations", b"search_iterations", "shape", b"shape", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_draft_support", b"_draft_support", "_length", b"_length", "_method", b"_method", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_shape", b"_shape", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "draft_support", b"draft_support", "length", b"length", "method", b"method", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_fallback_depth", b"_fallback_depth", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_method", b"_method", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "branching_vector", b"branching_vector", "corpus_bias", b"corpus_bias", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "drafters", b"drafters", "fallback_depth", b"fallback_depth", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "method", b"method", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "rank_acceptance", b"rank_acceptance", "search_iterations", b"search_iterations", "shape", b"shape", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance: _TypeAlias = _typing.Literal["acceptance"]  # noqa: Y015
     _WhichOneofArgType__acceptance: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance"]  # noqa: Y015
@@ -206,22 +330,70 @@ class Speculation(_message.Message):
     _WhichOneofArgType__allow_lossy: _TypeAlias = _typing.Literal["_allow_lossy", b"_allow_lossy"]  # noqa: Y015
     _WhichOneofReturnType__branching: _TypeAlias = _typing.Literal["branching"]  # noqa: Y015
     _WhichOneofArgType__branching: _TypeAlias = _typing.Literal["_branching", b"_branching"]  # noqa: Y015
+    _WhichOneofReturnType__corpus_bias: _TypeAlias = _typing.Literal["corpus_bias"]  # noqa: Y015
+    _WhichOneofArgType__corpus_bias: _TypeAlias = _typing.Literal["_corpus_bias", b"_corpus_bias"]  # noqa: Y015
+    _WhichOneofReturnType__draft_offset: _TypeAlias = _typing.Literal["draft_offset"]  # noqa: Y015
+    _WhichOneofArgType__draft_offset: _TypeAlias = _typing.Literal["_draft_offset", b"_draft_offset"]  # noqa: Y015
+    _WhichOneofReturnType__draft_per_match: _TypeAlias = _typing.Literal["draft_per_match"]  # noqa: Y015
+    _WhichOneofArgType__draft_per_match: _TypeAlias = _typing.Literal["_draft_per_match", b"_draft_per_match"]  # noqa: Y015
     _WhichOneofReturnType__draft_support: _TypeAlias = _typing.Literal["draft_support"]  # noqa: Y015
     _WhichOneofArgType__draft_support: _TypeAlias = _typing.Literal["_draft_support", b"_draft_support"]  # noqa: Y015
+    _WhichOneofReturnType__fallback_depth: _TypeAlias = _typing.Literal["fallback_depth"]  # noqa: Y015
+    _WhichOneofArgType__fallback_depth: _TypeAlias = _typing.Literal["_fallback_depth", b"_fallback_depth"]  # noqa: Y015
     _WhichOneofReturnType__length: _TypeAlias = _typing.Literal["length"]  # noqa: Y015
     _WhichOneofArgType__length: _TypeAlias = _typing.Literal["_length", b"_length"]  # noqa: Y015
+    _WhichOneofReturnType__length_max: _TypeAlias = _typing.Literal["length_max"]  # noqa: Y015
+    _WhichOneofArgType__length_max: _TypeAlias = _typing.Literal["_length_max", b"_length_max"]  # noqa: Y015
+    _WhichOneofReturnType__length_min: _TypeAlias = _typing.Literal["length_min"]  # noqa: Y015
+    _WhichOneofArgType__length_min: _TypeAlias = _typing.Literal["_length_min", b"_length_min"]  # noqa: Y015
     _WhichOneofReturnType__method: _TypeAlias = _typing.Literal["method"]  # noqa: Y015
     _WhichOneofArgType__method: _TypeAlias = _typing.Literal["_method", b"_method"]  # noqa: Y015
+    _WhichOneofReturnType__min_match: _TypeAlias = _typing.Literal["min_match"]  # noqa: Y015
+    _WhichOneofArgType__min_match: _TypeAlias = _typing.Literal["_min_match", b"_min_match"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    _WhichOneofReturnType__min_token_prob: _TypeAlias = _typing.Literal["min_token_prob"]  # noqa: Y015
+    _WhichOneofArgType__min_token_prob: _TypeAlias = _typing.Literal["_min_token_prob", b"_min_token_prob"]  # noqa: Y015
     _WhichOneofReturnType__ngram_max: _TypeAlias = _typing.Literal["ngram_max"]  # noqa: Y015
     _WhichOneofArgType__ngram_max: _TypeAlias = _typing.Literal["_ngram_max", b"_ngram_max"]  # noqa: Y015
     _WhichOneofReturnType__ngram_min: _TypeAlias = _typing.Literal["ngram_min"]  # noqa: Y015
     _WhichOneofArgType__ngram_min: _TypeAlias = _typing.Literal["_ngram_min", b"_ngram_min"]  # noqa: Y015
+    _WhichOneofReturnType__ngram_size: _TypeAlias = _typing.Literal["ngram_size"]  # noqa: Y015
+    _WhichOneofArgType__ngram_size: _TypeAlias = _typing.Literal["_ngram_size", b"_ngram_size"]  # noqa: Y015
     _WhichOneofReturnType__node_budget: _TypeAlias = _typing.Literal["node_budget"]  # noqa: Y015
     _WhichOneofArgType__node_budget: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget"]  # noqa: Y015
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tokens: _TypeAlias = _typing.Literal["parallel_tokens"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tokens: _TypeAlias = _typing.Literal["_parallel_tokens", b"_parallel_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__pool_from_prompt: _TypeAlias = _typing.Literal["pool_from_prompt"]  # noqa: Y015
+    _WhichOneofArgType__pool_from_prompt: _TypeAlias = _typing.Literal["_pool_from_prompt", b"_pool_from_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__pool_guesses: _TypeAlias = _typing.Literal["pool_guesses"]  # noqa: Y015
+    _WhichOneofArgType__pool_guesses: _TypeAlias = _typing.Literal["_pool_guesses", b"_pool_guesses"]  # noqa: Y015
+    _WhichOneofReturnType__prune_threshold: _TypeAlias = _typing.Literal["prune_threshold"]  # noqa: Y015
+    _WhichOneofArgType__prune_threshold: _TypeAlias = _typing.Literal["_prune_threshold", b"_prune_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__search_iterations: _TypeAlias = _typing.Literal["search_iterations"]  # noqa: Y015
+    _WhichOneofArgType__search_iterations: _TypeAlias = _typing.Literal["_search_iterations", b"_search_iterations"]  # noqa: Y015
     _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
     _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
+    _WhichOneofReturnType__stage_tokens: _TypeAlias = _typing.Literal["stage_tokens"]  # noqa: Y015
+    _WhichOneofArgType__stage_tokens: _TypeAlias = _typing.Literal["_stage_tokens", b"_stage_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__stop_threshold: _TypeAlias = _typing.Literal["stop_threshold"]  # noqa: Y015
+    _WhichOneofArgType__stop_threshold: _TypeAlias = _typing.Literal["_stop_threshold", b"_stop_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__template: _TypeAlias = _typing.Literal["template"]  # noqa: Y015
+    _WhichOneofArgType__template: _TypeAlias = _typing.Literal["_template", b"_template"]  # noqa: Y015
+    _WhichOneofReturnType__tolerance_beta: _TypeAlias = _typing.Literal["tolerance_beta"]  # noqa: Y015
+    _WhichOneofArgType__tolerance_beta: _TypeAlias = _typing.Literal["_tolerance_beta", b"_tolerance_beta"]  # noqa: Y015
+    _WhichOneofReturnType__tolerance_tau: _TypeAlias = _typing.Literal["tolerance_tau"]  # noqa: Y015
+    _WhichOneofArgType__tolerance_tau: _TypeAlias = _typing.Literal["_tolerance_tau", b"_tolerance_tau"]  # noqa: Y015
+    _WhichOneofReturnType__typical_delta: _TypeAlias = _typing.Literal["typical_delta"]  # noqa: Y015
+    _WhichOneofArgType__typical_delta: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta"]  # noqa: Y015
+    _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
+    _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
+    _WhichOneofReturnType__use_tree: _TypeAlias = _typing.Literal["use_tree"]  # noqa: Y015
+    _WhichOneofArgType__use_tree: _TypeAlias = _typing.Literal["_use_tree", b"_use_tree"]  # noqa: Y015
+    _WhichOneofReturnType__window_size: _TypeAlias = _typing.Literal["window_size"]  # noqa: Y015
+    _WhichOneofArgType__window_size: _TypeAlias = _typing.Literal["_window_size", b"_window_size"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__acceptance) -> _WhichOneofReturnType__acceptance | None: ...
     @_typing.overload
@@ -229,21 +401,69 @@ class Speculation(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__branching) -> _WhichOneofReturnType__branching | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__corpus_bias) -> _WhichOneofReturnType__corpus_bias | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_offset) -> _WhichOneofReturnType__draft_offset | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_per_match) -> _WhichOneofReturnType__draft_per_match | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_support) -> _WhichOneofReturnType__draft_support | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fallback_depth) -> _WhichOneofReturnType__fallback_depth | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length) -> _WhichOneofReturnType__length | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_max) -> _WhichOneofReturnType__length_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_min) -> _WhichOneofReturnType__length_min | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__method) -> _WhichOneofReturnType__method | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_match) -> _WhichOneofReturnType__min_match | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_token_prob) -> _WhichOneofReturnType__min_token_prob | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ngram_max) -> _WhichOneofReturnType__ngram_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ngram_min) -> _WhichOneofReturnType__ngram_min | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ngram_size) -> _WhichOneofReturnType__ngram_size | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__node_budget) -> _WhichOneofReturnType__node_budget | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tokens) -> _WhichOneofReturnType__parallel_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pool_from_prompt) -> _WhichOneofReturnType__pool_from_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pool_guesses) -> _WhichOneofReturnType__pool_guesses | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prune_threshold) -> _WhichOneofReturnType__prune_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__search_iterations) -> _WhichOneofReturnType__search_iterations | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stage_tokens) -> _WhichOneofReturnType__stage_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_threshold) -> _WhichOneofReturnType__stop_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__template) -> _WhichOneofReturnType__template | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tolerance_beta) -> _WhichOneofReturnType__tolerance_beta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tolerance_tau) -> _WhichOneofReturnType__tolerance_tau | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_delta) -> _WhichOneofReturnType__typical_delta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_epsilon) -> _WhichOneofReturnType__typical_epsilon | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_tree) -> _WhichOneofReturnType__use_tree | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window_size) -> _WhichOneofReturnType__window_size | None: ...
 
 Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 

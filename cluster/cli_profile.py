@@ -1,0 +1,94 @@
+"""`paceline profile`: measure what drafting and verifying cost here, and keep it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from cluster.cli_output import err, out
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.errors import InvalidArgument
+from paceline.loading import load_engine, pick_device
+from paceline.profile import CostProfile, default_path, measure, new_session, plot, profile_key
+from paceline.types import Budget
+
+
+def run(
+    target: Path | None,
+    drafter: Path | None,
+    *,
+    server: str | None,
+    dtype: str,
+    device: str,
+    repetitions: int,
+    file: Path | None,
+    plot_file: Path | None,
+) -> dict[str, Any]:
+    """Measure, save and draw.
+
+    Raises:
+        InvalidArgument: an option that does not fit, or no drafter answers at ``server``.
+    """
+    device = pick_device(device)
+    if target is None:
+        target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
+    engine = load_engine(target, drafter, dtype=dtype, device=device)
+    key = profile_key(target, drafter, dtype, device)
+    round_trip = _round_trip(server, engine.target.vocab_size) if server else 0.0
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("")
+        profile = measure(
+            engine,
+            key,
+            repetitions=repetitions,
+            round_trip_seconds=round_trip,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    file = file or default_path(key)
+    try:
+        profile.save(file)
+    except OSError as error:
+        raise InvalidArgument("out", str(file), f"a file that can be written ({error})") from error
+    if plot_file is not None:
+        plot(profile, plot_file)
+    return {"file": str(file), "plot": str(plot_file) if plot_file else None, "profile": profile}
+
+
+def _round_trip(server: str, vocab_size: int) -> float:
+    """Seconds to a DraftService and back, for a draft that it has made already."""
+    from rpc.remote_drafter import RemoteDrafter
+
+    session = new_session(vocab_size, 0, 16)
+    with RemoteDrafter(server, vocab_size=vocab_size) as remote:
+        if not remote.wait_ready(10.0):
+            raise InvalidArgument("server", server, "the address of a running DraftService")
+        seconds = []
+        for _ in range(32):
+            started = perf_counter()
+            (future,) = remote.propose_async([session], [Budget(1, 1)])
+            future.result()
+            seconds.append(perf_counter() - started)
+        remote.close(session)
+    return median(seconds[1:])
+
+
+def show(file: str, profile: CostProfile) -> None:
+    """Print both tables in milliseconds."""
+    for title, columns, seconds in (
+        ("target forward, tokens of each session", profile.nodes, profile.verify_seconds),
+        ("draft, depth", profile.depths, profile.draft_seconds),
+    ):
+        table = Table(title=f"{title} (ms)", title_justify="left", box=None)
+        table.add_column("batch", justify="right")
+        for column in columns:
+            table.add_column(str(column), justify="right")
+        for batch, row in zip(profile.batches, seconds, strict=False):
+            table.add_row(str(batch), *(f"{1e3 * value:.2f}" for value in row))
+        out.print(table)
+    out.print(f"kept in {file}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,77 @@
+"""Tolerance: accept drafted tokens that are nearly as good as the target's own (lossy).
+
+Generalised Aggressive Decoding, Xia et al. 2022 (arXiv 2205.10350 with 2203.16487): a token is
+accepted if it is one of the target's ``tolerance_beta`` best and its score is at most
+``tolerance_tau`` below the best one. Scores are log-probabilities at temperature 0; above it they
+are those of coupled sampling (over temperature, plus its noise), so that beta 1 or tau 0 gives
+AR's own tokens at any temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.acceptance.base import PathLogits
+from paceline.sampling import Probs, gumbel, scaled_scores
+from paceline.tree import children
+from paceline.types import Acceptance, Draft, Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Walk down to the best child as long as it is within the tolerance."""
+
+    tolerance_beta: int = 1
+    tolerance_tau: float = 0.0
+
+    name = "tolerance"
+    lossless = False
+    chain_only = False
+    draws = Draws.COUPLED
+
+    def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
+        followers = children(draft.parent_indices)
+        path: list[int] = []
+        tokens: list[int] = []
+        node = -1
+        while True:
+            best = target.token(tokens, node)
+            node = self._tolerated(draft, followers[node], best, target, tokens, node)
+            if node < 0:
+                return Acceptance(tuple(path), best)
+            path.append(node)
+            tokens.append(int(draft.token_ids[node]))
+
+    def _tolerated(
+        self,
+        draft: Draft,
+        nodes: list[int],
+        best: int,
+        target: PathLogits,
+        tokens: list[int],
+        node: int,
+    ) -> int:
+        """The child with the highest score if that is good enough, else -1."""
+        for child in nodes:
+            if draft.token_ids[child] == best:
+                return child
+        if not nodes or self.tolerance_beta == 1 or self.tolerance_tau == 0.0:
+            return -1
+        scores = _scores(target, tokens, node)
+        child = max(nodes, key=lambda c: float(scores[draft.token_ids[c]]))
+        score = scores[draft.token_ids[child]]
+        rank = 1 + int(np.count_nonzero(scores > score))
+        close = scores[best] - score <= self.tolerance_tau
+        return child if close and rank <= self.tolerance_beta else -1
+
+
+def _scores(target: PathLogits, tokens: list[int], node: int) -> Probs:
+    """What the target's own token is the argmax of.  # [vocab_size]"""
+    row = target.row(tokens, node)
+    if target.params.temperature == 0:
+        return row.astype(np.float64)
+    noise = gumbel(target.params.seed, target.position + len(tokens), len(row))
+    result: Probs = scaled_scores(row, target.params) + noise
+    return result

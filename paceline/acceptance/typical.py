@@ -1,0 +1,61 @@
+"""Typical acceptance: keep drafted tokens that the target finds plausible enough (lossy).
+
+Medusa, Cai et al. 2024 (arXiv 2401.10774, section 2.3.1): above temperature 0 a token x is
+accepted if ``p(x) > min(epsilon, delta * exp(-H(p)))``, so a flat distribution lets more through
+than a peaked one. The longest accepted path wins, among equals the likeliest. At temperature 0 it
+is exact match with the argmax.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.acceptance.base import PathLogits, exact_match
+from paceline.sampling import Probs
+from paceline.tree import children, path_to
+from paceline.types import Acceptance, Draft, Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Accept whatever is likelier than an entropy-dependent threshold."""
+
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    name = "typical"
+    lossless = False
+    chain_only = False
+    draws = Draws.TOP
+
+    def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
+        if target.params.temperature == 0:
+            return exact_match(draft, target, target.argmax)
+        followers = children(draft.parent_indices)
+        # Of each accepted node: its tokens from the root, and their log-likelihood.
+        accepted: dict[int, tuple[list[int], float]] = {-1: ([], 0.0)}
+        best = -1
+        for node in (-1, *range(draft.num_nodes)):  # parents come before their children
+            if node not in accepted:
+                continue
+            tokens, likelihood = accepted[node]
+            if (len(tokens), likelihood) > (len(accepted[best][0]), accepted[best][1]):
+                best = node
+            if not followers[node]:
+                continue
+            p = target.probs(tokens, node)
+            threshold = self.threshold(p)
+            for child in followers[node]:
+                token = int(draft.token_ids[child])
+                if p[token] > threshold:
+                    accepted[child] = ([*tokens, token], likelihood + math.log(p[token]))
+        path = path_to(draft.parent_indices, best)
+        return Acceptance(path, target.token(accepted[best][0], best))
+
+    def threshold(self, p: Probs) -> float:
+        """What a probability must exceed, given the target's distribution."""
+        entropy = -float(np.sum(p * np.log(np.where(p > 0.0, p, 1.0))))  # in nats
+        return min(self.typical_epsilon, self.typical_delta * math.exp(-entropy))

@@ -1,0 +1,175 @@
+"""SAM Decoding: suffix automata find the longest suffix that occurred before; copy what followed.
+
+Hu et al. 2024 (arXiv 2411.10666). A dynamic automaton over the session's own tokens grows with
+them; a static one holds earlier outputs of this engine. If the longer match (that in the corpus
+counts ``corpus_bias`` tokens less) has at least ``min_match`` tokens, the draft is copied from
+there, otherwise another drafter drafts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.drafters.base import Drafter, LookupDrafter
+from paceline.types import Budget, Draft
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+MAX_CORPUS = 100_000  # tokens in each of two automata, 0.4 KB each
+_BORDER = -1  # between two sequences of a corpus; no context contains it
+
+
+class SuffixAutomaton:
+    """Every substring of a growing text; at most two states for each token.
+
+    Attributes:
+        tokens: the text.
+        next: successors of each state by token.
+        link: the state of the longest suffix that occurs in more places; -1 at the root, state 0.
+        length: of the longest substring of each state.
+        after: position after the earliest occurrence of each state's substrings.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.next: list[dict[int, int]] = [{}]
+        self.link = [-1]
+        self.length = [0]
+        self.after = [0]
+        self._last = 0
+
+    @property
+    def repeated(self) -> int:
+        """State of the longest suffix of the text that occurred earlier in it."""
+        return max(0, self.link[self._last])
+
+    def append(self, token: int) -> None:
+        """Extend the text; constant time on average (Blumer et al. 1985)."""
+        self.tokens.append(token)
+        state, new = self._last, self._add({}, 0, self.length[self._last] + 1, len(self.tokens))
+        while state >= 0 and token not in self.next[state]:
+            self.next[state][token] = new
+            state = self.link[state]
+        if state >= 0:
+            old = self.next[state][token]
+            length = self.length[state] + 1
+            if length < self.length[old]:  # only its shorter substrings end here: split them off
+                clone = self._add(self.next[old].copy(), self.link[old], length, self.after[old])
+                while state >= 0 and self.next[state].get(token) == old:
+                    self.next[state][token] = clone
+                    state = self.link[state]
+                self.link[old] = old = clone
+            self.link[new] = old
+        self._last = new
+
+    def _add(self, successors: dict[int, int], link: int, length: int, after: int) -> int:
+        self.next.append(successors)
+        self.link.append(link)
+        self.length.append(length)
+        self.after.append(after)
+        return len(self.next) - 1
+
+
+class Cursor:
+    """The longest suffix of a context that occurs in an automaton over another text.
+
+    Attributes:
+        automaton: may grow between the calls.
+        state, length: where the suffix is, and how many tokens it has.
+    """
+
+    def __init__(self, automaton: SuffixAutomaton) -> None:
+        self.automaton = automaton
+        self.state = self.length = 0
+
+    def advance(self, token: int) -> None:
+        """Append a token to the context; constant time on average."""
+        successors, link = self.automaton.next, self.automaton.link
+        self.settle()
+        while self.state and token not in successors[self.state]:
+            self.state = link[self.state]
+            self.length = self.automaton.length[self.state]
+        if token in successors[self.state]:
+            self.state = successors[self.state][token]
+            self.length += 1
+
+    def settle(self) -> None:
+        """States may have been split since the last call: go to the one of this very suffix."""
+        link, length = self.automaton.link, self.automaton.length
+        while self.state and self.length <= length[link[self.state]]:
+            self.state = link[self.state]
+
+
+class _State:
+    """What SAM Decoding remembers of a session."""
+
+    def __init__(self) -> None:
+        self.own = SuffixAutomaton()
+        self.cursors: list[Cursor] = []
+
+
+class SamDecoding(LookupDrafter[_State]):
+    """A chain copied from the session's own tokens or from earlier outputs.
+
+    Args:
+        fallback: drafts where the match is too short.
+        max_corpus: tokens in each of the two automata over earlier outputs. A text cannot leave
+            an automaton, so the older of the two goes when the newer is full.
+    """
+
+    def __init__(self, fallback: Drafter | None = None, *, max_corpus: int = MAX_CORPUS) -> None:
+        super().__init__(fallback)
+        self._max_corpus = max_corpus
+        self._corpora = [SuffixAutomaton()]  # the newest first
+
+    def start(self, session: Session) -> _State:
+        state = _State()
+        self._catch_up(session, state)
+        return state
+
+    def find(self, session: Session, state: _State, budget: Budget) -> Draft | None:
+        config = session.plan.config
+        assert config.min_match is not None  # resolved
+        assert config.corpus_bias is not None
+        self._catch_up(session, state)
+        own = state.own
+        place, match = own.repeated, own.length[own.repeated]
+        best = max(state.cursors, key=lambda cursor: cursor.length)
+        copied = own
+        if best.length - config.corpus_bias > match:
+            best.settle()
+            copied, place, match = best.automaton, best.state, best.length - config.corpus_bias
+        if match < config.min_match:
+            return None
+        count = min(budget.depth, budget.nodes)
+        if config.draft_per_match is not None:
+            count = min(count, int(config.draft_per_match * match))
+        while (
+            copied is own
+            and copied.after[place] + count > len(copied.tokens)
+            and copied.length[copied.link[place]] >= config.min_match
+        ):
+            place = copied.link[place]  # a shorter match may lie further back, with more after it
+        tokens = copied.tokens[copied.after[place] : copied.after[place] + count]
+        if _BORDER in tokens:
+            tokens = tokens[: tokens.index(_BORDER)]
+        return Draft.chain(tokens) if tokens else None
+
+    def _catch_up(self, session: Session, state: _State) -> None:
+        known = {id(cursor.automaton): cursor for cursor in state.cursors}
+        state.cursors = [known.get(id(corpus)) or Cursor(corpus) for corpus in self._corpora]
+        for token in session.token_ids[len(state.own.tokens) :]:
+            state.own.append(token)
+            for cursor in state.cursors:
+                cursor.advance(token)
+
+    def finish(self, session: Session, state: _State) -> None:
+        """The output joins the corpus."""
+        output = session.output_ids[: self._max_corpus - 1]
+        if not output:
+            return
+        if len(self._corpora[0].tokens) + len(output) >= self._max_corpus:
+            self._corpora = [SuffixAutomaton(), self._corpora[0]]
+        for token in [*output, _BORDER]:
+            self._corpora[0].append(token)

@@ -1,0 +1,77 @@
+"""A classifier decides after each drafted token whether to go on.
+
+DISCO, Mamou et al. 2024 (arXiv 2405.04304): features are the drafter's top probability and its
+entropy, and the token's place in the draft. Here it is a logistic regression.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.lengths.base import (
+    DraftStep,
+    LengthBounds,
+    LengthContext,
+    StopRule,
+    load_head,
+    sigmoid,
+)
+from paceline.types import Budget, FloatArray, Load, Need, Outcome
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+NUM_FEATURES = 3
+
+
+def features(step: DraftStep) -> FloatArray:
+    """Top probability, entropy in nats, and log of the depth.  # [NUM_FEATURES]"""
+    scores = np.asarray(step.scores, np.float32)
+    shifted = scores - scores.max()
+    weights = np.exp(shifted)
+    total = float(weights.sum())
+    # A score of -inf has no weight, and adds nothing.
+    mean = float(weights @ np.where(weights > 0, shifted, 0.0)) / total
+    entropy = math.log(total) - mean
+    return np.array([1.0 / total, entropy, math.log(step.depth)], np.float32)
+
+
+class ClassifierStop:
+    """Ends the draft when a token's chance of acceptance is below ``threshold``.
+
+    Args:
+        weights: ``weight`` [NUM_FEATURES], ``bias`` [1].
+    """
+
+    wants_hidden = False
+
+    def __init__(self, shortest: int, threshold: float, weights: dict[str, FloatArray]) -> None:
+        self._shortest = shortest
+        self._threshold = threshold
+        self._weight, self._bias = weights["weight"], weights["bias"]
+
+    def stop_after(self, step: DraftStep) -> bool:
+        if step.depth < self._shortest:
+            return False
+        accepted = sigmoid(features(step) @ self._weight + self._bias[0])
+        return bool(accepted < self._threshold)
+
+
+class Disco:
+    """Always the longest draft, ended early by :class:`ClassifierStop`."""
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, bounds: LengthBounds, threshold: float, context: LengthContext) -> None:
+        self._budget = bounds.budget(bounds.longest)
+        weights = load_head(context, "disco")
+        self.stop_rule: StopRule | None = ClassifierStop(bounds.shortest, threshold, weights)
+
+    def budget(self, session: Session, load: Load) -> Budget:
+        return self._budget
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        pass

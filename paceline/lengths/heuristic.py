@@ -1,0 +1,36 @@
+"""Two more after a draft that was accepted whole, one fewer otherwise.
+
+The schedule `heuristic` of assisted generation in transformers (Gante 2023,
+huggingface.co/blog/assisted-generation).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.lengths.base import LengthBounds, StopRule
+from paceline.types import Budget, Load, Need, Outcome
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+
+class Heuristic:
+    """Starts at ``bounds.start``; a round without a draft changes nothing."""
+
+    needs: frozenset[Need] = frozenset()
+    stop_rule: StopRule | None = None
+
+    def __init__(self, bounds: LengthBounds) -> None:
+        self._bounds = bounds
+        self._depth = bounds.clip(bounds.start)
+        self._asked = 0
+
+    def budget(self, session: Session, load: Load) -> Budget:
+        self._asked = min(self._depth, session.remaining - 1)
+        return self._bounds.budget(self._depth)
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        if outcome.draft.num_nodes:
+            whole = outcome.num_accepted >= self._asked
+            self._depth = self._bounds.clip(self._depth + (2 if whole else -1))

@@ -1,0 +1,73 @@
+"""The length is predicted before drafting begins, from what the target was thinking.
+
+AdaEAGLE, Zhang et al. 2024 (arXiv 2412.18910): the Lightweight Draft Length Predictor is a
+three-layer MLP over the target's last hidden state and the embedding of the last token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from paceline.lengths.base import LengthBounds, LengthContext, StopRule, load_head
+from paceline.types import Budget, FloatArray, Load, Need, Outcome
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+NUM_LAYERS = 3
+
+
+class LengthHead:
+    """ReLU layers whose last one gives the number of tokens to draft.
+
+    Args:
+        weights: ``embedding`` [vocab, e], the target's embedding projected to few numbers, and
+            ``layers.{i}.weight`` / ``layers.{i}.bias``; the first layer takes hidden + e numbers.
+    """
+
+    def __init__(self, weights: dict[str, FloatArray]) -> None:
+        self._embedding = weights["embedding"]
+        self._layers = [
+            (weights[f"layers.{i}.weight"], weights[f"layers.{i}.bias"]) for i in range(NUM_LAYERS)
+        ]
+
+    def __call__(self, hidden: FloatArray, token_id: int) -> float:
+        """Tokens worth drafting after ``token_id``, which ``hidden`` [hidden_size] predicted."""
+        x = np.concatenate([hidden, self._embedding[token_id]])
+        for i, (weight, bias) in enumerate(self._layers):
+            x = weight @ x + bias
+            if i < NUM_LAYERS - 1:
+                x = np.maximum(x, 0.0)
+        return float(x[0])
+
+
+class LengthPredictor:
+    """Predicts after every round how long the next draft should be.
+
+    The first round of a session has no hidden state yet and drafts ``bounds.start`` tokens.
+    """
+
+    needs = frozenset({Need.HIDDEN_STATES})
+    stop_rule: StopRule | None = None
+
+    def __init__(self, bounds: LengthBounds, context: LengthContext) -> None:
+        self._bounds = bounds
+        self._head = LengthHead(load_head(context, "ldlp"))
+        self._depth = bounds.clip(bounds.start)
+
+    def budget(self, session: Session, load: Load) -> Budget:
+        return self._bounds.budget(self._depth)
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        if outcome.finish_reason is not None:
+            return
+        states = outcome.verification.extras.get(Need.HIDDEN_STATES)  # [num_nodes + 1, hidden]
+        if states is None:
+            return  # a target that gives none: every draft is as long as the first
+        row = outcome.path[-1] + 1 if outcome.path else 0
+        hidden: FloatArray = states[row].to(torch.float32).cpu().numpy()
+        predicted = self._head(hidden, outcome.next_token)
+        self._depth = self._bounds.clip(round(predicted))

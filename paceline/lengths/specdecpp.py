@@ -1,0 +1,99 @@
+"""Stop drafting when it is likely enough that something was drafted that will be rejected.
+
+SpecDec++, Huang, Guo, Wang 2024 (arXiv 2405.19715): the optimal policy of their decision process
+is a threshold on ``P(at least one rejection) = 1 - prod p_i``, where ``p_i`` is the chance that
+token ``i`` is accepted when the ones before it were. A small head on the draft model's hidden
+state predicts ``p_i``. It reads the state that the token was drafted from, so asking it costs no
+forward of the draft model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from paceline.errors import InvalidArgument
+from paceline.lengths.base import (
+    DraftStep,
+    LengthBounds,
+    LengthContext,
+    StopRule,
+    load_head,
+    sigmoid,
+)
+from paceline.types import Budget, FloatArray, Load, Need, Outcome
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+Predictor = Callable[[DraftStep], float]  # chance that the step's token is accepted
+
+NUM_BLOCKS = 3
+
+
+class AcceptanceHead:
+    """``NUM_BLOCKS`` of ``x + SiLU(W x + b)`` and a linear layer.
+
+    Args:
+        weights: ``blocks.{i}.weight`` [hidden, hidden], ``blocks.{i}.bias`` [hidden],
+            ``out.weight`` [1, hidden], ``out.bias`` [1].
+    """
+
+    def __init__(self, weights: dict[str, FloatArray]) -> None:
+        self._blocks = [
+            (weights[f"blocks.{i}.weight"], weights[f"blocks.{i}.bias"]) for i in range(NUM_BLOCKS)
+        ]
+        self._out, self._bias = weights["out.weight"][0], float(weights["out.bias"][0])
+
+    def __call__(self, step: DraftStep) -> float:
+        """Chance that the token is accepted when those before it were.
+
+        Raises:
+            InvalidArgument: the drafter has no hidden states: it is no draft model.
+        """
+        if step.hidden is None:
+            raise InvalidArgument("length", "specdecpp", "a controller that needs no draft model")
+        x: FloatArray = step.hidden.to(torch.float32).cpu().numpy()
+        for weight, bias in self._blocks:
+            pre = weight @ x + bias
+            x = x + pre * sigmoid(pre)
+        return float(sigmoid(np.float32(self._out @ x + self._bias)))
+
+
+class RejectionStop:
+    """Ends the draft when ``1 - prod p_i`` is above ``threshold``."""
+
+    wants_hidden = True
+
+    def __init__(self, shortest: int, threshold: float, predict: Predictor) -> None:
+        self._shortest = shortest
+        self._threshold = threshold
+        self._predict = predict
+        self._all_accepted = 1.0
+
+    def stop_after(self, step: DraftStep) -> bool:
+        if step.depth == 1:
+            self._all_accepted = 1.0
+        self._all_accepted *= self._predict(step)
+        return step.depth >= self._shortest and 1.0 - self._all_accepted > self._threshold
+
+
+class SpecDecPP:
+    """Always the longest draft, ended early by :class:`RejectionStop`."""
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, bounds: LengthBounds, threshold: float, context: LengthContext) -> None:
+        self._budget = bounds.budget(bounds.longest)
+        weights = load_head(context, "specdecpp")
+        head = AcceptanceHead(weights)
+        self.stop_rule: StopRule | None = RejectionStop(bounds.shortest, threshold, head)
+
+    def budget(self, session: Session, load: Load) -> Budget:
+        return self._budget
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        pass

@@ -1,0 +1,211 @@
+"""The catalogue as a document: ``python -m paceline.methods_table`` writes docs/methods.md.
+
+``--check`` writes nothing and fails when the file is not what the catalogue gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config import SpeculationConfig
+from paceline.methods import (
+    ACCEPTANCE_RULES,
+    COMMON_KNOBS,
+    LENGTH_KNOBS,
+    LENGTHS,
+    METHODS,
+    SHAPE_KNOBS,
+    SHAPES,
+    Method,
+)
+from paceline.plan import resolve
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "methods.md"
+
+_ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
+_GITHUB = re.compile(r"(?<![\w/])github\.com/[\w.-]+/[\w.-]+")
+
+_INTRODUCTION = """\
+# Methods
+
+<!-- Written by `python -m paceline.methods_table` from the catalogue; do not edit. -->
+
+A method is a row: a drafter, a tree shape, an acceptance rule and a length controller, with the
+knobs that it has. The same names and knobs work everywhere, and are checked before anything runs:
+
+| where | how |
+|---|---|
+| library | `SpeculationConfig(method="prompt_lookup", ngram_max=4)` |
+| command line | `paceline generate PROMPT --method prompt_lookup --set ngram_max=4` |
+| gRPC | the field `speculation` of a request, or `Client.complete(prompt, params, config)` |
+| benchmark | `paceline bench --methods prompt_lookup:ngram_max=4` |
+| deployment | the block `speculation` of the YAML file: what a request gets that names nothing |
+
+A list is written as JSON: `--set 'name=["a", "b"]'`.
+
+**Lossless** rows have the target's own tokens at temperature 0. Above it, rows with the rule
+`coupled` have the very tokens of plain autoregressive decoding with the same seed (**AR's
+tokens**), the others the same distribution. Rows that can change the output (**lossy**) want
+`allow_lossy: true`. **Needs** is what the drafter wants of the target beyond committed tokens.
+"""
+
+
+def knobs_of(method: Method) -> dict[str, Any]:
+    """The knobs of a row beside the common ones, with the values that it runs with by default."""
+    given = SpeculationConfig(method=method.name, allow_lossy=not method.lossless)
+    config = resolve(given).config
+    names = (config.overrides().keys() | method.defaults.keys()) - COMMON_KNOBS
+    fields = SpeculationConfig.model_fields
+    return {name: getattr(config, name) for name in fields if name in names}
+
+
+def markdown() -> str:
+    """The whole document, ending with a newline."""
+    blocks = [_INTRODUCTION, *_overview(), *_rows(), *_knobs(), *_parts()]
+    return "\n".join(blocks).rstrip("\n") + "\n"
+
+
+def _overview() -> Iterator[str]:
+    yield "## All rows\n"
+    yield _table(
+        ("method", "drafter", "shape", "acceptance", "length", "output", "needs"),
+        (
+            (
+                f"[`{m.name}`](#{m.name})",
+                ", ".join(f"`{name}`" for name in (m.drafter, *m.uses)),
+                f"`{m.shape}`" if m.shape else "–",
+                f"`{m.acceptance}`",
+                f"`{m.length}`",
+                _promise(m),
+                ", ".join(sorted(f"`{need.value}`" for need in m.needs)) or "–",
+            )
+            for m in METHODS.values()
+        ),
+    )
+
+
+def _promise(method: Method) -> str:
+    if not method.lossless:
+        return "lossy"
+    return "AR's tokens" if method.acceptance == "coupled" else "lossless"
+
+
+def _rows() -> Iterator[str]:
+    yield "## The rows\n"
+    for method in METHODS.values():
+        yield f"### {method.name}\n"
+        yield f"{method.summary}\n"
+        yield f"Paper: {_linked(method.paper)}\n"
+        knobs = knobs_of(method)
+        if knobs:
+            yield _table(
+                ("knob", "default", "meaning"),
+                ((f"`{name}`", _shown(value), _meaning(name)) for name, value in knobs.items()),
+            )
+
+
+def _knobs() -> Iterator[str]:
+    yield "## Knobs that every row has\n"
+    yield _table(
+        ("knob", "default", "meaning"),
+        (
+            (
+                f"`{name}`",
+                _shown(field.default) if name in ("method", "allow_lossy") else "the row's",
+                _meaning(name),
+            )
+            for name, field in SpeculationConfig.model_fields.items()
+            if name in COMMON_KNOBS
+        ),
+    )
+
+
+def _parts() -> Iterator[str]:
+    yield "## Parts to choose from\n"
+    yield "A row that has a shape can use another one, and every row any rule and controller that"
+    yield "fits. These are the knobs that they bring along.\n"
+    tables: tuple[tuple[str, Iterable[str], Mapping[str, Mapping[str, Any]]], ...] = (
+        ("shape", SHAPES, SHAPE_KNOBS),
+        ("acceptance", ACCEPTANCE_RULES, {}),
+        ("length", LENGTHS, LENGTH_KNOBS),
+    )
+    for part, known, knobs in tables:
+        rows = ((f"`{name}`", _with_defaults(knobs.get(name, {}))) for name in sorted(known))
+        yield _table((f"`{part}`", "its knobs"), rows)
+
+
+def _with_defaults(knobs: Mapping[str, Any]) -> str:
+    shown = (f"`{k}`" if v is None else f"`{k}` = {_shown(v)}" for k, v in knobs.items())
+    return ", ".join(shown) or "–"
+
+
+def _meaning(knob: str) -> str:
+    field = SpeculationConfig.model_fields[knob]
+    return f"{field.description} {_bounds(field.metadata)}".strip()
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    """The bounds of pydantic's annotations in words: "At least 0, at most 64."."""
+    forms = {
+        "ge": "at least {}",
+        "gt": "above {}",
+        "le": "at most {}",
+        "lt": "below {}",
+        "min_length": "{} or more values",
+        "max_length": "at most {} values",
+    }
+    found = [
+        form.format(getattr(item, key))
+        for item in metadata
+        for key, form in forms.items()
+        if getattr(item, key, None) is not None
+    ]
+    return ", ".join(found).capitalize() + "." if found else ""
+
+
+def _shown(value: Any) -> str:
+    """A default as JSON writes it, which is what the command line takes."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(f'"{item}"' if isinstance(item, str) else str(item) for item in value)
+        return f"`[{inner}]`"
+    return f"`{value}`"
+
+
+def _linked(paper: str) -> str:
+    text = _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", paper)
+    return _GITHUB.sub(lambda match: f"<https://{match.group().rstrip('.')}>", text)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    head = list(head)
+    lines = [line(head), "|" + "---|" * len(head), *(line(row) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m paceline.methods_table", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail when the document is stale")
+    text = markdown()
+    if parser.parse_args().check:
+        if not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != text:
+            sys.exit(f"stale {DOCUMENT.name}, run `python -m paceline.methods_table`")
+        sys.stdout.write("docs/methods.md is up to date\n")
+    else:
+        DOCUMENT.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {DOCUMENT}\n")
+
+
+if __name__ == "__main__":
+    main()

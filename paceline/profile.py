@@ -1,0 +1,346 @@
+"""Measured costs of a pair of models on this machine: what drafting and verifying take.
+
+A profile is a small JSON file, keyed by models, dtype, device and host, so that it is never taken
+for another machine's. :class:`paceline.lengths.goodput.Goodput` reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.errors import InvalidArgument
+from paceline.types import Budget, Load
+
+if TYPE_CHECKING:
+    from paceline.drafters.base import Drafter
+    from paceline.engine import Engine
+    from paceline.lengths.base import LengthBounds
+    from paceline.models.base import ModelRunner
+    from paceline.session import Session
+
+VERSION = 1
+NODES = 1, 2, 3, 5, 9, 17  # tokens of one session in a forward: the last one and the drafted ones
+DEPTHS = 1, 2, 4, 8
+BATCHES = 1, 2, 4, 8, 16
+CONTEXT = 128  # committed tokens of each session while it is measured
+
+Table = tuple[tuple[float, ...], ...]
+Progress = Callable[[int, int], None]  # cells done, cells in all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostProfile:
+    """Medians in seconds; rows are batch sizes, columns are nodes or depths.
+
+    Attributes:
+        key: what it holds for, see :func:`profile_key`.
+        verify_seconds: a target forward with ``nodes`` tokens of each session.
+            # [batches, nodes]
+        draft_seconds: drafts of these depths for all sessions, without the way to the drafter.
+            # [batches, depths]
+        round_trip_seconds: the way to the drafter and back; 0 in the same process.
+        methods: rows of the catalogue whose drafter was measured.
+    """
+
+    key: dict[str, str]
+    batches: tuple[int, ...]
+    nodes: tuple[int, ...]
+    verify_seconds: Table
+    depths: tuple[int, ...] = ()
+    draft_seconds: Table = ()
+    round_trip_seconds: float = 0.0
+    methods: tuple[str, ...] = ()
+    version: int = VERSION
+
+    def verify(self, nodes: float, batch: int) -> float:
+        """Seconds of a target forward, between the measured points."""
+        return _at(self.verify_seconds, self.batches, self.nodes, batch, nodes)
+
+    def draft(self, depth: int, batch: int) -> float:
+        """Seconds until drafts of this depth are there; 0 for none."""
+        if depth == 0:
+            return 0.0
+        drafting = _at(self.draft_seconds, self.batches, self.depths, batch, depth)
+        return drafting + self.round_trip_seconds
+
+    def costs(self, method: str, bounds: LengthBounds) -> Callable[[int, Load], float] | None:
+        """Seconds of a round by depth and load; None where the method was not measured."""
+        if method not in self.methods:
+            return None
+
+        def seconds(depth: int, load: Load) -> float:
+            batch = max(1, load.num_running)
+            nodes = 1 + (bounds.budget(depth).nodes if depth else 0)
+            return self.verify(nodes, batch) + self.draft(depth, batch)
+
+        return seconds
+
+    def save(self, file: Path) -> None:
+        """Write the JSON document, whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.tmp")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        part.replace(file)
+
+    @staticmethod
+    def load(file: Path) -> CostProfile:
+        """Read a profile.
+
+        Raises:
+            InvalidArgument: the file is missing, damaged or of another version.
+        """
+        try:
+            raw: dict[str, Any] = json.loads(file.read_text())
+            if raw["version"] != VERSION:
+                raise InvalidArgument("profile", f"version {raw['version']}", f"{VERSION}: {file}")
+            for name in ("batches", "nodes", "depths", "methods"):
+                raw[name] = tuple(raw[name])
+            for name in ("verify_seconds", "draft_seconds"):
+                raw[name] = tuple(tuple(float(x) for x in row) for row in raw[name])
+            profile = CostProfile(**raw)
+            _check(profile)
+            return profile
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InvalidArgument):
+                raise
+            raise InvalidArgument("profile", str(file), f"a cost profile ({error})") from error
+
+
+def _check(profile: CostProfile) -> None:
+    tables = [(profile.verify_seconds, profile.nodes)]
+    if profile.methods:
+        tables.append((profile.draft_seconds, profile.depths))
+    for table, columns in tables:
+        values = np.array(table, np.float64)
+        if values.shape != (len(profile.batches), len(columns)) or not (values > 0).all():
+            raise ValueError("tables of positive seconds, one row for each batch size")
+
+
+def _at(
+    table: Table, batches: Sequence[int], columns: Sequence[int], batch: float, column: float
+) -> float:
+    """Bilinear between the measured points; straight on beyond the last ones."""
+    by_batch = [_line(columns, row, column) for row in table]
+    return _line(batches, by_batch, batch)
+
+
+def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+    if x <= xs[-1] or len(xs) == 1:
+        return float(np.interp(x, xs, ys))
+    slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+    return ys[-1] + slope * (x - xs[-1])
+
+
+# --- where profiles are kept ----------------------------------------------------------------------
+
+
+def fingerprint(folder: Path) -> str:
+    """Short name of the model in a folder: its configuration and the sizes of its weights."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.json")):
+        if file.name == "config.json":
+            digest.update(file.read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return digest.hexdigest()[:12]
+
+
+def profile_key(
+    target: str | Path, drafter: str | Path | None, dtype: str, device: str
+) -> dict[str, str]:
+    """What a profile holds for."""
+    return {
+        "target": fingerprint(Path(target)),
+        "drafter": fingerprint(Path(drafter)) if drafter is not None else "",
+        "dtype": dtype,
+        "device": device,
+        "host": platform.node(),
+    }
+
+
+def default_path(key: dict[str, str]) -> Path:
+    """Where the profile with this key is kept: in the user's cache directory."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache / "paceline" / "profiles" / f"{name}.json"
+
+
+def find_profile(key: dict[str, str]) -> CostProfile | None:
+    """The kept profile with exactly this key, if there is a readable one."""
+    file = default_path(key)
+    if not file.is_file():
+        return None
+    try:
+        profile = CostProfile.load(file)
+    except InvalidArgument:
+        return None
+    return profile if profile.key == key else None
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measure(
+    engine: Engine,
+    key: dict[str, str],
+    *,
+    batches: Sequence[int] = BATCHES,
+    nodes: Sequence[int] = NODES,
+    depths: Sequence[int] = DEPTHS,
+    repetitions: int = 5,
+    round_trip_seconds: float = 0.0,
+    progress: Progress = lambda done, total: None,
+) -> CostProfile:
+    """Measure an idle engine's target, and its draft model where it has one in this process.
+
+    Raises:
+        InvalidArgument: a list is not increasing from 1 on, or its sizes do not fit in KV memory.
+    """
+    from paceline.drafters.base import is_local
+
+    for name, values in (("batches", batches), ("nodes", nodes), ("depths", depths)):
+        if list(values) != sorted(set(values)) or not values or values[0] < 1:
+            raise InvalidArgument(name, list(values), "increasing numbers from 1 on")
+    if repetitions < 1:
+        raise InvalidArgument("repetitions", repetitions, "at least 1")
+    runner = engine.target.runner
+    context = min(CONTEXT, runner.context_length - max(*nodes, *depths) - 1)
+    needed = max(batches) * (context + max(nodes))
+    if context < 1 or needed > runner.num_free:
+        raise InvalidArgument("batches", list(batches), f"{runner.num_free} KV entries at most")
+    drafter = engine.drafters.get("draft_model")
+    drafter = drafter if drafter is not None and is_local(drafter) else None
+    total = len(batches) * (len(nodes) + (len(depths) if drafter else 0))
+    done = 0
+    verify, draft = [], []
+    for batch in batches:
+        verify.append(_measure_target(runner, batch, nodes, context, repetitions))
+        done += len(nodes)
+        progress(done, total)
+        if drafter is not None:
+            draft.append(_measure_drafter(engine, drafter, batch, depths, context, repetitions))
+            done += len(depths)
+            progress(done, total)
+    return CostProfile(
+        key=key,
+        batches=tuple(batches),
+        nodes=tuple(nodes),
+        verify_seconds=tuple(verify),
+        depths=tuple(depths) if drafter else (),
+        draft_seconds=tuple(draft),
+        round_trip_seconds=round_trip_seconds,
+        methods=("draft_model", "speculative_sampling") if drafter else (),
+    )
+
+
+def _tokens(count: int, vocab_size: int) -> list[int]:
+    return [(7 * i + 3) % vocab_size for i in range(count)]
+
+
+def _measure_target(
+    runner: ModelRunner, batch: int, nodes: Sequence[int], context: int, repetitions: int
+) -> tuple[float, ...]:
+    from paceline.models.base import Segment
+
+    sequences = [runner.new_sequence() for _ in range(batch)]
+    try:
+        prompt = np.asarray(_tokens(context, runner.vocab_size), np.int64)
+        for sequence in sequences:
+            runner.forward([Segment(sequence, prompt, logits="none")])
+            runner.commit(sequence, range(context))
+
+        def forward(count: int) -> None:
+            ids = np.asarray(_tokens(count, runner.vocab_size), np.int64)
+            result = runner.forward([Segment(sequence, ids) for sequence in sequences])
+            result.logits.argmax(-1).tolist()  # as the loop does; waits for a GPU
+            for sequence in sequences:
+                runner.commit(sequence, ())
+
+        return tuple(_median_seconds(lambda c=c: forward(c), repetitions) for c in nodes)  # type: ignore[misc]
+    finally:
+        for sequence in sequences:
+            runner.free(sequence)
+
+
+def _measure_drafter(
+    engine: Engine,
+    drafter: Drafter,
+    batch: int,
+    depths: Sequence[int],
+    context: int,
+    repetitions: int,
+) -> tuple[float, ...]:
+    sessions = [new_session(engine.target.vocab_size, i, context) for i in range(batch)]
+    try:
+        for session in sessions:
+            drafter.open(session)
+
+        def propose(depth: int) -> None:
+            drafter.propose(sessions, [Budget(depth, depth)] * batch)
+
+        return tuple(_median_seconds(lambda d=d: propose(d), repetitions) for d in depths)  # type: ignore[misc]
+    finally:
+        for session in sessions:
+            drafter.close(session)
+
+
+def new_session(vocab_size: int, number: int, context: int) -> Session:
+    """A session of the row `draft_model` with ``context`` tokens, which no engine runs."""
+    from paceline.config import SpeculationConfig
+    from paceline.plan import resolve
+    from paceline.sampling import SamplingParams
+    from paceline.session import Session
+
+    plan = resolve(SpeculationConfig(method="draft_model"))
+    return Session(f"profile-{number}", _tokens(context, vocab_size), SamplingParams(), plan)
+
+
+def _median_seconds(call: Callable[[], None], repetitions: int) -> float:
+    call()  # the first one warms up
+    seconds = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)
+
+
+def plot(profile: CostProfile, file: Path) -> None:
+    """Draw both tables; the suffix of ``file`` chooses the format.
+
+    Raises:
+        InvalidArgument: matplotlib cannot write this kind of file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axis, title, columns, table, label in (
+        (axes[0], "target forward", profile.nodes, profile.verify_seconds, "tokens of a session"),
+        (axes[1], "draft", profile.depths, profile.draft_seconds, "depth"),
+    ):
+        for batch, row in zip(profile.batches, table, strict=False):
+            axis.plot(columns, [1e3 * x for x in row], marker="o", label=f"batch {batch}")
+        axis.set(title=title, xlabel=label, ylabel="ms", ylim=(0, None))
+        if table:
+            axis.legend(fontsize="small")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=120)
+    except (ValueError, OSError) as error:
+        raise InvalidArgument("plot", str(file), f"a picture file ({error})") from error
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,51 @@
+"""Trees with a number of children for each level, drawn without replacement where sampled.
+
+RSD-C of Jeon et al. 2024, Recursive Speculative Decoding (arXiv 2402.14160): a constant branching
+vector, with the children of a node drawn by Gumbel top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.shapes.base import Expander, Level, TreeBuilder, grow
+from paceline.types import Budget, Draft, Draws
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class BranchingVector:
+    """A node at depth ``d`` (the root: 0) has ``vector[d]`` children; no node is deeper."""
+
+    vector: tuple[int, ...]
+
+    @property
+    def draws(self) -> frozenset[Draws]:
+        return frozenset({Draws.TOP, Draws.COUPLED, Draws.WITHOUT_REPLACEMENT})
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole tree."""
+        total, level = 0, 1
+        for branching in self.vector:
+            level *= branching
+            total += level
+        return total
+
+    def build(
+        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft]:
+        def step(tree: TreeBuilder, frontier: list[int], level: Level, row: int) -> list[int]:
+            depth = tree.depth_of[frontier[0]] if frontier[0] >= 0 else 0
+            added: list[int] = []
+            for i, node in enumerate(frontier):
+                added += tree.add_children(node, level, row + i, self.vector[depth])
+            return added if depth + 1 < len(self.vector) else []
+
+        trees = [TreeBuilder(s, b) for s, b in zip(sessions, budgets, strict=True)]
+        grow(expander, trees, step, lambda depth: self.vector[depth])
+        return [tree.draft() for tree in trees]

@@ -1,0 +1,107 @@
+"""The best fixed tree for given acceptance rates, by dynamic programming.
+
+Chen et al. 2024, Sequoia (arXiv 2402.12374): with ``p[r]`` the probability that the child of rank
+``r`` is the one accepted, a node is reached with the product of the rates along its path, and the
+tree of so many nodes with the highest sum of these is found exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from paceline.types import IndexArray
+
+Path = tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def sequoia_paths(acceptance: tuple[float, ...], nodes: int, depth: int) -> tuple[Path, ...]:
+    """The best tree of at most ``nodes`` nodes (the root not counted) and ``depth`` levels.
+
+    ``value[b][l][m]`` is the highest expected number of accepted nodes, with ``m`` nodes in at
+    most ``l`` levels below a node, spent on its children of rank ``b`` and after (Sequoia's
+    ``T[m][l][b]``, counted from the other end, so that unused budget is a case like others).
+
+    Args:
+        acceptance: probability that each rank is accepted; ranks beyond it are not used.
+
+    Returns:
+        Paths of ranks, the most probable ones first, each after its parent's.
+    """
+    ranks = len(acceptance)
+    value = np.zeros((ranks + 1, depth + 1, nodes + 1))
+    # Nodes given to the child of this rank, itself included.
+    spent = np.zeros((ranks, depth + 1, nodes + 1), np.int64)
+    for level in range(1, depth + 1):
+        for rank in reversed(range(ranks)):
+            for m in range(1, nodes + 1):
+                # y nodes to this child (1 of them for itself), m - y to its later siblings.
+                gain = acceptance[rank] * (1.0 + value[0, level - 1, :m])
+                totals = gain + value[rank + 1, level, m - 1 :: -1]
+                best = int(totals.argmax())
+                value[rank, level, m] = totals[best]
+                spent[rank, level, m] = best + 1
+    found: list[tuple[float, Path]] = []
+    pending: list[tuple[float, Path, int, int]] = [(1.0, (), depth, nodes)]
+    while pending:
+        reach, path, level, m = pending.pop()
+        for rank in range(ranks):
+            if level == 0 or m == 0:
+                break
+            y = int(spent[rank, level, m])
+            chance = reach * acceptance[rank]
+            found.append((chance, (*path, rank)))
+            pending.append((chance, (*path, rank), level - 1, y - 1))
+            m -= y
+    found.sort(key=lambda node: (-node[0], len(node[1]), node[1]))
+    return tuple(path for _, path in found)
+
+
+def expected_accepted(paths: Iterable[Path], acceptance: Sequence[float]) -> float:
+    """Expected number of accepted nodes of a tree."""
+    return float(sum(np.prod([acceptance[rank] for rank in path]) for path in paths))
+
+
+def rank_acceptance(
+    rounds: Iterable[tuple[IndexArray, Sequence[int]]], ranks: int
+) -> tuple[float, ...]:
+    """How often each rank was the accepted one, of the times that a child of this rank was there.
+
+    Args:
+        rounds: ``(parent_indices, accepted path)`` of drafts whose siblings are in rank order,
+            as ``outcome.draft.parent_indices, outcome.path``.
+        ranks: entries of the result; a rank that was never seen counts as never accepted.
+    """
+    seen, accepted = np.zeros(ranks), np.zeros(ranks)
+    for parents, path in rounds:
+        for node, follower in zip([-1, *path], [*path, None], strict=True):
+            children = np.flatnonzero(parents == node)[:ranks]
+            seen[: len(children)] += 1
+            accepted[: len(children)] += children == follower
+    return tuple((accepted / np.maximum(seen, 1)).tolist())
+
+
+def best_size(
+    acceptance: tuple[float, ...],
+    draft_seconds: float,
+    target_seconds: Mapping[int, float],
+    max_depth: int,
+) -> tuple[int, int]:
+    """Nodes and depth with the least time for each token on this hardware.
+
+    Args:
+        draft_seconds: for each level of the tree.
+        target_seconds: of a forward over so many nodes; a key for each size to consider.
+    """
+    sizes = [(nodes, depth) for nodes in target_seconds for depth in range(1, max_depth + 1)]
+
+    def seconds_per_token(size: tuple[int, int]) -> float:
+        paths = sequoia_paths(acceptance, *size)
+        levels = max(map(len, paths), default=0)
+        seconds = levels * draft_seconds + target_seconds[size[0]]
+        return seconds / (1.0 + expected_accepted(paths, acceptance))
+
+    return min(sizes, key=seconds_per_token)

@@ -1,0 +1,301 @@
+"""Train the length controllers that learn: `specdecpp`, `disco` and `ldlp`.
+
+The target writes text greedily; draft model and target are then run over it once. Up to its first
+miss a draft continues that very text, so the draft model's hits on it are exactly the acceptance
+labels "accepted when everything before was" that the three controllers predict, and runs of hits
+are the lengths that would have been worth drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.draft_model import DraftModel
+from paceline.engine import Engine
+from paceline.errors import InvalidArgument
+from paceline.models.base import ModelRunner, Segment
+from paceline.sampling import SamplingParams
+from paceline.types import FloatArray, IntArray, Need
+
+KINDS = ("specdecpp", "disco", "ldlp")
+MAX_LENGTH = 20
+MISMATCH_WEIGHT = 6.0  # of rejected tokens in SpecDec++'s loss
+EMBEDDING_SIZE = 8  # numbers that LDLP keeps of a token's embedding
+_HIDDEN = frozenset({Need.HIDDEN_STATES})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What both models say about texts that the target wrote; all texts in one row.
+
+    ``hits[i]`` tells whether the draft model would have drafted token ``i``, ``run_before[i]`` how
+    many tokens before it were hits, ``run_from[i]`` how many from it on (-1: the text ends first).
+    """
+
+    token_ids: IntArray  # [n]
+    hits: IntArray  # [n]
+    run_before: IntArray  # [n]
+    run_from: IntArray  # [n]
+    draft_hidden: Tensor  # [n, hidden] that token i was drafted from
+    draft_scores: FloatArray  # [n, 2] top probability and entropy there
+    target_hidden: Tensor  # [n, hidden] that the target chose token i from
+    is_validation: IntArray  # [n] a tenth of the texts
+
+
+def collect(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> Rows:
+    """Let the target write ``num_tokens`` after each prompt, and look at both models there.
+
+    Raises:
+        InvalidArgument: the engine has no draft model, or a model gives no hidden states.
+    """
+    drafter = engine.drafters.get("draft_model")
+    if not isinstance(drafter, DraftModel):
+        raise InvalidArgument("drafter", None, "a draft model in this process")
+    parts: list[dict[str, Any]] = []
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    for start in tqdm(range(0, len(prompts), 8), desc="writing", unit="batch"):
+        batch = prompts[start : start + 8]
+        config = SpeculationConfig(method="draft_model")
+        for session in engine.generate(batch, params, config):
+            parts.append(_look(engine.target.runner, drafter.runner, session))
+            parts[-1]["is_validation"] = np.full(num_tokens, len(parts) % 10 == 0, np.int64)
+    joined: dict[str, Any] = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        joined[name] = torch.cat(values) if torch.is_tensor(values[0]) else np.concatenate(values)
+    return Rows(**joined)
+
+
+def _look(target: ModelRunner, drafter: ModelRunner, session: Any) -> dict[str, Any]:
+    ids = np.asarray(session.token_ids, np.int64)
+    first = session.prompt_length
+    logits, draft_hidden = _run(drafter, ids[:-1])
+    _, target_hidden = _run(target, ids[:-1])
+    log_q = logits[first - 1 :].log_softmax(-1)
+    hits = (log_q.argmax(-1).numpy() == ids[first:]).astype(np.int64)
+    count = len(hits)
+    before, onwards = np.zeros(count, np.int64), np.full(count, -1, np.int64)
+    for i in range(1, count):
+        before[i] = before[i - 1] + 1 if hits[i - 1] else 0
+    for i in range(count - 1, -1, -1):
+        if not hits[i]:
+            onwards[i] = 0
+        elif i + 1 < count and onwards[i + 1] >= 0:
+            onwards[i] = onwards[i + 1] + 1
+    entropy = -(log_q.exp() * log_q).sum(-1)
+    return {
+        "token_ids": ids[first:],
+        "hits": hits,
+        "run_before": before,
+        "run_from": onwards,
+        "draft_hidden": draft_hidden[first - 1 :],
+        "draft_scores": torch.stack([log_q.max(-1).values.exp(), entropy], -1).numpy(),
+        "target_hidden": target_hidden[first - 1 :],
+    }
+
+
+def _run(runner: ModelRunner, token_ids: IntArray) -> tuple[Tensor, Tensor]:
+    """Logits and hidden states after every token.  # [n, vocab], [n, hidden] float32"""
+    sequence = runner.new_sequence()
+    try:
+        result = runner.forward([Segment(sequence, token_ids)], _HIDDEN)
+    finally:
+        runner.free(sequence)
+    hidden = result.extras.get(Need.HIDDEN_STATES)
+    if hidden is None:
+        raise InvalidArgument("target", type(runner).__name__, "a model with hidden states")
+    return result.logits.float().cpu(), hidden.float().cpu()
+
+
+class _Blocks(nn.Module):
+    """SpecDec++'s acceptance head: residual blocks and a linear layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(size, size) for _ in range(3))
+        for block in self.blocks:
+            nn.init.zeros_(block.weight)  # type: ignore[arg-type]
+        self.out = nn.Linear(size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        logits: Tensor = self.out(x)
+        return logits[:, 0]
+
+
+class _Lengths(nn.Module):
+    """LDLP: three layers over a hidden state and a token's embedding."""
+
+    def __init__(self, size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, EMBEDDING_SIZE)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        sizes = (size + EMBEDDING_SIZE, 64, 32, 1)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        x = torch.cat([hidden, self.embedding(token_ids)], -1)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i + 1 < len(self.layers):
+                x = F.relu(x)
+        return x[:, 0]
+
+
+def train_specdecpp(rows: Rows, epochs: int, seed: int) -> tuple[dict[str, Tensor], float]:
+    """Weighted cross entropy on hits; returns the weights and the validation loss."""
+    hits = torch.from_numpy(rows.hits).float()
+    model = _Blocks(rows.draft_hidden.shape[1])
+
+    def loss(index: Tensor) -> Tensor:
+        weight = torch.where(hits[index] > 0, 1.0, MISMATCH_WEIGHT)
+        logits = model(rows.draft_hidden[index])
+        return F.binary_cross_entropy_with_logits(logits, hits[index], weight)
+
+    best = _fit(model, loss, rows, np.arange(len(hits)), epochs, seed)
+    return dict(model.state_dict()), best
+
+
+def train_disco(rows: Rows, epochs: int, seed: int) -> tuple[dict[str, Tensor], float]:
+    """Logistic regression on hits, each token at a random one of its possible depths."""
+    random = np.random.default_rng(seed)
+    depth = random.integers(1, np.minimum(rows.run_before + 1, MAX_LENGTH) + 1)
+    x = torch.from_numpy(
+        np.column_stack([rows.draft_scores, np.log(depth)]).astype(np.float32)
+    )  # the columns of paceline.lengths.disco.features
+    hits = torch.from_numpy(rows.hits).float()
+    model = nn.Linear(x.shape[1], 1)
+
+    def loss(index: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(x[index])[:, 0], hits[index])
+
+    best = _fit(model, loss, rows, np.arange(len(hits)), epochs, seed, rate=0.02)
+    return {"weight": model.weight.data[0], "bias": model.bias.data}, best
+
+
+def train_ldlp(
+    rows: Rows, epochs: int, seed: int, vocab_size: int
+) -> tuple[dict[str, Tensor], float]:
+    """Absolute error of the number of hits that follow a token."""
+    known = np.flatnonzero(rows.run_from[1:] >= 0)  # token i + 1 and what follows it, after i
+    wanted = torch.from_numpy(np.minimum(rows.run_from, MAX_LENGTH)).float()
+    tokens = torch.from_numpy(rows.token_ids)
+    model = _Lengths(rows.target_hidden.shape[1], vocab_size)
+
+    def loss(index: Tensor) -> Tensor:
+        predicted = model(rows.target_hidden[index], tokens[index])
+        return F.l1_loss(predicted, wanted[index + 1])
+
+    best = _fit(model, loss, rows, known, epochs, seed)
+    return dict(model.state_dict()), best
+
+
+def _fit(
+    model: nn.Module,
+    loss: Callable[[Tensor], Tensor],
+    rows: Rows,
+    index: IntArray,
+    epochs: int,
+    seed: int,
+    rate: float = 1e-3,
+) -> float:
+    """Adam over the training texts; keeps the weights with the best validation loss."""
+    torch.manual_seed(seed)
+    training = torch.from_numpy(index[rows.is_validation[index] == 0])
+    validation = torch.from_numpy(index[rows.is_validation[index] == 1])
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.01)
+    best, kept = float("inf"), {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in tqdm(range(epochs), desc="training", unit="epoch"):
+        for batch in training[torch.randperm(len(training))].split(256):
+            optimizer.zero_grad()
+            loss(batch).backward()
+            optimizer.step()
+        with torch.no_grad():
+            now = float(loss(validation))
+        if now < best:
+            best, kept = now, {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(kept)
+    return best
+
+
+def train_length_head(
+    engine: Engine,
+    kind: str,
+    out: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int = 128,
+    epochs: int = 12,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Train one controller (or all of :data:`KINDS`) and write ``out/<kind>.safetensors``.
+
+    Returns:
+        The file, its bytes and the validation loss of each kind.
+
+    Raises:
+        InvalidArgument: an unknown kind; an engine that cannot be learnt from; too few prompts.
+    """
+    from safetensors.torch import save_file
+
+    kinds = KINDS if kind == "all" else (kind,)
+    if not set(kinds) <= set(KINDS):
+        raise InvalidArgument("kind", kind, f"all, {', '.join(KINDS)}")
+    if len(prompts) < 10:
+        raise InvalidArgument("prompts", len(prompts), "at least 10: a tenth is for validation")
+    rows = collect(engine, prompts, num_tokens)
+    vocab_size = engine.target.vocab_size
+    result: dict[str, Any] = {}
+    out.mkdir(parents=True, exist_ok=True)
+    for name in kinds:
+        if name == "specdecpp":
+            weights, loss = train_specdecpp(rows, epochs, seed)
+        elif name == "disco":
+            weights, loss = train_disco(rows, epochs, seed)
+        else:
+            weights, loss = train_ldlp(rows, epochs, seed, vocab_size)
+            weights["embedding"] = weights.pop("embedding.weight")
+        metadata = {
+            "kind": name,
+            "vocab_size": str(vocab_size),
+            "target_hidden_size": str(rows.target_hidden.shape[1]),
+            "drafter_hidden_size": str(rows.draft_hidden.shape[1]),
+        }
+        file = out / f"{name}.safetensors"
+        save_file({k: v.half().contiguous() for k, v in weights.items()}, str(file), metadata)
+        result[name] = {
+            "file": str(file),
+            "bytes": file.stat().st_size,
+            "validation_loss": round(loss, 4),
+        }
+    result["num_positions"] = len(rows.hits)
+    result["acceptance_rate"] = round(float(rows.hits.mean()), 4)
+    return result
+
+
+def training_prompts(engine: Engine, count: int, length: int = 64) -> list[list[int]]:
+    """Beginnings of standard library modules that the benchmark's prompts do not come from."""
+    from paceline.train.corpus import split
+
+    assert engine.tokenizer is not None
+    training, _ = split()
+    step = max(1, len(training) // count)
+    prompts = []
+    for i, document in enumerate(training[::step]):
+        middle = len(document.text) * (i % 7) // 8  # not always a file's first lines
+        ids = engine.tokenizer.encode(document.text[middle : middle + 8 * length])
+        if len(ids) >= length:
+            prompts.append(ids[:length])
+    return prompts[:count]

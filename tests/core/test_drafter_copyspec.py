@@ -1,0 +1,124 @@
+"""CopySpec: first occurrences by brute force, and the same trace as the fallback without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.copyspec import CopySpec, FirstOccurrences
+from paceline.engine import Engine, RoundEvent
+from paceline.plan import resolve
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+from paceline.target import ModelTarget
+from paceline.types import Budget
+from tests.core.engines import Reference, small_engine
+
+TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def first_occurrence(text: list[int], gamma: int) -> int | None:
+    """Position after the first occurrence of the last ``gamma`` tokens before the end."""
+    for after in range(gamma, len(text)):
+        if text[after - gamma : after] == text[-gamma:]:
+            return after
+    return None
+
+
+@given(TEXT, st.integers(1, 5), st.integers(1, 7))
+def test_the_first_occurrence(text: list[int], gamma: int, step: int) -> None:
+    index = FirstOccurrences(gamma)
+    for end in range(1, len(text) + 1, step):
+        assert index.find(text[:end]) == first_occurrence(text[:end], gamma)
+
+
+@given(TEXT, st.integers(1, 5))
+def test_a_longer_gram_fires_in_a_subset_of_the_steps(text: list[int], gamma: int) -> None:
+    short, long = FirstOccurrences(gamma), FirstOccurrences(gamma + 1)
+    for end in range(1, len(text) + 1):
+        fires = short.find(text[:end]) is not None
+        assert fires or long.find(text[:end]) is None
+
+
+def session_of(token_ids: list[int], **knobs: Any) -> Session:
+    config = SpeculationConfig(method="copyspec", **knobs)
+    return Session("s", token_ids, SamplingParams(max_tokens=1000), resolve(config))
+
+
+def test_ten_tokens_are_copied_after_the_first_occurrence() -> None:
+    gram = [1, 2, 3]
+    session = session_of([*gram, *range(20, 40), *gram, *range(60, 80), *gram])
+    drafter = CopySpec()
+    drafter.open(session)
+    config = session.plan.config
+    budget = Budget(config.num_speculative_tokens or 0, config.node_budget or 0)
+    assert drafter.propose([session], [budget])[0].token_ids.tolist() == list(range(20, 30))
+    assert drafter.propose([session], [Budget(4, 4)])[0].token_ids.tolist() == [20, 21, 22, 23]
+    assert drafter.propose([session], [Budget(0, 0)])[0].num_nodes == 0
+    session.token_ids += [2, 99]
+    assert drafter.propose([session], [budget])[0].num_nodes == 0
+    drafter.close(session)
+
+
+def test_a_verbatim_copy_commits_eleven_tokens_in_a_forward() -> None:
+    """A target that repeats a passage: ten copied tokens are right, and one is its own."""
+    passage = list(range(200))
+    truth = [*passage, *passage]
+    session = session_of(truth[:203])
+    drafter = CopySpec()
+    drafter.open(session)
+    forwards = 0
+    while session.length < 390:
+        draft = drafter.propose([session], [Budget(10, 10)])[0].token_ids.tolist()
+        assert draft == truth[session.length : session.length + 10]
+        session.commit(truth[session.length : session.length + len(draft) + 1])
+        forwards += 1
+    assert forwards == 17  # of 11 tokens each
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_without_a_match_the_trace_is_that_of_the_fallback(
+    demo: Engine, temperature: float
+) -> None:
+    """No gram of 64 tokens repeats here, so every round is the draft model's."""
+    prompt = list(range(30, 60))
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
+
+    def trace(method: str, **knobs: Any) -> list[tuple[tuple[int, ...], list[int]]]:
+        rounds: list[tuple[tuple[int, ...], list[int]]] = []
+
+        def note(event: RoundEvent) -> None:
+            if event.outcome is not None:
+                rounds.append((event.token_ids, event.outcome.draft.token_ids.tolist()))
+
+        engine = Engine(ModelTarget(demo.target.runner), demo.drafters)
+        config = SpeculationConfig(method=method, **knobs)
+        session = engine.submit(prompt, params, config, on_event=note)
+        while engine.has_work:
+            engine.step()
+        assert not session.stats.drafter_lost
+        return rounds
+
+    expected = trace("draft_model", num_speculative_tokens=5)
+    assert trace("copyspec_draft_model", min_match=64) == expected
+    assert trace("copyspec", min_match=64) == trace("ar")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["copyspec", "copyspec_draft_model"])
+def test_exact_and_nothing_is_left(
+    method: str, temperature: float, tiny_folder: Path, reference: Reference
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=8, max_tokens=60, ignore_eos=True)
+    prompts = [[65, 66, 67] * 6, [80, 72, 90, 101], [70]]
+    small = small_engine(tiny_folder)
+    sessions = small.engine.generate(prompts, params, SpeculationConfig(method=method))
+    for prompt, session in zip(prompts, sessions, strict=True):
+        assert session.output_ids == reference(prompt, params)
+        assert not session.stats.drafter_lost
+    small.assert_nothing_is_left()

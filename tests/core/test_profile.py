@@ -1,0 +1,127 @@
+"""Cost profiles: measured, kept, read again, drawn, and used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from paceline.errors import InvalidArgument
+from paceline.lengths.base import LengthBounds, LengthContext
+from paceline.loading import load_engine
+from paceline.profile import CostProfile, default_path, find_profile, measure, plot, profile_key
+from paceline.types import Load
+from tests.core.engines import small_engine
+from tests.core.lengths_sim import new_session
+
+KEY = {"target": "t", "drafter": "d", "dtype": "float32", "device": "cpu", "host": "h"}
+PROFILE = CostProfile(
+    key=KEY,
+    batches=(1, 4),
+    nodes=(1, 3),
+    verify_seconds=((1.0, 2.0), (2.0, 6.0)),
+    depths=(1, 2),
+    draft_seconds=((0.5, 1.0), (0.5, 1.0)),
+    round_trip_seconds=0.25,
+    methods=("draft_model",),
+)
+BOUNDS = LengthBounds(start=4, shortest=0, longest=4, nodes=4)
+
+
+def test_costs_lie_between_the_measured_points_and_go_on_beyond_them() -> None:
+    assert PROFILE.verify(1, 1) == 1.0
+    assert PROFILE.verify(2, 1) == 1.5
+    assert PROFILE.verify(5, 1) == 3.0
+    assert PROFILE.verify(1, 2.5) == 1.5
+    assert PROFILE.verify(1, 7) == 3.0
+    assert PROFILE.draft(0, 1) == 0.0
+    assert PROFILE.draft(2, 1) == 1.25
+    costs = PROFILE.costs("draft_model", BOUNDS)
+    assert costs is not None
+    assert costs(0, Load(1, 0)) == 1.0
+    assert costs(2, Load(1, 0)) == 2.0 + 1.25
+    assert PROFILE.costs("prompt_lookup", BOUNDS) is None
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "profile.json"
+    PROFILE.save(file)
+    assert CostProfile.load(file) == PROFILE
+    assert [path.name for path in file.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"version": 2}, {"nodes": [1]}, {"verify_seconds": [[1, -1], [1, 1]]}, {"batches": "x"}],
+)
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, damage: dict[str, object]) -> None:
+    file = tmp_path / "profile.json"
+    PROFILE.save(file)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
+    with pytest.raises(InvalidArgument) as error:
+        CostProfile.load(file)
+    assert error.value.field == "profile"
+
+
+def test_only_the_profile_with_the_same_key_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert find_profile(KEY) is None
+    PROFILE.save(default_path(KEY))
+    assert find_profile(KEY) == PROFILE
+    assert find_profile({**KEY, "dtype": "bfloat16"}) is None
+    default_path(KEY).write_text("no json")
+    assert find_profile(KEY) is None
+
+
+def test_measuring_leaves_the_engine_as_it_was(tiny_folder: Path) -> None:
+    small = small_engine(tiny_folder)
+    calls: list[tuple[int, int]] = []
+    profile = measure(
+        small.engine, KEY, batches=(1, 2), nodes=(1, 3), depths=(1, 2), repetitions=1,
+        progress=lambda done, total: calls.append((done, total)),
+    )  # fmt: skip
+    assert len(profile.verify_seconds) == len(profile.draft_seconds) == 2
+    assert profile.methods
+    assert calls[-1] == (8, 8)
+    small.assert_nothing_is_left()
+    with pytest.raises(InvalidArgument) as error:
+        measure(small.engine, KEY, batches=(2, 1))
+    assert error.value.field == "batches"
+
+
+def test_goodput_decides_by_the_profile() -> None:
+    cheap = replace(PROFILE, verify_seconds=((1.0, 1.01), (1.0, 1.01)), round_trip_seconds=0.0,
+                    draft_seconds=((0.01, 0.02), (0.01, 0.02)))  # fmt: skip
+    dear = replace(PROFILE, round_trip_seconds=50.0)
+    for profile, depth in ((cheap, 4), (dear, 0)):
+        context = LengthContext(profile=profile)
+        session = new_session(context, length="goodput", num_speculative_tokens=4)
+        assert session.length_controller.budget(session, Load(1, 0)).depth == depth
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    plot(PROFILE, tmp_path / "costs.png")
+    assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InvalidArgument) as error:
+        plot(PROFILE, tmp_path / "costs.unknown")
+    assert error.value.field == "plot"
+
+
+def test_the_command_keeps_a_profile_that_an_engine_finds(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ["profile", "--target", tiny_folder, "--drafter", tiny_folder, "-r", "1", "--json"]
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 0, result.output
+    kept = json.loads(result.stdout)
+    assert kept["file"].startswith(str(tmp_path))
+    profile = load_engine(tiny_folder, tiny_folder).length_context.profile
+    assert profile is not None
+    assert profile.key == profile_key(tiny_folder, tiny_folder, "float32", "cpu")

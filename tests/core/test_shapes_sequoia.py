@@ -1,0 +1,88 @@
+"""Sequoia's dynamic programme against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from paceline.shapes.sequoia import (
+    best_size,
+    expected_accepted,
+    rank_acceptance,
+    sequoia_paths,
+)
+from paceline.shapes.template import Template
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "acceptance", [(0.6, 0.2), (0.4, 0.3, 0.2), (0.1, 0.1), (0.9,), (0.2, 0.6), (0.5, 0.0)]
+)
+def test_the_tree_is_the_best_of_all(acceptance: tuple[float, ...], depth: int) -> None:
+    ranks = range(len(acceptance))
+    every = [p for d in range(1, depth + 1) for p in itertools.product(ranks, repeat=d)]
+    for nodes in range(1, 5):
+        best = max(
+            expected_accepted(tree, acceptance)
+            for size in range(1, min(nodes, len(every)) + 1)
+            for tree in itertools.combinations(every, size)
+            if all(
+                (len(path) == 1 or path[:-1] in tree)
+                and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
+                for path in tree
+            )
+        )
+        paths = sequoia_paths(acceptance, nodes, depth)
+        Template(paths)  # is a tree, parents first
+        assert len(paths) <= nodes
+        assert max(map(len, paths)) <= depth
+        assert expected_accepted(paths, acceptance) == pytest.approx(best)
+
+
+def test_more_nodes_and_levels_never_hurt() -> None:
+    acceptance = (0.7, 0.15, 0.05)
+    values = [
+        [expected_accepted(sequoia_paths(acceptance, n, d), acceptance) for n in range(1, 20)]
+        for d in range(1, 8)
+    ]
+    assert (np.diff(values, axis=0) >= -1e-12).all()
+    assert (np.diff(values, axis=1) >= -1e-12).all()
+
+
+def test_rank_acceptance_counts_what_was_there() -> None:
+    tree = np.array([-1, -1, 0, 0, 1], np.int32)  # 0 has children 2 and 3, 1 has child 4
+    rounds = [(tree, (0, 3)), (tree, (1,)), (tree, ())]
+    # Rank 0: node 0 once in three rounds, node 2 not, node 4 not. Rank 1: node 1 once in three
+    # rounds, node 3 once.
+    assert rank_acceptance(rounds, 3) == (pytest.approx(1 / 5), pytest.approx(2 / 4), 0.0)
+    assert rank_acceptance([], 2) == (0.0, 0.0)
+
+
+def test_rank_acceptance_finds_the_rates_that_it_is_shown() -> None:
+    rng = np.random.default_rng(0)
+    rates = [0.6, 0.25]
+    rounds = []
+    for _ in range(4000):
+        path = []
+        for node in (0, 1), (2, 3):
+            child = rng.choice(3, p=[*rates, 1 - sum(rates)])
+            if child == 2:
+                break
+            path.append(node[child])
+            if child == 1:  # only the first has children
+                break
+        rounds.append((np.array([-1, -1, 0, 0], np.int32), path))
+    np.testing.assert_allclose(rank_acceptance(rounds, 2), rates, atol=0.03)
+
+
+def test_the_best_size_follows_the_hardware() -> None:
+    acceptance = (0.6, 0.2, 0.1)
+    sizes = (1, 2, 4, 8, 16, 32)
+    flat = best_size(acceptance, 0.0, dict.fromkeys(sizes, 1.0), 6)
+    assert flat == (32, 6)  # nodes are free: take all
+    costly = best_size(acceptance, 0.0, {n: float(n) for n in sizes}, 6)
+    assert costly[0] == 1
+    slow_drafter = best_size(acceptance, 5.0, dict.fromkeys(sizes, 1.0), 6)
+    assert slow_drafter[1] == 1

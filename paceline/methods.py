@@ -165,6 +165,7 @@ def template_paths(named: str | tuple[tuple[int, ...], ...] | None) -> tuple[tup
         raise InvalidArgument("template", named, allowed)
     return TEMPLATES[named]
 
+
 # The knobs of each controller with their defaults; a knob that is absent does not exist for it.
 # ``length_max`` None is the row's ``num_speculative_tokens``.
 LENGTH_KNOBS: Mapping[str, Mapping[str, Any]] = {
@@ -263,7 +264,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="kary",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 4, "node_budget": 14, "branching": 2},
         ),
         Method(
@@ -273,8 +274,8 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="confidence",
             acceptance="coupled",
-            length="fixed",
-            defaults={"num_speculative_tokens": 6, "node_budget": 16, "branching": 4},
+            length="goodput",
+            defaults={"num_speculative_tokens": 5, "node_budget": 8, "branching": 4},
         ),
         Method(
             name="sequoia",
@@ -283,8 +284,8 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="sequoia",
             acceptance="coupled",
-            length="fixed",
-            defaults={"num_speculative_tokens": 6, "node_budget": 16},
+            length="goodput",
+            defaults={"num_speculative_tokens": 6, "node_budget": 8},
         ),
         Method(
             name="dyspec",
@@ -293,8 +294,8 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="dyspec",
             acceptance="coupled",
-            length="fixed",
-            defaults={"num_speculative_tokens": 6, "node_budget": 16, "branching": 4},
+            length="goodput",
+            defaults={"num_speculative_tokens": 6, "node_budget": 10, "branching": 4},
         ),
         Method(
             name="speculative_sampling",
@@ -319,7 +320,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="rsd_c",
             acceptance="recursive_rejection",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": None,
                 "node_budget": None,
@@ -334,7 +335,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="rsd_s",
             acceptance="recursive_rejection",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 4,
                 "node_budget": None,
@@ -349,7 +350,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="iid",
             acceptance="k_seq",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 4,
                 "node_budget": None,
@@ -484,10 +485,10 @@ METHODS: Mapping[str, Method] = {
             drafter="sam_or_token_recycling",
             shape="template",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 40,
-                "node_budget": 80,
+                "node_budget": 24,
                 "template": "token_recycling_80",
                 "min_match": 5,
                 "corpus_bias": 5,
@@ -552,7 +553,7 @@ METHODS: Mapping[str, Method] = {
             drafter="lookahead",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": None,
                 "node_budget": None,
@@ -572,7 +573,7 @@ METHODS: Mapping[str, Method] = {
             drafter="jacobi",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 16, "node_budget": None},
             needs=frozenset({Need.TREE_LOGITS}),
         ),
@@ -584,7 +585,7 @@ METHODS: Mapping[str, Method] = {
             drafter="gauss_seidel",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 4, "node_budget": None},
             needs=frozenset({Need.TREE_LOGITS}),
         ),
@@ -596,7 +597,7 @@ METHODS: Mapping[str, Method] = {
             drafter="hybrid_jacobi",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 4,
                 "node_budget": None,
@@ -612,7 +613,7 @@ METHODS: Mapping[str, Method] = {
             drafter="aggressive",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 32,
                 "node_budget": None,
@@ -628,10 +629,10 @@ METHODS: Mapping[str, Method] = {
             drafter="token_recycling",
             shape="template",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 6,
-                "node_budget": 80,
+                "node_budget": 24,
                 "template": "token_recycling_80",
             },
             needs=frozenset({Need.TREE_LOGITS}),
@@ -644,8 +645,8 @@ METHODS: Mapping[str, Method] = {
             drafter="stand",
             shape="sequoia",
             acceptance="coupled",
-            length="fixed",
-            defaults={"num_speculative_tokens": 6, "node_budget": 16, "ngram_max": 3},
+            length="goodput",
+            defaults={"num_speculative_tokens": 6, "node_budget": 8, "ngram_max": 3},
             needs=frozenset({Need.TREE_LOGITS}),
         ),
         Method(
@@ -656,7 +657,7 @@ METHODS: Mapping[str, Method] = {
             drafter="aded",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 5, "node_budget": 64, "search_iterations": 50},
         ),
         Method(
@@ -686,10 +687,10 @@ METHODS: Mapping[str, Method] = {
             drafter="rasd",
             shape="confidence",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 6,
-                "node_budget": 20,
+                "node_budget": 10,
                 "branching": 4,
                 "prune_threshold": 0.01,
             },

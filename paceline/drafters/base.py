@@ -93,9 +93,7 @@ def is_local(drafter: Drafter | AsyncDrafter) -> TypeGuard[Drafter]:
     return hasattr(drafter, "propose")
 
 
-def grow(
-    expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
-) -> list[Draft]:
+def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
     """``propose`` of an expanding drafter: each shape grows the trees of all of its sessions."""
     drafts = [EMPTY_DRAFT] * len(sessions)
     by_shape: dict[Shape, list[int]] = {}

@@ -99,10 +99,11 @@ class Suite:
         )
 
     def speculation(self, method: str) -> SpeculationConfig:
-        """The row with its defaults; the fakes draft trees."""
+        """The row with its defaults, but always drafting; the fakes draft trees."""
         if method in FAKES:
             return SpeculationConfig(method=method, node_budget=12)
-        return SpeculationConfig(method=method, allow_lossy=method in LOSSY)
+        # A controller that finds drafts not worth their time would leave little to compare.
+        return SpeculationConfig(method=method, length="fixed", allow_lossy=method in LOSSY)
 
     def generate(
         self, method: str, variant: str, batch: int, count: int | None = None

@@ -246,7 +246,18 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_ctrl_c_ends_cleanly() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "generate", "import", "-n", "1000", "--ignore-eos"],
+        [
+            sys.executable,
+            "-m",
+            "cluster.cli",
+            "generate",
+            "import",
+            "-n",
+            "1000",
+            "--ignore-eos",
+            "--method",
+            "ar",
+        ],  # with drafts it is nearly done before the signal is there
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

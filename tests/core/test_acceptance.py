@@ -419,7 +419,7 @@ def test_drafters_make_chains_for_rules_that_verify_only_those(
 ) -> None:
     small = small_engine(tiny_folder)
     params = SamplingParams(temperature=0.3, max_tokens=24, seed=1)
-    config = SpeculationConfig(method=method, acceptance=rule)
+    config = SpeculationConfig(method=method, length="fixed", acceptance=rule)
     session = small.engine.generate([[5, 6, 7, 5, 6, 7, 5, 6]], params, config)[0]
     assert session.stats.num_drafted == session.stats.num_draft_nodes > 0
     assert not caplog.records  # no draft was dropped

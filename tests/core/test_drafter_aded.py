@@ -30,7 +30,7 @@ from paceline.tree import children, depths, is_chain
 from paceline.types import Budget
 from tests.core.engines import Reference, small_engine
 
-CONFIG = SpeculationConfig(method="aded")
+CONFIG = SpeculationConfig(method="aded", length="fixed")
 PLAN = resolve(CONFIG)
 WHOLE = Budget(5, 64)
 
@@ -86,7 +86,7 @@ def test_many_successors_are_pruned_to_the_frequent_ones() -> None:
 @pytest.mark.parametrize("vocab", [2, 6, 40])
 def test_trees_have_at_most_64_nodes_and_depth_5(vocab: int, iterations: int) -> None:
     rng = random.Random(vocab)
-    config = SpeculationConfig(method="aded", search_iterations=iterations)
+    config = SpeculationConfig(method="aded", length="fixed", search_iterations=iterations)
     drafter = Aded(TrigramTable())
     for length in (2, 3, 50, 3000):
         weights = [1 / (token + 1) for token in range(vocab)]
@@ -198,7 +198,7 @@ def test_drafts_are_the_same_for_the_same_request() -> None:
 
 
 def test_a_rule_for_chains_gets_the_most_visited_path() -> None:
-    config = SpeculationConfig(method="aded", acceptance="rejection")
+    config = SpeculationConfig(method="aded", length="fixed", acceptance="rejection")
     drafter, session = Aded(TrigramTable()), session_of([1, 2, 3, 4, 5, 6, 1, 2], config)
     drafter.open(session)
     draft = drafter.propose([session], [WHOLE])[0]

@@ -24,7 +24,7 @@ def rewrite(
         return output[done] if done < len(output) else EOS
 
     engine = scripted_engine(function, 100, eos=[EOS])
-    config = SpeculationConfig(method="aggressive", **knobs)
+    config = SpeculationConfig(method="aggressive", length="fixed", **knobs)
     session, events = run(engine, source, SamplingParams(max_tokens=200), config)
     assert session.output_ids == output
     drafts = [e.outcome.draft.token_ids.tolist() for e in events if e.outcome]
@@ -110,7 +110,7 @@ def test_reopened_after_truncation_it_finds_its_place() -> None:
     engine = scripted_engine(function, 100)
     events: list[RoundEvent] = []
     params = SamplingParams(max_tokens=30)
-    config = SpeculationConfig(method="aggressive", num_speculative_tokens=8)
+    config = SpeculationConfig(method="aggressive", length="fixed", num_speculative_tokens=8)
     session = engine.submit(source, params, config, on_event=events.append)
     while not events:
         engine.step()
@@ -126,6 +126,6 @@ def test_reopened_after_truncation_it_finds_its_place() -> None:
 
 def test_ngram_bounds_are_checked() -> None:
     engine = scripted_engine(lambda ids: 0, 100)
-    config = SpeculationConfig(method="aggressive", ngram_min=5, ngram_max=3)
+    config = SpeculationConfig(method="aggressive", length="fixed", ngram_min=5, ngram_max=3)
     with pytest.raises(InvalidArgument, match="ngram_min"):
         engine.submit([1], SamplingParams(), config)

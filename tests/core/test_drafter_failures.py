@@ -154,6 +154,7 @@ class Remote:
         self.local.open(session)
 
     def close(self, session: Session) -> None:
+        self.rounds.pop(session.session_id, None)
         self.local.close(session)
 
     def propose_async(

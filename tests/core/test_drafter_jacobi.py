@@ -61,7 +61,9 @@ def textbook(function: NextToken, prompt: list[int], count: int) -> list[tuple[i
 def test_a_block_is_the_iteration_of_the_paper(function: NextToken) -> None:
     size = 8
     engine = scripted_engine(function, 50)
-    config = SpeculationConfig(method="gauss_seidel", num_speculative_tokens=size - 1)
+    config = SpeculationConfig(
+        method="gauss_seidel", length="fixed", num_speculative_tokens=size - 1
+    )
     session, events = run(engine, PROMPT, replace(PARAMS, max_tokens=size), config)
     assert session.output_ids == spoken(function, PROMPT, size)
     iterations = textbook(function, PROMPT, size)
@@ -78,7 +80,7 @@ def test_a_block_is_the_iteration_of_the_paper(function: NextToken) -> None:
 @pytest.mark.parametrize("function", [by_position, after_two, chaotic(50)])
 def test_every_iteration_fixes_a_token(method: str, function: NextToken) -> None:
     engine = scripted_engine(function, 50)
-    session, events = run(engine, PROMPT, PARAMS, SpeculationConfig(method=method))
+    session, events = run(engine, PROMPT, PARAMS, SpeculationConfig(method=method, length="fixed"))
     assert session.output_ids == spoken(function, PROMPT, 30)
     assert all(event.token_ids for event in events)
     assert len(events) == session.stats.num_target_forwards <= 30
@@ -89,7 +91,7 @@ def test_independent_positions_take_two_iterations(temperature: float) -> None:
     """Above temperature 0 too: the guesses use the noise of their own positions."""
     margin = 10.0 if temperature == 0 else 1.0
     engine = scripted_engine(by_position, 50, margin=margin)
-    config = SpeculationConfig(method="jacobi", num_speculative_tokens=29)
+    config = SpeculationConfig(method="jacobi", length="fixed", num_speculative_tokens=29)
     params = replace(PARAMS, temperature=temperature, seed=11)
     expected, _ = run(engine, PROMPT, params, SpeculationConfig(method="ar"))
     session, _ = run(engine, PROMPT, params, config)
@@ -105,7 +107,7 @@ def test_target_tokens_are_those_after_each_path(temperature: float, penalty: fl
     """Processed with the tokens before a node, sampled with the noise of the place after it."""
     rng, vocab_size = np.random.default_rng(4), 8
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty, seed=3)
-    plan = resolve(SpeculationConfig(method="jacobi"))
+    plan = resolve(SpeculationConfig(method="jacobi", length="fixed"))
     session = Session("s", [1, 2, 3], params, plan)
     parents = np.array([-1, -1, 0, 0, 2, 4, 5], np.int32)
     differing = 0
@@ -126,7 +128,7 @@ def test_target_tokens_are_those_after_each_path(temperature: float, penalty: fl
 @pytest.mark.parametrize("method", METHODS)
 def test_a_block_of_one_is_ar(method: str) -> None:
     engine = scripted_engine(by_position, 50)
-    config = SpeculationConfig(method=method, num_speculative_tokens=0)
+    config = SpeculationConfig(method=method, length="fixed", num_speculative_tokens=0)
     session, events = run(engine, PROMPT, PARAMS, config)
     assert session.stats.num_target_forwards == 30
     assert drafts(events) == [[]] * 30
@@ -135,7 +137,9 @@ def test_a_block_of_one_is_ar(method: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
 def test_blocks_are_finished_one_by_one(size: int) -> None:
     engine = scripted_engine(after_two, 50)
-    config = SpeculationConfig(method="gauss_seidel", num_speculative_tokens=size - 1)
+    config = SpeculationConfig(
+        method="gauss_seidel", length="fixed", num_speculative_tokens=size - 1
+    )
     _, events = run(engine, PROMPT, PARAMS, config)
     done = 0
     for event, draft in zip(events, drafts(events), strict=True):
@@ -147,7 +151,7 @@ def test_blocks_are_finished_one_by_one(size: int) -> None:
 
 def test_a_window_slides_over_what_is_longer() -> None:
     engine = scripted_engine(by_position, 50)
-    config = SpeculationConfig(method="jacobi", num_speculative_tokens=6)
+    config = SpeculationConfig(method="jacobi", length="fixed", num_speculative_tokens=6)
     session, events = run(engine, PROMPT, PARAMS, config)
     assert session.output_ids == spoken(by_position, PROMPT, 30)
     assert all(len(d) == 6 for d in drafts(events)[:-3])
@@ -157,8 +161,8 @@ def test_a_window_slides_over_what_is_longer() -> None:
 def test_hybrid_goes_on_as_ar_after_its_estimate() -> None:
     engine = scripted_engine(by_position, 50)
     for config, length in (
-        (SpeculationConfig(method="hybrid_jacobi", parallel_tokens=10), 10),
-        (SpeculationConfig(method="hybrid_jacobi"), 17),  # as long as the prompt
+        (SpeculationConfig(method="hybrid_jacobi", length="fixed", parallel_tokens=10), 10),
+        (SpeculationConfig(method="hybrid_jacobi", length="fixed"), 17),  # as long as the prompt
     ):
         prompt = list(range(17))
         session, events = run(engine, prompt, PARAMS, config)
@@ -178,7 +182,7 @@ def test_hybrid_drafts_nothing_after_a_guessed_end() -> None:
     engine = scripted_engine(function, 50, eos=[9])
     params = replace(PARAMS, ignore_eos=False)
     config = SpeculationConfig(
-        method="hybrid_jacobi", num_speculative_tokens=20, parallel_tokens=30
+        method="hybrid_jacobi", length="fixed", num_speculative_tokens=20, parallel_tokens=30
     )
     session, events = run(engine, PROMPT, params, config)
     assert session.output_ids == spoken(function, PROMPT, 6)
@@ -198,7 +202,9 @@ def test_many_sessions_that_end_at_different_times(
     params = [
         replace(PARAMS, max_tokens=5 + 4 * i, temperature=float(i % 2), seed=i) for i in range(6)
     ]
-    sessions = small.engine.generate(prompts, params, SpeculationConfig(method=method))
+    sessions = small.engine.generate(
+        prompts, params, SpeculationConfig(method=method, length="fixed")
+    )
     for prompt, each, session in zip(prompts, params, sessions, strict=True):
         assert session.output_ids == reference(prompt, each)
         assert not session.stats.drafter_lost

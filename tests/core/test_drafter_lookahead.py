@@ -75,7 +75,7 @@ def test_the_window_is_refined_as_in_the_paper() -> None:
     window, size, function = 4, 4, chaotic(12)
     engine = scripted_engine(function, 12)
     config = SpeculationConfig(
-        method="lookahead",
+        method="lookahead", length="fixed",
         window_size=window, ngram_size=size, pool_guesses=3, pool_from_prompt=False,
     )  # fmt: skip
     session, events = run(engine, PROMPT, PARAMS, config)
@@ -105,7 +105,11 @@ def test_the_window_is_refined_as_in_the_paper() -> None:
 )
 def test_a_step_has_a_bounded_number_of_tokens(window: int, size: int, guesses: int) -> None:
     config = SpeculationConfig(
-        method="lookahead", window_size=window, ngram_size=size, pool_guesses=guesses
+        method="lookahead",
+        length="fixed",
+        window_size=window,
+        ngram_size=size,
+        pool_guesses=guesses,
     )
     resolved = resolve(config).config
     bound = (window + guesses) * (size - 1)
@@ -121,18 +125,18 @@ def test_a_step_has_a_bounded_number_of_tokens(window: int, size: int, guesses: 
 
 def test_too_large_a_window_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=f"<= {MAX_NODES}, got 312"):
-        resolve(SpeculationConfig(method="lookahead", window_size=32, ngram_size=9))
+        resolve(SpeculationConfig(method="lookahead", length="fixed", window_size=32, ngram_size=9))
 
 
 def test_a_rule_for_chains_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="lookahead, whose drafts are trees"):
-        resolve(SpeculationConfig(method="lookahead", acceptance="rejection"))
+        resolve(SpeculationConfig(method="lookahead", length="fixed", acceptance="rejection"))
 
 
 def test_repeating_text_takes_fewer_forwards() -> None:
     engine = scripted_engine(periodic, 50)
     for from_prompt in (False, True):
-        config = SpeculationConfig(method="lookahead", pool_from_prompt=from_prompt)
+        config = SpeculationConfig(method="lookahead", length="fixed", pool_from_prompt=from_prompt)
         session, _ = run(engine, PROMPT, replace(PARAMS, max_tokens=100), config)
         assert session.output_ids == spoken(periodic, PROMPT, 100)
         assert session.stats.num_target_forwards < 50
@@ -144,7 +148,7 @@ def test_the_pool_may_start_with_the_prompts_ngrams() -> None:
     engine = scripted_engine(periodic, 50)
     accepted = []
     for from_prompt in (False, True):
-        config = SpeculationConfig(method="lookahead", pool_from_prompt=from_prompt)
+        config = SpeculationConfig(method="lookahead", length="fixed", pool_from_prompt=from_prompt)
         _, events = run(engine, prompt, PARAMS, config)
         accepted.append(events[0].num_accepted)
     assert accepted[0] == 0
@@ -154,7 +158,7 @@ def test_the_pool_may_start_with_the_prompts_ngrams() -> None:
 def test_without_guesses_and_repetition_it_is_ar() -> None:
     """Without the pool, chaos leaves nothing to accept: as many forwards as AR."""
     engine = scripted_engine(chaotic(5000), 5000)
-    config = SpeculationConfig(method="lookahead", pool_guesses=0)
+    config = SpeculationConfig(method="lookahead", length="fixed", pool_guesses=0)
     session, _ = run(engine, PROMPT, PARAMS, config)
     assert session.stats.num_target_forwards == 40
     assert session.stats.num_accepted == 0
@@ -163,7 +167,7 @@ def test_without_guesses_and_repetition_it_is_ar() -> None:
 @pytest.mark.parametrize("budget", [Budget(0, 0), Budget(2, 56), Budget(10, 3), Budget(64, 256)])
 def test_drafts_keep_to_any_budget(budget: Budget) -> None:
     drafter = Lookahead()
-    plan = resolve(SpeculationConfig(method="lookahead"))
+    plan = resolve(SpeculationConfig(method="lookahead", length="fixed"))
     session = Session("s", PROMPT * 4, PARAMS, plan)
     drafter.open(session)
     draft = drafter.propose([session], [budget])[0]
@@ -176,7 +180,7 @@ def test_drafts_keep_to_any_budget(budget: Budget) -> None:
 
 def test_a_shallow_draft_still_refines_some_columns() -> None:
     engine = scripted_engine(periodic, 50)
-    config = SpeculationConfig(method="lookahead", num_speculative_tokens=5)
+    config = SpeculationConfig(method="lookahead", length="fixed", num_speculative_tokens=5)
     session, _ = run(engine, PROMPT, replace(PARAMS, max_tokens=100), config)
     assert session.output_ids == spoken(periodic, PROMPT, 100)
     assert session.stats.num_target_forwards < 60
@@ -189,7 +193,9 @@ def test_many_sessions_that_end_at_different_times(tiny_folder: Path, reference:
     params = [
         replace(PARAMS, max_tokens=5 + 4 * i, temperature=float(i % 2), seed=i) for i in range(6)
     ]
-    sessions = small.engine.generate(prompts, params, SpeculationConfig(method="lookahead"))
+    sessions = small.engine.generate(
+        prompts, params, SpeculationConfig(method="lookahead", length="fixed")
+    )
     for prompt, each, session in zip(prompts, params, sessions, strict=True):
         assert session.output_ids == reference(prompt, each)
         assert not session.stats.drafter_lost

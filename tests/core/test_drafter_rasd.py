@@ -158,7 +158,12 @@ def test_the_fused_tree_is_the_union_and_accepts_the_best_of_both(
         helped.append(each[1] > 0)
 
     config = SpeculationConfig(
-        method="rasd", shape=shape, num_speculative_tokens=4, node_budget=200, prune_threshold=0.0
+        method="rasd",
+        length="fixed",
+        shape=shape,
+        num_speculative_tokens=4,
+        node_budget=200,
+        prune_threshold=0.0,
     )
     for prompt in (PROMPTS[2], PROMPTS[2]):  # the second run finds the first one's output
         session = small.engine.submit(prompt, params, config, on_event=check)
@@ -182,12 +187,12 @@ def test_earlier_outputs_help_later_requests(
     tiny_folder: Path, zoo: Path, reference: Reference
 ) -> None:
     small = with_poor_drafter(tiny_folder, zoo)
-    config = SpeculationConfig(method="rasd", prune_threshold=0.0)
+    config = SpeculationConfig(method="rasd", length="fixed", prune_threshold=0.0)
     first, second = (small.engine.generate([PROMPTS[0]], GREEDY, config)[0] for _ in range(2))
     assert first.output_ids == second.output_ids == reference(PROMPTS[0], GREEDY)
     assert second.stats.num_target_forwards < 0.5 * first.stats.num_target_forwards
     # A draft model that finds retrieved tokens unlikely takes them away again.
-    strict = SpeculationConfig(method="rasd", prune_threshold=1.0)
+    strict = SpeculationConfig(method="rasd", length="fixed", prune_threshold=1.0)
     third = small.engine.generate([PROMPTS[0]], GREEDY, strict)[0]
     assert third.output_ids == first.output_ids
     assert third.stats.num_accepted < second.stats.num_accepted
@@ -196,7 +201,7 @@ def test_earlier_outputs_help_later_requests(
 
 def test_prompts_of_others_are_not_kept(tiny_folder: Path, zoo: Path) -> None:
     small = with_poor_drafter(tiny_folder, zoo)
-    config = SpeculationConfig(method="rasd")
+    config = SpeculationConfig(method="rasd", length="fixed")
     session = small.engine.generate([PROMPTS[2]], GREEDY, config)[0]
     drafter = small.engine.drafters["rasd"]
     assert isinstance(drafter, Rasd)
@@ -211,7 +216,7 @@ def test_a_batch_with_other_methods(
     methods = ["rasd", "rasd", "draft_model", "rasd"]
     prompts = [*PROMPTS, PROMPTS[2]]
     sessions = [
-        small.engine.submit(prompt, params, SpeculationConfig(method=method))
+        small.engine.submit(prompt, params, SpeculationConfig(method=method, length="fixed"))
         for prompt, method in zip(prompts, methods, strict=True)
     ]
     for _ in range(3):
@@ -229,7 +234,7 @@ def test_a_batch_with_other_methods(
 def test_a_rule_for_chains(tiny_folder: Path, reference: Reference) -> None:
     small = small_engine(tiny_folder)
     drafts: list[Draft] = []
-    config = SpeculationConfig(method="rasd", shape="chain", acceptance="rejection")
+    config = SpeculationConfig(method="rasd", length="fixed", shape="chain", acceptance="rejection")
     session = small.engine.submit(
         PROMPTS[2],
         GREEDY,

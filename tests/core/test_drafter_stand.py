@@ -24,7 +24,7 @@ from tests.core.engines import Reference, small_engine
 from tests.core.statistics import ALPHA, chi_square_p, standard_error
 from tests.modelzoo import VOCAB_SIZE
 
-CONFIG = SpeculationConfig(method="stand")
+CONFIG = SpeculationConfig(method="stand", length="fixed")
 RULES = ("coupled", "recursive_rejection")
 Table = npt.NDArray[np.float64]
 

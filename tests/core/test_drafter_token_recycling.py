@@ -19,7 +19,7 @@ from paceline.types import Budget, Draft, Outcome, Verification
 from tests.core.engines import Reference, small_engine
 from tests.modelzoo import VOCAB_SIZE
 
-CONFIG = SpeculationConfig(method="token_recycling")
+CONFIG = SpeculationConfig(method="token_recycling", length="fixed")
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPT = [70, 71, 72, 73]
 

@@ -75,7 +75,7 @@ def generate(
     **knobs: Any,
 ) -> list[Session]:
     engine = Engine(ModelTarget(runner), eos_token_ids=[EOS])
-    config = SpeculationConfig(method=method, **knobs)
+    config = SpeculationConfig(method=method, length="fixed", **knobs)
     sessions = engine.generate(prompts, params, config)
     assert not any(session.stats.drafter_lost for session in sessions)
     assert runner.num_free == runner.kv_capacity

@@ -118,7 +118,7 @@ def test_a_remote_drafter_is_a_local_one(
 ) -> None:
     """Same tokens, and token for token the same drafts: the mirror misses nothing."""
     params = SamplingParams(max_tokens=32, temperature=temperature, seed=8)
-    speculation = SpeculationConfig(method=method)
+    speculation = SpeculationConfig(method=method, length="fixed")
     local = Engine(ModelTarget(runner), {"draft_model": DraftModel(draft_runner)})
     expected = local.generate(PROMPTS, params, speculation)
     with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:

@@ -255,7 +255,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="fixed",
-            defaults={"num_speculative_tokens": 6, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
         ),
         Method(
             name="draft_model_tree",

@@ -64,6 +64,7 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     patterns = (
         "paceline/demo/target/*",
         "paceline/demo/drafter/*",
+        "paceline/demo/heads/*",
         "paceline/models/kernels/*.[ch]",
         "rpc/proto/**/*.proto",
         "rpc/gen/**/*.py*",
@@ -169,13 +170,13 @@ def declared(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", (*PACKAGES, "tests", "benchmarks"))
 def test_every_import_is_a_declared_dependency(package: str) -> None:
     # paceline alone must work with a plain install; the stubs' generator is a developer's tool.
     allowed = declared() if package == "paceline" else declared("serve", "dev")
     owners = importlib.metadata.packages_distributions()
     for name, path in imported_roots(ROOT / package).items():
-        if name in sys.stdlib_module_names or name in PACKAGES:
+        if name in sys.stdlib_module_names or name in (*PACKAGES, "tests"):
             continue
         # Several distributions share the namespace `google`.
         distributions = {canonicalize_name(owner) for owner in owners.get(name, [])}

@@ -99,6 +99,10 @@ class ServerBackend:
         )
         return sequence, [after - before for before, after in pairwise(arrivals)]
 
+    def forget(self) -> bool:
+        """A deployment serves others as well, and keeps what its drafters have learnt."""
+        return False
+
     def close(self) -> None:
         """End the threads; the client stays open."""
         self._pool.shutdown(wait=False, cancel_futures=True)

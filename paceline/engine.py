@@ -111,6 +111,7 @@ class Engine:
             "client": ClientDrafter(),
             **(drafters or {}),
         }
+        self._made: set[str] = set()  # drafters that this engine made by itself
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.limits = limits or EngineLimits()
@@ -203,8 +204,21 @@ class Engine:
         for row in plan.parts:
             self._local_drafter(row.drafter)
 
+    def forget(self) -> None:
+        """Drop what drafters have learnt from earlier sessions; those that were given stay.
+
+        Raises:
+            FailedPrecondition: sessions are still there.
+        """
+        if self.sessions:
+            raise FailedPrecondition(f"{len(self.sessions)} sessions are not finished")
+        for name in self._made:
+            del self.drafters[name]
+        self._made.clear()
+
     def _make_drafter(self, name: str) -> Drafter | AsyncDrafter:
         if name not in self.drafters:
+            self._made.add(name)
             context = DrafterContext(self.target.vocab_size, self._local_drafter)
             self.drafters[name] = DRAFTERS[name](context)
         return self.drafters[name]

@@ -212,6 +212,40 @@ def test_sampled_tokens_are_compared_where_they_have_to_agree(
     assert "distribution" in row["note"]
 
 
+class Remembering(LocalBackend):
+    """A deployment, whose drafters cannot be told to forget."""
+
+    topology = "actors"
+
+    def forget(self) -> bool:
+        return False
+
+
+def test_no_repetition_profits_from_the_one_before(target: Path, questions: Path) -> None:
+    def measure(repetitions: int, backend: LocalBackend | None = None) -> dict[str, Any]:
+        options = BenchOptions(
+            target=target,
+            prompts=questions,
+            methods="suffix_decoding:length=fixed",
+            max_tokens=24,
+            repetitions=repetitions,
+            topology="actors" if backend else "colocated",
+            peers=False,
+        )
+        return run_bench(options, backends=[backend] if backend else [])
+
+    def accepted(result: dict[str, Any]) -> float:
+        (row,) = rows_of(result, method="suffix_decoding:length=fixed", category="all")
+        return float(row["mean_accepted_length"])
+
+    once, thrice = measure(1), measure(3)
+    assert accepted(thrice) == accepted(once)
+    assert not any("repetitions" in note for note in thrice["notes"])
+    remembered = measure(3, Remembering(load_engine(target, device="cpu")))
+    assert accepted(remembered) > accepted(once)
+    assert any("have met the prompts in earlier repetitions" in n for n in remembered["notes"])
+
+
 class Tampered(LocalBackend):
     """A deployment (as a benchmark sees it) that changes the last token of some sequences."""
 

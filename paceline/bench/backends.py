@@ -104,6 +104,10 @@ class Backend(Protocol):
         """Generate for all prompts together; they are submitted at once."""
         ...
 
+    def forget(self) -> bool:
+        """Drop what drafters have learnt from earlier prompts; False where that is impossible."""
+        ...
+
 
 class LocalBackend:
     """An engine in this process: drafter and target are colocated.
@@ -160,6 +164,10 @@ class LocalBackend:
             round_overheads=tuple(overheads),
             round_seconds=tuple(rounds),
         )
+
+    def forget(self) -> bool:
+        self.engine.forget()
+        return True
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def run_bench(
     every: list[Backend] = [*local, *(backends if options.topology != "colocated" else ())]
     groups = _groups(options, every[0], notes)
     entries = _entries(options, every, notes)
-    runs = _measure(options, entries, groups, progress)
+    runs = _measure(options, every, entries, groups, notes, progress)
     result: dict[str, Any] = {
         "environment": {**describe_environment(), **_settings(options, every)},
         "results": _rows(options, entries, groups, runs),
@@ -422,8 +422,10 @@ _Runs = dict[tuple[int, int, int], BatchRun]
 
 def _measure(
     options: BenchOptions,
+    backends: Sequence[Backend],
     entries: Sequence[_Entry],
     groups: Sequence[_Group],
+    notes: list[str],
     progress: Progress | None,
 ) -> _Runs:
     params = options.sampling_params()
@@ -440,12 +442,20 @@ def _measure(
         done += 1
     runs: _Runs = {}
     for repetition in range(options.repetitions):
+        # The same prompts come again, and drafters that learn would know their answers.
+        remembering = [backend.topology for backend in backends if not backend.forget()]
         for g, group in enumerate(groups):
             for turn in range(len(entries)):
                 e = (turn + g + repetition) % len(entries)
                 tell(f"{entries[e].method} on {group.category}")
                 runs[e, g, repetition] = entries[e].generate(group.token_ids, params)
                 done += 1
+    if remembering and options.repetitions > 1:
+        notes.append(
+            f"{', '.join(remembering)}: drafters that learn from earlier requests "
+            "(suffix_decoding, sam_decoding and their kin) have met the prompts in earlier "
+            "repetitions"
+        )
     tell("done")
     return runs
 

@@ -127,20 +127,26 @@ class Line:
         self._xy = memory * self._xy + depth * seconds
 
     def at(self, depth: float, origin: float | None = None) -> float:
-        """Seconds at ``depth``.
+        """Seconds at ``depth``; see :meth:`fit`."""
+        first, slope = self.fit(origin)
+        return first + slope * depth
+
+    def fit(self, origin: float | None = None) -> tuple[float, float]:
+        """Seconds at depth 0 and for each token.
 
         While only one depth is known, the line starts at ``origin`` seconds, or else at half of
         the known ones: a hopeful guess about deeper drafts, which the first of them puts right.
         """
         x, y = self._x / self.weight, self._y / self.weight
         if x == 0:
-            return y
+            return y, 0.0
         variance = self._xx / self.weight - x * x
         if variance > 1e-3:
             slope = (self._xy / self.weight - x * y) / variance
         else:
             slope = (y - (0.5 * y if origin is None else origin)) / x
-        return y + min(max(slope, 0.0), y / x) * (depth - x)
+        slope = min(max(slope, 0.0), y / x)
+        return y - slope * x, slope
 
 
 class _Batch:
@@ -175,6 +181,7 @@ class Learnt:
         # By the power of two that the batch size is below: few enough to be learnt soon.
         self._batches: dict[int, _Batch] = defaultdict(_Batch)
         self._step: _Step | None = None
+        self._fitted: tuple[Load | None, float, float, float] = None, 0.0, 0.0, 0.0
 
     def step(self, load: Load) -> _Step:
         """The step that ``load`` belongs to; a new one decides whether it measures AR."""
@@ -208,15 +215,22 @@ class Learnt:
 
     def seconds(self, depth: int, load: Load) -> float:
         """Expected seconds of a round; an unknown batch size takes after the nearest known one."""
-        size = _size(load)
+        if self._fitted[0] is not load:  # asked for every depth of every session of a step
+            self._fitted = load, *self._fit(_size(load))
+        _, ar, first, slope = self._fitted
+        return first + slope * depth if depth else ar
+
+    def _fit(self, size: int) -> tuple[float, float, float]:
+        """Seconds of a round without a draft; of one with a draft: at depth 0, for each token."""
         ar = self._nearest(size, lambda batch: batch.ar)
-        if depth == 0 or self._nearest(size, lambda batch: batch.draft) is None:
-            return ar.ar.at(0) if ar else 1.0  # drafting is free until somebody has tried
+        ar_seconds = ar.ar.at(0) if ar else 1.0
         near = self._nearest(size, lambda batch: batch.draft)
-        assert near is not None
-        scale = ar.ar.at(0) / near.ar.at(0) if ar and near.ar.weight else 1.0
+        if near is None:
+            return ar_seconds, ar_seconds, 0.0  # drafting is free until somebody has tried
         origin = near.ar.at(0) if near.ar.weight else None
-        return scale * near.verify.at(depth, origin) + near.draft.at(depth)
+        scale = ar_seconds / origin if ar and origin else 1.0
+        verify, draft = near.verify.fit(origin), near.draft.fit()
+        return ar_seconds, scale * verify[0] + draft[0], scale * verify[1] + draft[1]
 
     def _nearest(self, size: int, line: Callable[[_Batch], Line]) -> _Batch | None:
         """The batch size nearest to ``size`` for which ``line`` is known."""

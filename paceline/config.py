@@ -132,6 +132,49 @@ class SpeculationConfig(BaseModel):
     search_iterations: int | None = Field(
         default=None, ge=1, le=1000, description="Iterations of ADED's tree search in each round."
     )
+    exit_layer: int | None = Field(
+        default=None,
+        ge=1,
+        description="Layers of the target that draft for it; default: a third of them.",
+    )
+    exit_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        default=None,
+        strict=False,
+        min_length=1,
+        max_length=32,
+        description="Exits that the controller `del` chooses from; default: evenly spread ones.",
+    )
+    exit_threshold: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Probability from which on a shallow sub-model's token is taken in `s2d`; 0 is "
+        "always the shallowest, 1 always the deepest.",
+    )
+    speedup_ratio: float | None = Field(
+        default=None,
+        ge=1.0,
+        le=64.0,
+        description="Unified layer skipping keeps the target's layers divided by this.",
+    )
+    min_layers: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Share of the layers that the last token has at least (`skipdecode`, `d3`).",
+    )
+    max_layers: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Share of the layers that the first token has (`skipdecode`).",
+    )
+    depth_decay: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="Factor by which D3 takes fewer layers for each further token.",
+    )
     drafters: tuple[str, ...] | None = Field(
         default=None,
         strict=False,

@@ -27,12 +27,13 @@ from paceline.errors import FailedPrecondition, InvalidArgument, ResourceExhaust
 from paceline.lengths.base import LengthContext
 from paceline.loop import Arrived, decode_round, round_budget
 from paceline.methods import DRAFTERS, METHODS, Method
+from paceline.models.exits import check_exit
 from paceline.plan import CLIENT_METHOD, Plan, resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.target import ModelTarget
 from paceline.tokenizer import Tokenizer
-from paceline.types import Draft, Load, Outcome
+from paceline.types import Draft, Load, Need, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ class Engine:
         """
         params = params or SamplingParams()
         plan = resolve(speculation or SpeculationConfig(), self.catalogue)
+        self._check_needs(plan)
         self._make_drafters(plan)
         if plan.rule.name == "greedy" and params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
@@ -188,7 +190,22 @@ class Engine:
         """Why this engine cannot run a row of the catalogue; None where it can."""
         here = self.drafters.keys() | DRAFTERS.keys()
         missing = sorted({method.drafter, *method.uses} - here)
-        return f"drafter not loaded here: {', '.join(missing)}" if missing else None
+        if missing:
+            return f"drafter not loaded here: {', '.join(missing)}"
+        lacking = sorted(need.value for need in method.needs - self.target.provides)
+        return f"the target does not give its {', '.join(lacking)}" if lacking else None
+
+    def _check_needs(self, plan: Plan) -> None:
+        """That the target gives what the parts of a plan want of it."""
+        lacking = sorted(need.value for need in plan.needs - self.target.provides)
+        if lacking:
+            raise InvalidArgument(
+                "method", plan.method.name,
+                f"a method that does not need the target's {', '.join(lacking)}: this target runs "
+                "on the general path (the fast path is for Llama, Mistral, Qwen2 and Qwen3 models)",
+            )  # fmt: skip
+        if plan.config.exit_layer is not None:
+            check_exit("exit_layer", plan.config.exit_layer, self.target.num_layers)
 
     def _make_drafters(self, plan: Plan) -> None:
         """Make the drafters of a plan that are not there yet."""
@@ -219,7 +236,7 @@ class Engine:
     def _make_drafter(self, name: str) -> Drafter | AsyncDrafter:
         if name not in self.drafters:
             self._made.add(name)
-            context = DrafterContext(self.target.vocab_size, self._local_drafter)
+            context = DrafterContext(self.target.vocab_size, self._local_drafter, self.target)
             self.drafters[name] = DRAFTERS[name](context)
         return self.drafters[name]
 
@@ -252,7 +269,10 @@ class Engine:
     @staticmethod
     def _reservation(session: Session) -> int:
         """KV entries that a session can need at the worst: all its tokens and one draft."""
-        return session.max_length + (session.plan.config.node_budget or 0) + 1
+        nodes = session.plan.config.node_budget or 0
+        if Need.SHARED_MODEL in session.plan.needs:
+            nodes *= 2  # drafting takes entries of the target, and may have to begin anew
+        return session.max_length + nodes + 1
 
     def cancel(self, session_id: str) -> bool:
         """End a session now; its KV memory and drafter state are freed before this returns."""

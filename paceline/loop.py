@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.acceptance.base import PathLogits
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, has_pseudo_tokens, reads_prompts
+from paceline.models.base import PseudoTokens
 from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.tree import clip, depths, is_chain
@@ -68,15 +69,18 @@ def decode_round(
 
     # 2. Verify: one forward over the last committed token and all nodes of every draft.
     wants = frozenset[Need]().union(
-        *(session.plan.needs | session.length_controller.needs for session in sessions)
+        *(s.plan.needs | s.length_controller.needs for s in (*sessions, *(s for s, _ in prefill)))
     )
-    verifications = target.verify(sessions, in_order, wants, prefill)
-    argmaxes = _batched_argmax(sessions, verifications)
+    pseudo = [_pseudo(drafters, s, draft) for s, draft in zip(sessions, in_order, strict=True)]
+    verifications = target.verify(sessions, in_order, wants, prefill, pseudo)
+    for (session, _), read in zip(prefill, verifications[len(sessions) :], strict=True):
+        _show_prompt(drafters, session, read)
+    argmaxes = _batched_argmax(sessions, verifications[: len(sessions)])
     verified = time.perf_counter()
 
     outcomes = []
     for session, draft, verification, tops in zip(
-        sessions, in_order, verifications, argmaxes, strict=True
+        sessions, in_order, verifications[: len(sessions)], argmaxes, strict=True
     ):
         # 3. Accept: the rule walks down the tree and adds the target's own next token.
         logits = PathLogits(verification.logits, session.params, session.token_ids, tops)
@@ -138,6 +142,28 @@ def _observe(drafter: Drafter, sessions: Sequence[Session], outcomes: Sequence[O
         drafter.observe(sessions, outcomes)
     except Exception:
         _lose(drafter, sessions)
+
+
+def _show_prompt(drafters: Mapping[str, Drafter], session: Session, read: Verification) -> None:
+    """What the target computed for the next prompt tokens, to a drafter that wants it."""
+    drafter = drafters.get(session.plan.method.drafter)
+    if drafter is not None and reads_prompts(drafter):
+        try:
+            drafter.read_prompt(session, read)
+        except Exception:
+            _lose(drafter, [session])
+
+
+def _pseudo(drafters: Mapping[str, Drafter], session: Session, draft: Draft) -> PseudoTokens | None:
+    """What the session's drafter wants to have computed along with the draft."""
+    drafter = drafters.get(session.plan.method.drafter)
+    if drafter is None or not has_pseudo_tokens(drafter):
+        return None
+    try:
+        return drafter.pseudo_tokens(session, draft)
+    except Exception:
+        _lose(drafter, [session])
+        return None
 
 
 def _lose(drafter: Drafter, sessions: Sequence[Session]) -> None:

@@ -29,6 +29,7 @@ from paceline.drafters.lookahead import Lookahead
 from paceline.drafters.prompt_lookup import PromptLookup
 from paceline.drafters.rasd import Rasd
 from paceline.drafters.sam import SamDecoding
+from paceline.drafters.self_drafter import SelfDrafter
 from paceline.drafters.staged import Staged
 from paceline.drafters.stand import NGramTable, Stand
 from paceline.drafters.suffix import SuffixDecoding
@@ -44,6 +45,7 @@ from paceline.lengths.goodput import Goodput
 from paceline.lengths.heuristic import Heuristic
 from paceline.lengths.ldlp import LengthPredictor
 from paceline.lengths.specdecpp import SpecDecPP
+from paceline.models.exits import D3, DepthPolicy, SkipDecode, UnifiedLayerSkipping
 from paceline.shapes.base import Shape
 from paceline.shapes.confidence import ConfidenceTree
 from paceline.shapes.dyspec import DySpec
@@ -69,6 +71,8 @@ class Method:
             ``COMMON_KNOBS``) does not exist for this row.
         needs: what the drafter wants from the target.
         uses: other drafters that this row's drafter is made of, by name.
+        depth_policy: which layers of the target compute a token: for a row whose drafter is the
+            target with fewer layers or, with drafter ``none``, a lossy row that decodes so.
         makes_trees: its drafter makes drafts with more than one branch whatever the rule, so that
             rules for chains are refused. (Others make chains for those.)
     """
@@ -83,11 +87,13 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[Need] = frozenset()
     uses: tuple[str, ...] = ()
+    depth_policy: str | None = None
     makes_trees: bool = False
 
     @property
     def lossless(self) -> bool:
-        return ACCEPTANCE_RULES[self.acceptance].lossless
+        whole = self.depth_policy is None or self.drafter != "none"
+        return whole and ACCEPTANCE_RULES[self.acceptance].lossless
 
     def as_dict(self) -> dict[str, Any]:
         """The row as `paceline methods --json` prints it."""
@@ -209,6 +215,13 @@ def _bounds(config: SpeculationConfig) -> LengthBounds:
     )
 
 
+# Layers of a token, by place.
+DEPTH_POLICIES: Mapping[str, Callable[[SpeculationConfig], DepthPolicy]] = {
+    "unified": lambda config: UnifiedLayerSkipping(config.speedup_ratio or 1.0),
+    "skipdecode": lambda config: SkipDecode(config.min_layers or 0.0, config.max_layers or 1.0),
+    "d3": lambda config: D3(config.depth_decay or 1.0, config.min_layers or 0.0),
+}
+
 # Drafters that an engine makes by itself, the first time that a request wants them. The others
 # (a draft model, a client) are given to it.
 DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
@@ -227,6 +240,8 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "token_recycling": lambda context: TokenRecycling(context.vocab_size),
     "stand": lambda context: Stand(NGramTable(context.vocab_size)),
     "aded": lambda context: Aded(TrigramTable()),
+    "early_exit": lambda context: SelfDrafter(context.target),
+    "fewer_layers": lambda context: SelfDrafter(context.target),
     "staged": Staged,
     "rasd": Rasd,
     "combined": lambda context: Combined(context.drafter),
@@ -711,6 +726,121 @@ METHODS: Mapping[str, Method] = {
                 "branching": None,
             },
             uses=("prompt_lookup", "draft_model"),
+        ),
+        Method(
+            name="layer_skip",
+            paper="Elhoushi et al.: LayerSkip, 2024, arXiv 2404.16710",
+            summary="The target's first layers draft a chain; verification goes on from there.",
+            drafter="early_exit",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 3,
+                "node_budget": None,
+                "branching": None,
+                "exit_layer": None,
+            },
+            needs=frozenset({Need.SHARED_MODEL}),
+        ),
+        Method(
+            name="unified_layer_skipping",
+            paper="Liu et al.: Unified Layer Skipping, 2024, arXiv 2404.06954",
+            summary="Evenly spread layers of the target draft a chain.",
+            drafter="fewer_layers",
+            shape="chain",
+            acceptance="coupled",
+            length="goodput",
+            defaults={
+                "num_speculative_tokens": 3,
+                "node_budget": None,
+                "branching": None,
+                "speedup_ratio": 2.0,
+            },
+            needs=frozenset({Need.SHARED_MODEL}),
+            depth_policy="unified",
+        ),
+        Method(
+            name="unified_layer_skipping_lossy",
+            paper="Liu et al.: Unified Layer Skipping, 2024, arXiv 2404.06954",
+            summary="Every token is computed by evenly spread layers alone.",
+            drafter="none",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 0, "node_budget": 0, "speedup_ratio": 2.0},
+            needs=frozenset({Need.SHARED_MODEL}),
+            depth_policy="unified",
+        ),
+        Method(
+            name="skipdecode",
+            paper="Del Corro et al.: SkipDecode, 2023, arXiv 2307.02628",
+            summary="The target's upper layers, fewer for later tokens, draft a chain.",
+            drafter="fewer_layers",
+            shape="chain",
+            acceptance="coupled",
+            length="goodput",
+            defaults={
+                "num_speculative_tokens": 3,
+                "node_budget": None,
+                "branching": None,
+                "min_layers": 0.4,
+                "max_layers": 0.8,
+            },
+            needs=frozenset({Need.SHARED_MODEL}),
+            depth_policy="skipdecode",
+        ),
+        Method(
+            name="skipdecode_lossy",
+            paper="Del Corro et al.: SkipDecode, 2023, arXiv 2307.02628",
+            summary="Every token is computed by the upper layers alone, a later one by fewer.",
+            drafter="none",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 0,
+                "node_budget": 0,
+                "min_layers": 0.4,
+                "max_layers": 0.8,
+            },
+            needs=frozenset({Need.SHARED_MODEL}),
+            depth_policy="skipdecode",
+        ),
+        Method(
+            name="d3",
+            paper="D3, 2025, arXiv 2503.08524",
+            summary="The first and the last layers, fewer by a power law later, draft a chain.",
+            drafter="fewer_layers",
+            shape="chain",
+            acceptance="coupled",
+            length="goodput",
+            defaults={
+                "num_speculative_tokens": 3,
+                "node_budget": None,
+                "branching": None,
+                "depth_decay": 0.99,
+                "min_layers": 0.4,
+            },
+            needs=frozenset({Need.SHARED_MODEL}),
+            depth_policy="d3",
+        ),
+        Method(
+            name="d3_lossy",
+            paper="D3, 2025, arXiv 2503.08524",
+            summary="The first and the last layers, fewer by a power law later, compute a token.",
+            drafter="none",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 0,
+                "node_budget": 0,
+                "depth_decay": 0.99,
+                "min_layers": 0.4,
+            },
+            needs=frozenset({Need.SHARED_MODEL}),
+            depth_policy="d3",
         ),
     )
 }

@@ -13,6 +13,7 @@ from paceline.lengths.base import LengthContext, LengthController
 from paceline.methods import (
     ACCEPTANCE_RULES,
     COMMON_KNOBS,
+    DEPTH_POLICIES,
     LENGTH_KNOBS,
     LENGTHS,
     METHODS,
@@ -21,6 +22,7 @@ from paceline.methods import (
     Method,
     template_paths,
 )
+from paceline.models.exits import DepthPolicy
 from paceline.shapes.base import Shape
 from paceline.shapes.rsd_c import BranchingVector
 from paceline.types import Need
@@ -42,6 +44,17 @@ class Plan:
     shape: Shape | None
     rule: AcceptanceRule
     parts: tuple[Method, ...] = ()
+
+    @property
+    def depth_policy(self) -> DepthPolicy | None:
+        """Which of the target's layers compute a token, in rows that have such a policy."""
+        name = self.method.depth_policy
+        return DEPTH_POLICIES[name](self.config) if name else None
+
+    @property
+    def target_depth(self) -> DepthPolicy | None:
+        """The policy where the target itself decodes with it, which is lossy."""
+        return self.depth_policy if self.method.drafter == "none" else None
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -141,6 +154,11 @@ def _check_rule(
 ) -> None:
     """That a lossy rule is wanted, and that a rule for chains gets chains."""
     rules = ACCEPTANCE_RULES.values()
+    if not method.lossless and rule.lossless and not values.get("allow_lossy"):
+        raise InvalidArgument(
+            "method", method.name, "a lossless method, or allow_lossy: true: this one leaves out "
+            "layers of the target",
+        )  # fmt: skip
     if not rule.lossless and not values.get("allow_lossy"):
         lossless = ", ".join(sorted(other.name for other in rules if other.lossless))
         raise InvalidArgument(

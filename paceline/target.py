@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from paceline.models.base import KVSequence, ModelRunner, Segment
+from paceline.models.base import KVSequence, ModelRunner, PseudoTokens, Segment
+from paceline.models.exits import layers_of
+from paceline.models.llama import LlamaRunner
 from paceline.session import Session
 from paceline.tree import is_chain
-from paceline.types import Draft, Need, Verification
+from paceline.types import Draft, IntArray, Need, Verification
 
 
 class ModelTarget:
@@ -22,10 +25,23 @@ class ModelTarget:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self._sequences: dict[str, KVSequence] = {}
+        # Entries that drafting with this model's own layers has made: (parent entry, token) -> it.
+        self._drafted: dict[str, dict[tuple[int, int], int]] = {}
+        self._entries: dict[str, list[int]] = {}  # of the rows being verified, where out of order
 
     @property
     def vocab_size(self) -> int:
         return self.runner.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model; 0 where the runner cannot run some of them alone."""
+        return self.runner.config.num_layers if isinstance(self.runner, LlamaRunner) else 0
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        """What drafters may want from this target."""
+        return self.runner.provides
 
     @property
     def context_length(self) -> int:
@@ -46,6 +62,8 @@ class ModelTarget:
 
     def close(self, session: Session) -> None:
         """Free a session's KV entries; a session that is not open is ignored."""
+        self._drafted.pop(session.session_id, None)
+        self._entries.pop(session.session_id, None)
         sequence = self._sequences.pop(session.session_id, None)
         if sequence is not None:
             self.runner.free(sequence)
@@ -60,38 +78,167 @@ class ModelTarget:
         drafts: Sequence[Draft],
         wants: frozenset[Need] = frozenset(),
         prefill: Sequence[tuple[Session, int]] = (),
+        pseudo: Sequence[PseudoTokens | None] = (),
     ) -> list[Verification]:
         """One forward over the last committed token and all nodes of each draft.
 
-        ``prefill`` names sessions whose next ``count`` prompt tokens are computed (and committed
-        to the KV cache) in the same forward. Logits come back for the drafts only.
+        Nodes that were drafted with this target's own first layers (:meth:`draft`) go on from
+        there. ``prefill`` names sessions whose next ``count`` prompt tokens are computed (and
+        committed to the KV cache) in the same forward, ``pseudo`` rows without tokens for each
+        session (see :class:`paceline.drafters.base.PseudoDrafter`).
+
+        Returns:
+            One for each session, and then one for each of ``prefill``: without logits, with the
+            extras of its prompt tokens.
         """
         segments = []
         for session, count in prefill:
             sequence = self._sequences[session.session_id]
             chunk = session.token_ids[sequence.length : sequence.length + count]
             segments.append(Segment(sequence, np.asarray(chunk, np.int64), logits="none"))
-        for session, draft in zip(sessions, drafts, strict=True):
-            sequence = self._sequences[session.session_id]
-            ids = np.concatenate([[session.token_ids[-1]], draft.token_ids])
-            parents = None
-            if not is_chain(draft.parent_indices):
-                parents = np.concatenate([[-1], draft.parent_indices + 1]).astype(np.int32)
-            segments.append(Segment(sequence, ids, parents))
+        orders: list[list[int] | None] = []
+        guesses = pseudo or [None] * len(sessions)
+        for session, draft, guess in zip(sessions, drafts, guesses, strict=True):
+            segment, order = self._segment(session, draft, guess)
+            segments.append(segment)
+            orders.append(order)
         result = self.runner.forward(segments, wants)
         for session, count in prefill:
             self.runner.commit(self._sequences[session.session_id], range(count))
         verifications = []
-        for i in range(len(prefill), len(segments)):
-            rows = result.rows(i)
-            extras = {need: tensor[rows] for need, tensor in result.extras.items()}
-            verifications.append(Verification(result.logits[rows], extras))
+        for i, (order, guess) in enumerate(zip(orders, guesses, strict=True), len(prefill)):
+            logits, extras, guessed = result.logits[result.rows(i)], result.extras_of(i), None
+            if guess is not None:
+                real = len(logits) - len(guess.parent_indices)
+                logits, guessed = logits[:real], logits[real:]
+                extras = {need: tensor[:real] for need, tensor in extras.items()}
+            if order is not None:
+                logits = logits[order]
+                extras = {need: tensor[order] for need, tensor in extras.items()}
+            verifications.append(Verification(logits, extras, guessed))
+        prompts = range(len(prefill))
+        verifications += [
+            Verification(result.logits[result.rows(i)], result.extras_of(i)) for i in prompts
+        ]
         return verifications
+
+    def _segment(
+        self, session: Session, draft: Draft, pseudo: PseudoTokens | None
+    ) -> tuple[Segment, list[int] | None]:
+        """The last committed token and a draft as rows; where each of them is among the rows.
+
+        The order is None where rows are in the order of the nodes.
+        """
+        sequence = self._sequences[session.session_id]
+        ids = np.concatenate([[session.token_ids[-1]], draft.token_ids])
+        policy = session.plan.target_depth
+        layers = None if policy is None else layers_of(policy, session, 0, self.num_layers)
+        if not sequence.num_pending:
+            parents = None
+            if not is_chain(draft.parent_indices):
+                parents = np.concatenate([[-1], draft.parent_indices + 1]).astype(np.int32)
+            self._entries.pop(session.session_id, None)
+            return Segment(sequence, ids, parents, layers=layers, pseudo=pseudo), None
+        assert pseudo is None, "self-drafting has no pseudo tokens"
+        known = dict(self._drafted.get(session.session_id, {}))
+        entries: list[int] = []  # of the last committed token and each node
+        resumed: list[int] = []
+        new_rows: list[int] = []
+        new_parents: list[int] = []
+        above = [-1, *(draft.parent_indices + 1).tolist()]
+        for row, (token, place) in enumerate(zip(ids.tolist(), above, strict=True)):
+            parent = entries[place] if place >= 0 else -1
+            entry = known.pop((parent, token), None)  # once: two nodes may have the same path
+            if entry is None:
+                entry = sequence.num_pending + len(new_rows)
+                new_rows.append(row)
+                new_parents.append(parent)
+            else:
+                resumed.append(row)
+            entries.append(entry)
+        self._entries[session.session_id] = entries
+        segment = Segment(
+            sequence, ids[new_rows], np.asarray(new_parents, np.int32),
+            layers=layers, resume=[entries[row] for row in resumed],
+        )  # fmt: skip
+        return segment, np.argsort([*resumed, *new_rows]).tolist()
 
     def commit(self, session: Session, path: Sequence[int]) -> None:
         """Keep the KV entries of the last committed token and of the accepted ``path``."""
         sequence = self._sequences[session.session_id]
-        self.runner.commit(sequence, [0, *(node + 1 for node in path)])
+        rows = [0, *(node + 1 for node in path)]
+        entries = self._entries.pop(session.session_id, None)
+        self.runner.commit(sequence, rows if entries is None else [entries[row] for row in rows])
+        self._drafted.pop(session.session_id, None)
+
+    # --- drafting with the target's own layers --------------------------------------------------
+
+    def draft(
+        self,
+        sessions: Sequence[Session],
+        steps: Sequence[Sequence[tuple[int, int]]],
+        layers: Sequence[Sequence[int]],
+    ) -> tuple[torch.Tensor, list[list[int]]]:
+        """Compute drafted tokens with some of the target's layers, its norm and its head.
+
+        Entries that the first layers alone have computed go on from there when they are verified:
+        no layer sees an accepted token twice.
+
+        Args:
+            steps: for each session pairs of an earlier entry and the token after it. The first
+                step of a round is ``(-1, the last committed token)``.
+            layers: for each session.
+
+        Returns:
+            Logits after each token, sessions one after the other.  # [num_tokens, vocab_size]
+            The entry of each token.
+        """
+        segments, entries = [], []
+        for session, pairs, chosen in zip(sessions, steps, layers, strict=True):
+            sequence = self._sequences[session.session_id]
+            if pairs and pairs[0][0] < 0:
+                self._forget_draft(session)
+            first = sequence.num_pending
+            entries.append(list(range(first, first + len(pairs))))
+            parents = np.asarray([parent for parent, _ in pairs], np.int32)
+            tokens = np.asarray([token for _, token in pairs], np.int64)
+            resumable = tuple(chosen) == tuple(range(len(chosen)))
+            segments.append(Segment(sequence, tokens, parents, layers=chosen, resumable=resumable))
+            if resumable:
+                drafted = self._drafted.setdefault(session.session_id, {})
+                drafted |= dict(zip(pairs, entries[-1], strict=True))
+        return self.runner.forward(segments).logits, entries
+
+    def draft_chains(
+        self, sessions: Sequence[Session], num_tokens: int, exit_layer: int
+    ) -> IntArray | None:
+        """Chains by argmax with the first layers, in one call; None where the runner cannot.
+
+        Returns:
+            # [num_sessions, num_tokens]
+        """
+        runner = self.runner
+        if not (isinstance(runner, LlamaRunner) and runner.drafts_chains):
+            return None
+        sequences = []
+        for session in sessions:
+            self._forget_draft(session)
+            sequences.append(self._sequences[session.session_id])
+        last = [session.token_ids[-1] for session in sessions]
+        tokens = runner.greedy_chain(sequences, last, num_tokens, exit_layer)
+        for i, session in enumerate(sessions):
+            # Every token but the last has an entry, which follows the one before.
+            self._drafted[session.session_id] = {
+                (entry - 1, int(token)): entry for entry, token in enumerate(tokens[:-1, i])
+            }
+        return tokens[1:].T
+
+    def _forget_draft(self, session: Session) -> None:
+        """Free what was drafted for a round that did not come to be verified."""
+        self._drafted.pop(session.session_id, None)
+        sequence = self._sequences[session.session_id]
+        if sequence.num_pending:
+            self.runner.commit(sequence, ())
 
     def truncate(self, session: Session, length: int) -> None:
         """Forget everything after the first ``length`` committed tokens.
@@ -99,5 +246,6 @@ class ModelTarget:
         Call it before the session's own tokens are cut. The last token that stays is computed
         again with the next draft.
         """
+        self._forget_draft(session)
         sequence = self._sequences[session.session_id]
         self.runner.truncate(sequence, min(length - 1, sequence.length))

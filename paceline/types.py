@@ -199,10 +199,12 @@ class Verification:
 
     ``logits[0]`` follows the last committed token, ``logits[i + 1]`` follows node ``i``.
     ``extras`` holds what drafters declared as needs, with the same first dimension.
+    ``pseudo_logits`` follow the pseudo tokens of a drafter that had some verified along.
     """
 
     logits: torch.Tensor  # [num_nodes + 1, vocab_size]
     extras: Mapping[Need, torch.Tensor] = field(default_factory=dict)
+    pseudo_logits: torch.Tensor | None = None  # [num_pseudo, vocab_size]
 
 
 @dataclass(frozen=True, slots=True)

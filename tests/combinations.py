@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.methods import METHODS
+from paceline.methods import ACCEPTANCE_RULES, METHODS
 from paceline.sampling import SamplingParams
 
 
@@ -64,6 +64,8 @@ IMPOSSIBLE = (
     ),
     *(
         Combination({"method": name}, "acceptance", (method.acceptance, "allow_lossy"))
+        if not ACCEPTANCE_RULES[method.acceptance].lossless
+        else Combination({"method": name}, "method", (name, "allow_lossy"))
         for name, method in METHODS.items()
         if not method.lossless
     ),

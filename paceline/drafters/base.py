@@ -12,12 +12,15 @@ import numpy as np
 
 from paceline.acceptance.base import PathLogits
 from paceline.sampling import coupled_sample
+from paceline.shapes.kary import chain
 from paceline.tree import align, path_to, subset
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
 
 if TYPE_CHECKING:
+    from paceline.models.base import PseudoTokens
     from paceline.session import Session
     from paceline.shapes.base import Expander, Shape
+    from paceline.target import ModelTarget
 
 
 class Drafter(Protocol):
@@ -56,10 +59,12 @@ class DrafterContext:
         vocab_size: of the target.
         drafter: another drafter of the same engine by name; raises InvalidArgument where it is
             not loaded, or lives elsewhere.
+        target: for drafters that draft with the target itself.
     """
 
     vocab_size: int
     drafter: Callable[[str], Drafter]
+    target: ModelTarget
 
 
 class AsyncDrafter(Protocol):
@@ -88,6 +93,41 @@ def is_remote(drafter: Drafter | AsyncDrafter) -> TypeGuard[AsyncDrafter]:
     return hasattr(drafter, "propose_async")
 
 
+class PromptReader(Drafter, Protocol):
+    """A drafter that uses what the target computes for a prompt, chunk by chunk, after ``open``."""
+
+    def read_prompt(self, session: Session, read: Verification) -> None:
+        """Take the extras of the next prompt tokens; those of the last come with a round.
+
+        Args:
+            read: without logits; a row of each extra for each prompt token of the chunk.
+        """
+        ...
+
+
+def reads_prompts(drafter: object) -> TypeGuard[PromptReader]:
+    """Whether a drafter has :meth:`PromptReader.read_prompt`."""
+    return hasattr(drafter, "read_prompt")
+
+
+class PseudoDrafter(Drafter, Protocol):
+    """A drafter whose guesses are computed by the target, beside the draft that it verifies."""
+
+    def pseudo_tokens(self, session: Session, draft: Draft) -> PseudoTokens | None:
+        """Rows to compute along with ``draft``, the one that is verified; None for none.
+
+        Parents count as in a verification: 0 is the last committed token, ``i + 1`` is node i, and
+        from ``num_nodes + 1`` on it is the pseudo tokens. What comes of them is in the outcome's
+        :attr:`Verification.pseudo_logits`.
+        """
+        ...
+
+
+def has_pseudo_tokens(drafter: object) -> TypeGuard[PseudoDrafter]:
+    """Whether a drafter has :meth:`PseudoDrafter.pseudo_tokens`."""
+    return hasattr(drafter, "pseudo_tokens")
+
+
 def is_local(drafter: Drafter | AsyncDrafter) -> TypeGuard[Drafter]:
     """Whether drafts are made on the spot."""
     return hasattr(drafter, "propose")
@@ -105,6 +145,22 @@ def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budg
         for i, draft in zip(members, grown, strict=True):
             drafts[i] = draft
     return drafts
+
+
+def greedy_chain_depth(sessions: Sequence[Session], budgets: Sequence[Budget]) -> int:
+    """How deep all drafts are, where they are chains of argmax tokens that nothing ends early; 0
+    where they are not.
+
+    Such drafts can be made in one call of a kernel.
+    """
+    depth = min(budgets[0].depth, budgets[0].nodes)
+    plain = all(min(budget.depth, budget.nodes) == depth for budget in budgets) and all(
+        session.plan.shape == chain()
+        and session.params.is_plain_argmax
+        and session.length_controller.stop_rule is None
+        for session in sessions
+    )
+    return depth if plain else 0
 
 
 def target_tokens(session: Session, outcome: Outcome, nodes: Iterable[int]) -> list[int]:

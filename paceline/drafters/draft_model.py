@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from paceline.drafters.base import greedy_chain_depth
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.models.llama import LlamaRunner
-from paceline.shapes.kary import chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
@@ -95,19 +95,12 @@ class DraftModel:
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
         """Chains of equal length by argmax, in one call of the model; None where it cannot."""
-        runner, depth = self.runner, min(budgets[0].depth, budgets[0].nodes)
+        runner, depth = self.runner, greedy_chain_depth(sessions, budgets)
         if not (
             isinstance(runner, LlamaRunner)
             and runner.drafts_chains
             and not self._padding
             and depth > 1
-            and all(min(budget.depth, budget.nodes) == depth for budget in budgets)
-            and all(
-                session.plan.shape == chain()
-                and session.params.is_plain_argmax
-                and session.length_controller.stop_rule is None
-                for session in sessions
-            )
         ):
             return None
         first = self.root(sessions).argmax(-1).tolist()
@@ -161,7 +154,7 @@ class DraftModel:
         rules = (session.length_controller.stop_rule for session in sessions)
         wanted = any(rule is not None and rule.wants_hidden for rule in rules)
         result = self.runner.forward(segments, _HIDDEN if wanted else frozenset())
-        self.last_hidden = result.extras.get(Need.HIDDEN_STATES)
+        self.last_hidden = result.beside_logits(Need.HIDDEN_STATES)
         logits = result.logits
         # A negative padding cuts.
         return F.pad(logits, (0, self._padding), value=-torch.inf) if self._padding else logits

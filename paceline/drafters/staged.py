@@ -206,7 +206,7 @@ class Staged:
     ) -> None:
         """Compute, and keep the logits of each path (None: nobody wants them)."""
         result = self.runner.forward(segments, self._wants)
-        logits, hidden = result.logits, result.extras.get(Need.HIDDEN_STATES)
+        logits, hidden = result.logits, result.beside_logits(Need.HIDDEN_STATES)
         if self._padding:  # models of one family often pad the same vocabulary differently
             logits = F.pad(logits, (0, self._padding), value=-torch.inf)
         row = 0

@@ -7,7 +7,7 @@ changes the committed part, and everything pending that it does not name is free
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -29,6 +29,26 @@ class KVSequence(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PseudoTokens:
+    """Rows of a forward that stand for tokens nobody knows yet.
+
+    They become pending entries like drafted tokens, behind them, and are never committed. Real
+    tokens never see them.
+
+    Attributes:
+        parent_indices: as :attr:`Segment.parent_indices`; the parent may be another pseudo token.
+            # [num_pseudo]
+        first_layer: where they come in.
+        inputs: their input to that layer, from the residual stream there of the segment's other
+            rows.  # [num_rows, hidden_size] -> [num_pseudo, hidden_size]
+    """
+
+    parent_indices: IndexArray
+    first_layer: int
+    inputs: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """New tokens of one sequence in a forward.
 
@@ -36,24 +56,67 @@ class Segment:
     segment adds (which are appended in order); -1 is the last committed token. ``None`` means a
     chain that starts after the last pending entry, or after the committed tokens if none is
     pending.
+
+    Its rows are those of ``resume``, ``token_ids`` and ``pseudo``, in this order. The last four
+    fields are for runners that provide ``SHARED_MODEL``.
+
+    Attributes:
+        layers: the layers that compute it, in order; None for all. What is left out is missing in
+            the KV cache, which is not noticed.
+        resumable: ``layers`` are the first ones, and the entries will go on from there; they
+            have to before they are committed.
+        resume: pending entries, parents first, that exited early and go on in this forward.
+        pseudo: rows without a token.
     """
 
     sequence: KVSequence
     token_ids: IntArray  # [num_tokens]
     parent_indices: IndexArray | None = None
     logits: Literal["all", "last", "none"] = "all"
+    layers: Sequence[int] | None = None
+    resumable: bool = False
+    resume: Sequence[int] = ()
+    pseudo: PseudoTokens | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return (
+            len(self.resume)
+            + len(self.token_ids)
+            + (0 if self.pseudo is None else len(self.pseudo.parent_indices))
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardResult:
-    """Rows of all segments that asked for logits, in segment order."""
+    """Logits of all segments that asked for them, in segment order, and what ``wants`` named.
+
+    Attributes:
+        extras: for every row of every segment, whatever logits it asked for:
+            ``HIDDEN_STATES`` after the final norm  # [num_all_rows, hidden_size]
+            ``LAYER_STATES`` the residual stream after each layer
+            # [num_all_rows, num_layers, hidden_size]
+    """
 
     logits: torch.Tensor  # [num_rows, vocab_size] float32
     row_offsets: tuple[int, ...]  # [num_segments + 1]
     extras: Mapping[Need, torch.Tensor]
+    extra_offsets: tuple[int, ...]  # [num_segments + 1]
+    logits_rows: torch.Tensor | None = None  # rows that have logits; None: all of them
 
     def rows(self, segment: int) -> slice:
+        """Where the logits of a segment are."""
         return slice(self.row_offsets[segment], self.row_offsets[segment + 1])
+
+    def extras_of(self, segment: int) -> dict[Need, torch.Tensor]:
+        """The extras of a segment's rows."""
+        first, last = self.extra_offsets[segment : segment + 2]
+        return {need: tensor[first:last] for need, tensor in self.extras.items()}
+
+    def beside_logits(self, need: Need) -> torch.Tensor | None:
+        """An extra for the rows that have logits, where it was wanted."""
+        extra = self.extras.get(need)
+        return extra if extra is None or self.logits_rows is None else extra[self.logits_rows]
 
 
 class ModelRunner(Protocol):
@@ -63,11 +126,14 @@ class ModelRunner(Protocol):
         vocab_size, context_length: of the model.
         kv_capacity: tokens that all sequences together may hold.
         batch_invariant: a token's logits do not depend on what is computed beside it.
+        provides: what forwards can give to drafters; ``SHARED_MODEL`` stands for segments that
+            choose their layers, resume and have pseudo tokens.
     """
 
     vocab_size: int
     context_length: int
     batch_invariant: bool
+    provides: frozenset[Need]
 
     @property
     def kv_capacity(self) -> int:

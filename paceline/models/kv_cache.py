@@ -18,7 +18,7 @@ from paceline.errors import ResourceExhausted
 class PooledSequence:
     """Slots of one sequence: committed ones in ``slots[:length]``, pending ones as a tree."""
 
-    __slots__ = ("address", "chain", "length", "parents", "pending", "slots")
+    __slots__ = ("address", "chain", "length", "parents", "pending", "slots", "states")
 
     def __init__(self, context_length: int) -> None:
         # Pending slots of a chain are written behind the committed ones, hence the room.
@@ -28,6 +28,8 @@ class PooledSequence:
         self.pending: list[int] = []  # slot of each pending entry
         self.parents: list[int] = []  # parent of each pending entry, -1 for the committed prefix
         self.chain = True  # pending entries follow one another
+        # Of pending entries that left after some layers: what came out of each of them.
+        self.states: dict[int, torch.Tensor] = {}  # [num_layers, hidden_size]
 
     @property
     def num_pending(self) -> int:
@@ -108,6 +110,7 @@ class KVPool:
             self._free += [slot for slot in sequence.pending if slot not in keep]
         sequence.pending.clear()
         sequence.parents.clear()
+        sequence.states.clear()
         sequence.chain = True
 
     def truncate(self, sequence: PooledSequence, length: int) -> None:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.base import ForwardResult, KVSequence, Segment
+from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.ops import Layer, NativeOps, Ops, Rows, Stack, TorchOps, Weight
@@ -141,12 +143,17 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 class LlamaRunner:
     """A Llama-type model with its KV pool (see :class:`paceline.models.base.ModelRunner`).
 
+    Layers are numbered from 0; an early exit after ``n`` layers predicts with the model's own
+    final norm and head.
+
     Args:
         folder: a Hugging Face model folder.
         dtype: of weights, activations and KV entries.
         kv_tokens: capacity of the KV pool over all sequences.
         batch_invariant: see the module; ``None`` means on for float32 on a CPU.
     """
+
+    provides = frozenset(Need)
 
     def __init__(
         self,
@@ -298,6 +305,7 @@ class LlamaRunner:
 
     def commit(self, sequence: KVSequence, pending: Sequence[int]) -> None:
         assert isinstance(sequence, PooledSequence)
+        assert sequence.states.keys().isdisjoint(pending), "an early exit was not resumed"
         self._pool.commit(sequence, pending)
 
     def truncate(self, sequence: KVSequence, length: int) -> None:
@@ -316,18 +324,76 @@ class LlamaRunner:
     def forward(
         self, segments: Sequence[Segment], wants: frozenset[Need] = frozenset()
     ) -> ForwardResult:
-        tokens, selected, offsets, rows = self._pack(segments)
-        x = F.embedding(tokens, self._embedding)
-        stack, pool = self._stack, self._pool
-        self._ops.run_layers(stack, 0, len(stack.layers), x, pool.keys, pool.values, rows)
-        if len(selected) < len(x):
-            x = x[torch.tensor(selected, dtype=torch.long, device=self.device)]
-        hidden = self._ops.rmsnorm(x, self._final_norm, stack.eps)
-        logits = self._ops.linear(hidden, self._head).float()
-        extras = {}
+        batch = self._pack(segments)
+        x = F.embedding(batch.tokens, self._embedding)
+        stack, pool, count = self._stack, self._pool, len(self._stack.layers)
+        states = None
+        if Need.LAYER_STATES in wants or batch.exits:
+            states = x.new_zeros(count, *x.shape)
+        if batch.layers is None:
+            self._ops.run_layers(stack, 0, count, x, pool.keys, pool.values, batch.rows, states)
+        else:
+            self._run_some(batch, x, states)
+        for segment, entries, rows in batch.exits:
+            assert states is not None and segment.layers is not None
+            out = states[: len(segment.layers), rows]
+            segment.sequence.states |= {  # type: ignore[attr-defined]
+                entry: out[:, i] for i, entry in enumerate(entries)
+            }
+        selected, extras = batch.selected, {}
         if Need.HIDDEN_STATES in wants:
+            hidden = self._ops.rmsnorm(x, self._final_norm, stack.eps)
             extras[Need.HIDDEN_STATES] = hidden
-        return ForwardResult(logits, offsets, extras)
+            hidden = hidden if selected is None else hidden[selected]
+        else:
+            x = x if selected is None else x[selected]
+            hidden = self._ops.rmsnorm(x, self._final_norm, stack.eps)
+        if Need.LAYER_STATES in wants:
+            assert states is not None
+            extras[Need.LAYER_STATES] = states.transpose(0, 1)
+        logits = self._ops.linear(hidden, self._head).float()
+        return ForwardResult(logits, batch.row_offsets, extras, batch.extra_offsets, selected)
+
+    def _run_some(self, batch: _Batch, x: Tensor, states: Tensor | None) -> None:
+        """As ``run_layers`` over all layers, but each row takes part in its own ones only."""
+        assert batch.layers is not None
+        for row, earlier in batch.resumed.items():
+            x[row] = earlier[-1]
+            if states is not None:
+                states[: len(earlier), row] = earlier
+        pool, active = self._pool, batch.layers
+        changes = 1 + np.flatnonzero((active[:, 1:] != active[:, :-1]).any(0))
+        begins = {pseudo.first_layer for _, pseudo, _ in batch.pseudo}
+        points = sorted({0, active.shape[1], *changes.tolist(), *begins})
+        for first, last in pairwise(points):
+            for others, pseudo, rows in batch.pseudo:
+                if pseudo.first_layer == first:
+                    x[rows] = pseudo.inputs(x[others]).to(x.dtype)
+            taking_part = np.flatnonzero(active[:, first])
+            if not len(taking_part):
+                continue
+            index = torch.from_numpy(taking_part).to(self.device)
+            part = x[index]
+            out = None if states is None else part.new_empty(last - first, *part.shape)
+            self._ops.run_layers(
+                self._stack, first, last, part, pool.keys, pool.values,
+                batch.rows.take(taking_part), out,
+            )  # fmt: skip
+            x[index] = part
+            if states is not None and out is not None:
+                states[first:last, index] = out
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """What the shared norm and head make of a residual stream.
+
+        Args:
+            states: after any layer.  # [num_rows, hidden_size]
+
+        Returns:
+            # [num_rows, vocab_size] float32
+        """
+        normed = self._ops.rmsnorm(states.contiguous(), self._final_norm, self._stack.eps)
+        return self._ops.linear(normed, self._head).float()
 
     @property
     def drafts_chains(self) -> bool:
@@ -335,7 +401,11 @@ class LlamaRunner:
         return isinstance(self._ops, NativeOps)
 
     def greedy_chain(
-        self, sequences: Sequence[KVSequence], tokens: Sequence[int], num_steps: int
+        self,
+        sequences: Sequence[KVSequence],
+        tokens: Sequence[int],
+        num_steps: int,
+        num_layers: int | None = None,
     ) -> IntArray:
         """Continue each sequence by argmax, all steps in one call.
 
@@ -345,6 +415,7 @@ class LlamaRunner:
         Args:
             sequences: whose pending entries, if any, are a chain.
             tokens: what follows the last pending entry of each sequence.
+            num_layers: an early exit: the new entries can be resumed.
 
         Returns:
             ``tokens`` and after it the ``num_steps`` new ones; the last of them gets no KV entry.
@@ -370,23 +441,34 @@ class LlamaRunner:
         )  # fmt: skip
         result = np.empty((num_steps + 1, count), np.int64)
         result[0] = tokens
+        states = None
+        if num_layers is not None:
+            states = self._embedding.new_empty(
+                num_steps, num_layers, count, self.config.hidden_size
+            )
         self._ops.greedy_chain(
-            self._stack, self._embedding, self._final_norm, self._head,
-            self._pool.keys, self._pool.values, rows, result,
+            self._stack, num_layers or len(self._stack.layers), self._embedding,
+            self._final_norm, self._head, self._pool.keys, self._pool.values, rows, result,
+            states=states,
         )  # fmt: skip
+        if states is not None:
+            for i, sequence in enumerate(sequences):
+                assert isinstance(sequence, PooledSequence)
+                first = sequence.num_pending - num_steps
+                sequence.states |= {first + step: states[step, :, i] for step in range(num_steps)}
         return result
 
-    def _pack(self, segments: Sequence[Segment]) -> tuple[Tensor, list[int], tuple[int, ...], Rows]:
+    def _pack(self, segments: Sequence[Segment]) -> _Batch:
         """Append all tokens as pending entries and lay the rows of the batch out."""
-        count = sum(len(segment.token_ids) for segment in segments)
+        count = sum(segment.num_rows for segment in segments)
         positions = np.empty(count, np.int32)
         slots, prefixes = np.empty(count, np.int32), np.empty(count, np.int32)
         path_lengths, path_offsets = np.zeros(count, np.int32), np.zeros(count, np.int32)
         addresses, tables = np.empty(count, np.int64), []
-        tokens = np.empty(count, np.int64)
+        tokens = np.zeros(count, np.int64)
         path_slots: list[int] = []
         selected: list[int] = []
-        offsets = [0]
+        row_offsets, extra_offsets = [0], [0]
         row = 0
         for segment in segments:
             sequence = segment.sequence
@@ -396,28 +478,35 @@ class LlamaRunner:
                 parents = list(range(first - 1, first + size - 1))
             else:
                 parents = segment.parent_indices.tolist()
-            end = row + size
-            slots[row:end] = self._pool.append(sequence, parents)
-            tokens[row:end] = segment.token_ids
+            num_resumed = len(segment.resume)
+            tokens[row + num_resumed : row + num_resumed + size] = segment.token_ids
+            if segment.pseudo is not None:
+                parents += segment.pseudo.parent_indices.tolist()
+                size = len(parents)
+            end = row + num_resumed + size
+            new = self._pool.append(sequence, parents)
+            slots[row + num_resumed : end] = new
             addresses[row:end] = sequence.address
-            tables += [sequence.slots] * size
-            if sequence.chain:
+            tables += [sequence.slots] * (end - row)
+            if sequence.chain and not num_resumed:
                 start = sequence.length + first
                 positions[row:end] = np.arange(start, start + size)
                 prefixes[row:end] = positions[row:end] + 1
             else:
                 prefixes[row:end] = sequence.length
-                for i in range(size):
-                    path = sequence.path_slots(first + i)
-                    positions[row + i] = sequence.length + len(path) - 1
-                    path_offsets[row + i] = len(path_slots)
-                    path_lengths[row + i] = len(path)
+                for i, entry in enumerate([*segment.resume, *range(first, first + size)], row):
+                    path = sequence.path_slots(entry)
+                    slots[i] = path[-1]
+                    positions[i] = sequence.length + len(path) - 1
+                    path_offsets[i] = len(path_slots)
+                    path_lengths[i] = len(path)
                     path_slots += path
             if segment.logits == "all":
                 selected += range(row, end)
             elif segment.logits == "last":
                 selected.append(end - 1)
-            offsets.append(len(selected))
+            row_offsets.append(len(selected))
+            extra_offsets.append(end)
             row = end
         if int(positions.max()) >= self.context_length:
             raise InvalidArgument(
@@ -427,4 +516,63 @@ class LlamaRunner:
         rows = Rows(
             positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets
         )
-        return torch.from_numpy(tokens).to(self.device), selected, tuple(offsets), rows
+        index = None
+        if len(selected) < count:
+            index = torch.tensor(selected, dtype=torch.long, device=self.device)
+        batch = _Batch(
+            torch.from_numpy(tokens).to(self.device), rows, index, tuple(row_offsets),
+            tuple(extra_offsets),
+        )  # fmt: skip
+        if any(s.layers is not None or s.resume or s.pseudo is not None for s in segments):
+            self._choose_layers(batch, segments)
+        return batch
+
+    def _choose_layers(self, batch: _Batch, segments: Sequence[Segment]) -> None:
+        """Which layers each row takes part in, and what becomes of its state."""
+        num_layers = len(self._stack.layers)
+        active = np.ones((batch.extra_offsets[-1], num_layers), np.bool_)
+        for i, segment in enumerate(segments):
+            sequence = segment.sequence
+            assert isinstance(sequence, PooledSequence)
+            first, end = batch.extra_offsets[i : i + 2]
+            layers = range(num_layers) if segment.layers is None else segment.layers
+            active[first:end] = False
+            active[first:end, list(layers)] = True
+            for row, entry in enumerate(segment.resume, first):
+                batch.resumed[row] = earlier = sequence.states[entry]
+                active[row, : len(earlier)] = False
+            if segment.pseudo is not None:
+                real = end - len(segment.pseudo.parent_indices)
+                active[real:end, : segment.pseudo.first_layer] = False
+                batch.pseudo.append((slice(first, real), segment.pseudo, slice(real, end)))
+            if segment.resumable:
+                num_new = end - first - len(segment.resume)
+                entries = range(sequence.num_pending - num_new, sequence.num_pending)
+                batch.exits.append((segment, (*segment.resume, *entries), slice(first, end)))
+            else:
+                for entry in segment.resume:
+                    del sequence.states[entry]
+        batch.layers = active
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """A packed forward.
+
+    Attributes:
+        selected: rows whose logits are wanted; None for all.
+        layers: where each row is computed, None for everywhere.  # bool[num_rows, num_layers]
+        resumed: what rows that go on had after each layer until they left.
+        pseudo: rows whose states pseudo tokens are made from, the tokens, their rows.
+        exits: segments that leave early, with the entries and the rows.
+    """
+
+    tokens: Tensor
+    rows: Rows
+    selected: Tensor | None
+    row_offsets: tuple[int, ...]
+    extra_offsets: tuple[int, ...]
+    layers: npt.NDArray[np.bool_] | None = None
+    resumed: dict[int, Tensor] = field(default_factory=dict)
+    pseudo: list[tuple[slice, PseudoTokens, slice]] = field(default_factory=list)
+    exits: list[tuple[Segment, tuple[int, ...], slice]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,15 @@ class Rows:
         first = self.path_offset[row]
         path = self.paths[first : first + self.path_length[row]]
         return np.concatenate([self.tables[row][: self.prefix_length[row]], path])
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Rows:
+        """Some of the rows, in the given order."""
+        return Rows(
+            self.positions[rows], self.slots[rows],
+            self.prefix_length[rows], self.path_length[rows],
+            [self.tables[row] for row in rows], self.table_addresses[rows],
+            self.paths, self.path_offset[rows],
+        )  # fmt: skip
 
     @property
     def longest(self) -> int:
@@ -95,6 +104,17 @@ class Stack:
     cos_sin: Tensor  # [positions, D] float32: D/2 cosines, D/2 sines
 
 
+class Fuse(NamedTuple):
+    """A layer's input is ``weight @ [embedding of the token; feature] + bias``.
+
+    The feature of a step is the last state of the step before; ``features`` is the first one's.
+    """
+
+    weight: Weight  # [hidden, 2 * hidden]
+    bias: Tensor | None
+    features: Tensor  # [num_sequences, hidden]
+
+
 class Ops(Protocol):
     """What :class:`paceline.models.llama.LlamaRunner` needs. Tensors are contiguous."""
 
@@ -119,8 +139,12 @@ class Ops(Protocol):
         keys: Tensor,  # [layers, N, G, D]
         values: Tensor,  # [layers, N, G, D]
         rows: Rows,
+        states: Tensor | None = None,  # [last - first, R, hidden]
     ) -> None:
-        """Layers ``first`` to ``last - 1`` on ``x`` in place; stores keys and values."""
+        """Layers ``first`` to ``last - 1`` on ``x`` in place; stores keys and values.
+
+        ``states`` is filled with what ``x`` was after each of these layers.
+        """
         ...
 
 
@@ -162,6 +186,7 @@ class TorchOps:
         keys: Tensor,
         values: Tensor,
         rows: Rows,
+        states: Tensor | None = None,
     ) -> None:
         contexts = [rows.context(row) for row in range(len(x))]
         for i in range(first, last):
@@ -176,6 +201,8 @@ class TorchOps:
             normed = self.rmsnorm(x, layer.post_norm, stack.eps)
             gate, up = self.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             x += self.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            if states is not None:
+                states[i - first] = x
 
     def _rope_store(
         self, stack: Stack, layer: Layer, heads: Tensor, keys: Tensor, values: Tensor, rows: Rows
@@ -283,10 +310,10 @@ class NativeOps:
             result.argtypes, result.restype = [kinds[letter] for letter in signature], ctypes.c_int
             return result
 
-        self._run_layers = function("run_layers", "ppiipppp")
+        self._run_layers = function("run_layers", "ppiippppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._linear = function("linear", "ppppiiii")
-        self._greedy_chain = function("greedy_chain", "ppipppipppiip")
+        self._greedy_chain = function("greedy_chain", "ppipppipppiippppp")
         self._pair = 2 if dtype is torch.bfloat16 else 1
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
 
@@ -325,6 +352,7 @@ class NativeOps:
         keys: Tensor,
         values: Tensor,
         rows: Rows,
+        states: Tensor | None = None,
     ) -> None:
         model, layers = self._table(stack, keys.shape[1])
         paths = _path_addresses(rows)
@@ -338,6 +366,7 @@ class NativeOps:
             keys.data_ptr(),
             values.data_ptr(),
             ctypes.addressof(packed),
+            _address(states),
         )
         if failed:
             raise MemoryError("no memory for the activations of a forward")
@@ -345,19 +374,28 @@ class NativeOps:
     def greedy_chain(
         self,
         stack: Stack,
+        num_layers: int,
         embedding: Tensor,
-        final_norm: Tensor,
+        final_norm: Tensor | None,
         head: Weight,
         keys: Tensor,
         values: Tensor,
         rows: Rows,
         tokens: IntArray,
+        *,
+        states: Tensor | None = None,
+        fuse: Fuse | None = None,
     ) -> None:
         """Fill ``tokens[1:]``: each is the argmax after the one above it.
 
         Args:
+            num_layers: how many of the stack's layers take part.
+            final_norm: None where logits come from the last state as it is.
             rows: of all steps, one step after the other.
             tokens: the first row is given.  # [num_steps + 1, num_sequences]
+            states: filled with what comes out of each layer.
+                # [num_steps, num_layers, num_sequences, hidden]
+            fuse: for drafters that read features; see there.
         """
         model, layers = self._table(stack, keys.shape[1])
         steps, count = len(tokens) - 1, tokens.shape[1]
@@ -366,9 +404,9 @@ class NativeOps:
         failed = self._greedy_chain(
             ctypes.addressof(model),
             ctypes.addressof(layers),
-            len(stack.layers),
+            num_layers,
             embedding.data_ptr(),
-            final_norm.data_ptr(),
+            _address(final_norm),
             head.data.data_ptr(),
             head.num_outputs,
             keys.data_ptr(),
@@ -377,6 +415,8 @@ class NativeOps:
             count,
             steps,
             tokens.ctypes.data,
+            _address(states),
+            *((None, None, None) if fuse is None else map(_address, fuse)),
         )
         if failed:
             raise MemoryError("no memory for the activations of a draft")

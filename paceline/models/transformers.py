@@ -101,6 +101,7 @@ class TransformersRunner:
     """
 
     batch_invariant = False
+    provides = frozenset({Need.TREE_LOGITS})
     _auto_class = "AutoModelForCausalLM"
 
     def __init__(
@@ -171,7 +172,7 @@ class TransformersRunner:
                 outgrow the context.
             ResourceExhausted: more tokens than ``num_free``.
         """
-        unknown = wants - {Need.TREE_LOGITS}
+        unknown = wants - self.provides
         if unknown:
             raise InvalidArgument(
                 "wants",
@@ -188,20 +189,20 @@ class TransformersRunner:
             raise InvalidArgument("segments", "a sequence twice", "one segment for each sequence")
         checked = [self._checked(segment) for segment in segments]
         rows: list[torch.Tensor] = []
-        offsets = [0]
+        offsets, ends = [0], [0]
         with torch.inference_mode():
             for segment, (sequence, parents) in zip(segments, checked, strict=True):
                 logits = self._forward_segment(sequence, segment, parents)
                 if logits is not None:
                     rows.append(logits.float())
                 offsets.append(offsets[-1] + (0 if logits is None else len(logits)))
+                ends.append(ends[-1] + len(parents))
             packed = (
                 torch.cat(rows)
                 if rows
                 else torch.empty((0, self.vocab_size), dtype=torch.float32, device=self.device)
             )
-        extras = {Need.TREE_LOGITS: packed} if Need.TREE_LOGITS in wants else {}
-        return ForwardResult(packed, tuple(offsets), extras)
+        return ForwardResult(packed, tuple(offsets), {}, tuple(ends))
 
     def commit(self, sequence: KVSequence, pending: Sequence[int]) -> None:
         """Make a path of pending entries part of the prefix and free the other pending ones."""

@@ -112,7 +112,7 @@ def _run(runner: ModelRunner, token_ids: IntArray) -> tuple[Tensor, Tensor]:
         result = runner.forward([Segment(sequence, token_ids)], _HIDDEN)
     finally:
         runner.free(sequence)
-    hidden = result.extras.get(Need.HIDDEN_STATES)
+    hidden = result.beside_logits(Need.HIDDEN_STATES)
     if hidden is None:
         raise InvalidArgument("target", type(runner).__name__, "a model with hidden states")
     return result.logits.float().cpu(), hidden.float().cpu()

@@ -259,6 +259,8 @@ def test_ctrl_c_ends_cleanly() -> None:
             "ar",
         ],  # with drafts it is nearly done before the signal is there
         cwd=ROOT,
+        # Shells let what they start in the background ignore the signal, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -40,6 +40,7 @@ class ScriptedRunner:
     """
 
     batch_invariant = True
+    provides = frozenset({Need.TREE_LOGITS})
     context_length = kv_capacity = num_free = 4096
 
     def __init__(self, function: NextToken, vocab_size: int, margin: float = 10.0) -> None:
@@ -55,7 +56,7 @@ class ScriptedRunner:
         self, segments: Sequence[Segment], wants: frozenset[Need] = frozenset()
     ) -> ForwardResult:
         rows: list[torch.Tensor] = []
-        offsets = [0]
+        offsets, ends = [0], [0]
         for segment in segments:
             sequence = segment.sequence
             assert isinstance(sequence, ScriptedSequence)
@@ -72,8 +73,9 @@ class ScriptedRunner:
                     row[self.function(sequence.token_ids + path)] = self.margin
                     rows.append(row)
             offsets.append(len(rows))
+            ends.append(ends[-1] + count)
         packed = torch.stack(rows) if rows else torch.empty((0, self.vocab_size))
-        return ForwardResult(packed, tuple(offsets), {})
+        return ForwardResult(packed, tuple(offsets), {}, tuple(ends))
 
     def commit(self, sequence: ScriptedSequence, pending: Sequence[int]) -> None:  # type: ignore[override]
         if len(pending):

@@ -18,6 +18,7 @@ from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.types import Budget
 from tests.core.engines import Reference, small_engine
+from tests.core.scripted import run, scripted_engine
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -67,18 +68,12 @@ def test_ten_tokens_are_copied_after_the_first_occurrence() -> None:
 
 def test_a_verbatim_copy_commits_eleven_tokens_in_a_forward() -> None:
     """A target that repeats a passage: ten copied tokens are right, and one is its own."""
-    passage = list(range(200))
-    truth = [*passage, *passage]
-    session = session_of(truth[:203])
-    drafter = CopySpec()
-    drafter.open(session)
-    forwards = 0
-    while session.length < 390:
-        draft = drafter.propose([session], [Budget(10, 10)])[0].token_ids.tolist()
-        assert draft == truth[session.length : session.length + 10]
-        session.commit(truth[session.length : session.length + len(draft) + 1])
-        forwards += 1
-    assert forwards == 17  # of 11 tokens each
+    engine = scripted_engine(lambda token_ids: len(token_ids) % 200, 200)
+    prompt = [*range(200), *range(3)]
+    params = SamplingParams(max_tokens=187, ignore_eos=True)
+    session, events = run(engine, prompt, params, SpeculationConfig(method="copyspec"))
+    assert session.output_ids == list(range(3, 190))
+    assert [(event.num_accepted, len(event.token_ids)) for event in events] == [(10, 11)] * 17
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.sam import Cursor, SamDecoding, SuffixAutomaton
+from paceline.drafters.token_recycling import TokenRecycling
+from paceline.engine import RoundEvent
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.types import Budget, Draft, Need
 from tests.core.engines import Reference, small_engine
+from tests.modelzoo import VOCAB_SIZE
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 
@@ -93,20 +97,31 @@ def test_a_cursor_in_a_finished_text_agrees_with_brute_force(
         place = (cursor.length, automaton.after[cursor.state])
         assert place == longest_suffix(context[:end], text)
     # Each fallback loses a token of the match, and each token adds one; ``settle`` looks once.
-    assert links.followed <= 3 * len(context)
+    assert links.followed <= 2 * len(context)
 
 
-@pytest.mark.parametrize("alphabet", [1, 2, 5, 1000])
+@pytest.mark.parametrize("alphabet", [1, 2, 5, 10, 1000])
 def test_states_and_link_steps_are_linear(alphabet: int) -> None:
-    text = np.random.default_rng(alphabet).integers(0, alphabet, 3000).tolist()
-    for tokens in (text, text[:50] * 60):
+    """At most 2n states, and 2n link steps to match n tokens; building takes at most 4n."""
+    rng = np.random.default_rng(alphabet)
+    text = rng.integers(0, alphabet, 3000).tolist()
+    # The last two are the worst for states and for transitions.
+    one, half = alphabet - 1, [0] * 1500
+    for tokens in (text, text[:50] * 60, [0, *[one] * 2999], [*half, one, *half[1:]]):
         automaton = SuffixAutomaton()
         automaton.link = links = Steps(automaton.link)
         for token in tokens:
             automaton.append(token)
         assert len(automaton.link) <= 2 * len(tokens)
-        # Each step adds one of at most 3n transitions, or redirects one; one look for a clone.
-        assert links.followed <= 5 * len(tokens)
+        # A token lowers the last state by as many links as it goes up, less two; half as many
+        # again redirect transitions to clones, each of which looks once.
+        assert links.followed <= 4 * len(tokens)
+        for context in (tokens, rng.integers(0, alphabet, 3000).tolist()):
+            links.followed, cursor = 0, Cursor(automaton)
+            for token in context:
+                cursor.advance(token)
+            assert links.followed <= 2 * len(context)
+            assert context is not tokens or cursor.length == len(tokens)
 
 
 # --- the drafter ----------------------------------------------------------------------------------
@@ -276,17 +291,51 @@ def test_the_router(learns: bool) -> None:
     assert not fallback.opened
 
 
+class WatchedRecycling(TokenRecycling):
+    """Notes for which sessions it drafts, and how many tokens they have then."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB_SIZE)
+        self.asked: set[tuple[str, int]] = set()
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        self.asked |= {(session.session_id, session.length) for session in sessions}
+        return super().propose(sessions, budgets)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_exact_in_both_branches(
     temperature: float, tiny_folder: Path, reference: Reference
 ) -> None:
-    params = SamplingParams(temperature=temperature, seed=8, max_tokens=12, ignore_eos=True)
+    """AR's tokens, and in every round the matrix drafts iff less than 5 tokens match."""
+    params = SamplingParams(temperature=temperature, seed=8, max_tokens=40, ignore_eos=True)
     prompts = [[65, 66, 67] * 6, [80, 72, 90, 101]]
-    small = small_engine(tiny_folder)
-    config = SpeculationConfig(method="sam_token_recycling")
-    sessions = small.engine.generate(prompts, params, config)  # one copies at once, one cannot
+    matrix = WatchedRecycling()
+    small = small_engine(tiny_folder, drafters={"token_recycling": matrix})
+    config = SpeculationConfig(method="sam_token_recycling", length="fixed")
+    rounds: list[tuple[Session, list[int]]] = []
+
+    def note(event: RoundEvent) -> None:
+        length = event.session.length - len(event.token_ids)
+        rounds.append((event.session, event.session.token_ids[:length]))
+
+    sessions = [
+        small.engine.submit(prompt, params, config, session_id=name, on_event=note)
+        for name, prompt in zip(("copies", "cannot"), prompts, strict=True)
+    ]
+    while small.engine.has_work:
+        small.engine.step()
     for prompt, session in zip(prompts, sessions, strict=True):
         assert session.output_ids == reference(prompt, params)
         assert not session.stats.drafter_lost
-    assert sessions[0].stats.num_draft_nodes > 0
+        assert session.stats.num_draft_nodes > 0
+    expected = set()
+    for session, before in rounds:
+        own, done = automaton_of(before), len(before) - session.prompt_length
+        if own.length[own.repeated] < 5 and done < params.max_tokens - 1:  # room for a draft
+            expected.add((session.session_id, len(before)))
+    assert matrix.asked == expected
+    assert ("copies", len(prompts[0])) not in expected
+    assert ("cannot", len(prompts[1])) in expected
+    matrix.asked.clear()
     small.assert_nothing_is_left()

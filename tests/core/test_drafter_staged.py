@@ -118,12 +118,13 @@ def test_repetitive_text_takes_strictly_fewer_forwards(
 
 
 def test_without_the_second_stage_it_is_the_draft_model(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = small_engine(tiny_folder)
     alone = generate(small, REPETITIVE, monkeypatch, num_speculative_tokens=6)
     off = generate(small, REPETITIVE, monkeypatch, method="staged", stage_tokens=0)
     assert off.drafts == alone.drafts
+    assert off.outputs == alone.outputs == [reference(p, REPETITIVE) for p in PROMPTS]
     assert off.forwards == alone.forwards
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, RoundEvent
@@ -16,7 +18,8 @@ from paceline.errors import FailedPrecondition, ResourceExhausted, SessionNotFou
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.target import ModelTarget
-from paceline.types import EMPTY_DRAFT, Draft
+from paceline.tree import depths
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 from tests.core.engines import (
     LOCAL_METHODS,
     Reference,
@@ -25,7 +28,9 @@ from tests.core.engines import (
     small_engine,
 )
 from tests.core.prompts import code_prompts
-from tests.fakes import AlwaysRight
+from tests.core.scripted import ScriptedRunner, chaotic, run, spoken
+from tests.core.test_tree import trees
+from tests.fakes import WITH_FAKES, AlwaysRight
 from tests.modelzoo import make_model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -299,6 +304,78 @@ def test_a_stop_token_inside_a_draft(
     if how == "eos":  # and ignored where that is wanted
         ignoring = small.engine.generate([prompt], GREEDY, config)[0]
         assert ignoring.output_ids == ar
+
+
+class Arbitrary:
+    """Drafts whatever hypothesis thinks of: trees of any form, the end token anywhere in them."""
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, drafts: list[Draft]) -> None:
+        self.drafts = drafts
+
+    def open(self, session: Session) -> None:
+        self.left = list(self.drafts)
+
+    def close(self, session: Session) -> None:
+        pass
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        return [self.left.pop() if self.left else EMPTY_DRAFT for _ in sessions]
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@given(
+    drafts=st.lists(trees(most=12, vocab=3), max_size=12),
+    salt=st.integers(0, 99),
+    max_tokens=st.integers(1, 14),
+)
+def test_whatever_is_drafted_the_tokens_are_those_of_ar(
+    drafts: list[Draft], salt: int, max_tokens: int, temperature: float
+) -> None:
+    """Drafts that are empty, wide, full of end tokens, or deeper than what may still come.
+
+    With three tokens many of them are right by chance. Each forward brings between one token and
+    one more than the draft is deep.
+    """
+    end, anything = 2, chaotic(12)
+
+    def function(token_ids: list[int]) -> int:
+        token = anything([salt, *token_ids])
+        return end if token == 11 else token % 2
+
+    row = replace(WITH_FAKES["mix"], name="any", drafter="any")
+    knobs = {"num_speculative_tokens": 12, "node_budget": 12}
+    params = SamplingParams(temperature=temperature, seed=salt, max_tokens=max_tokens)
+
+    def engine() -> Engine:
+        runner = ScriptedRunner(function, 3, margin=1.0 if temperature else 10.0)
+        return Engine(
+            ModelTarget(runner),  # type: ignore[arg-type]
+            {"any": Arbitrary(drafts)},
+            eos_token_ids=[end],
+            catalogue={**WITH_FAKES, "any": row},
+        )
+
+    expected, _ = run(engine(), [0], params, AR)
+    if not temperature:
+        truth = spoken(function, [0], max_tokens)
+        assert expected.output_ids == truth[: truth.index(end) + 1 if end in truth else None]
+    session, events = run(engine(), [0], params, SpeculationConfig(method="any", **knobs))
+    assert session.output_ids == expected.output_ids
+    assert session.finish_reason == expected.finish_reason
+    assert session.stats.num_target_forwards == len(events) <= len(session.output_ids)
+    left = max_tokens
+    for event in events:
+        assert event.outcome is not None
+        deepest = max(depths(event.outcome.draft.parent_indices), default=0)
+        assert deepest <= left - 1  # what could not be committed is not verified
+        assert 1 <= len(event.token_ids) <= deepest + 1
+        assert len(event.token_ids) - 1 <= event.num_accepted <= len(event.token_ids)
+        left -= len(event.token_ids)
 
 
 # --- text ------------------------------------------------------------------------------------

@@ -1,17 +1,23 @@
-"""Length controllers: what each paper says that it does, without models."""
+"""Length controllers: what each paper says that it does, without models and on the demo pair."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.draft_model import DraftModel
+from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import DraftStep, LengthBounds, LengthContext, StopRule
 from paceline.lengths.bass import BatchLength
@@ -20,8 +26,12 @@ from paceline.lengths.goodput import Acceptance, Line, best_length, expected_tok
 from paceline.lengths.specdecpp import RejectionStop
 from paceline.methods import LENGTH_KNOBS, LENGTHS
 from paceline.plan import resolve
+from paceline.profile import CostProfile
+from paceline.sampling import SamplingParams
+from paceline.target import ModelTarget
 from paceline.types import Load, Need, Verification
 from tests.core.lengths_sim import Simulator, new_session, outcome, play
+from tests.core.prompts import code_prompts
 
 
 def stops_at(rule: StopRule, chances: list[float]) -> int:
@@ -124,6 +134,82 @@ def test_best_length_is_the_brute_force_argmax(
         assert chosen == 0
 
 
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12),
+    st.lists(st.floats(0.01, 5.0), min_size=13, max_size=13),
+    st.tuples(st.integers(0, 12), st.integers(0, 12)),
+)
+def test_best_length_is_the_argmax_for_any_rates_and_costs(
+    rates: list[float], seconds: list[float], bounds: tuple[int, int]
+) -> None:
+    """Rates of every depth, and costs that need not even grow with it."""
+    shortest, longest = sorted(bounds)
+    each = [rates[min(depth, len(rates) - 1)] for depth in range(12)]
+    goodput = [sum(np.cumprod([1.0, *each[:k]])) / seconds[k] for k in range(13)]
+    chosen = best_length(rates, lambda depth, _: seconds[depth], Load(1, 0), shortest, longest)
+    assert shortest <= chosen <= longest
+    assert goodput[chosen] >= max(goodput[shortest : longest + 1]) * (1 - 1e-8)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.7, 0.95])
+def test_the_controller_picks_the_argmax_of_its_profile_and_0_at_high_load(rate: float) -> None:
+    """Forwards that are linear in all tokens of the batch: the cost model of the paper."""
+    batches, nodes, depths = (1, 4096), (1, 17), (1, 16)
+    profile = CostProfile(
+        key={},
+        batches=batches,
+        nodes=nodes,
+        verify_seconds=tuple(tuple(1.0 + 0.02 * b * n for n in nodes) for b in batches),
+        depths=depths,
+        draft_seconds=tuple(tuple(0.03 * d for d in depths) for _ in batches),
+        methods=("draft_model",),
+    )
+    session = new_session(
+        LengthContext(profile=profile), length="goodput", num_speculative_tokens=16
+    )
+    controller, random = session.length_controller, np.random.default_rng(0)
+    for _ in range(150):
+        depth = controller.budget(session, Load(1, 0)).depth
+        accepted = next((i for i in range(depth) if random.random() >= rate), depth)
+        controller.observe(outcome(depth, accepted), 0.0, 0.0)
+    rates = controller._acceptance.rates()  # type: ignore[attr-defined]
+    assert rates[0] == pytest.approx(rate, abs=0.2)
+    picked = []
+    for batch in (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096):
+        goodput = [
+            sum(np.cumprod([1.0, *rates[:k]])) / (1.0 + 0.02 * batch * (k + 1) + 0.03 * k)
+            for k in range(17)
+        ]
+        if rate > 0:  # else it may be trying whether drafts have got better
+            picked.append(controller.budget(session, Load(batch, 0)).depth)
+            assert picked[-1] == int(np.argmax(goodput))
+        else:
+            assert int(np.argmax(goodput)) == 0
+    if rate > 0:
+        assert picked == sorted(picked, reverse=True)
+        assert picked[0] > 0
+        assert picked[-1] == 0
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_what_it_learns_itself_drafts_long_alone_and_nothing_in_a_full_batch(batch: int) -> None:
+    """No profile: a forward has room for 16 tokens at one price and takes more for more."""
+    simulator = Simulator(lambda depth: 0.02 * depth, lambda nodes: max(1.0, nodes / 16), 0.05)
+    context = LengthContext()
+    sessions = [
+        new_session(context, length="goodput", num_speculative_tokens=8) for _ in range(batch)
+    ]
+    simulator.run(sessions, [0.8] * batch, 120)
+    ar = batch / max(1.0, batch / 16) / 1.05
+    late = np.mean(simulator.asked[len(simulator.asked) // 2 :])
+    if batch == 1:
+        assert late > 5
+        assert simulator.goodput > 2 * ar
+    else:
+        assert late < 0.2
+        assert simulator.goodput > 0.95 * ar
+
+
 def test_best_length_grows_with_acceptance_and_shrinks_with_the_batch() -> None:
     costs = linear(1.0, 0.02, 0.05)
     by_rate = [
@@ -139,6 +225,40 @@ def test_best_length_grows_with_acceptance_and_shrinks_with_the_batch() -> None:
     assert by_batch == sorted(by_batch, reverse=True)
     assert by_batch[0] >= 5
     assert by_batch[-1] == 0  # the forward is full: every drafted token costs as much as a real one
+
+
+@given(
+    st.lists(st.integers(0, 100), min_size=2, max_size=8),
+    st.lists(st.integers(1, 300), min_size=13, max_size=13),
+)
+def test_best_length_never_shrinks_when_acceptance_grows(
+    percents: list[int], costs: list[int]
+) -> None:
+    """Whatever a draft of each depth costs."""
+    chosen = [
+        best_length([percent / 100], lambda depth, _: float(costs[depth]), Load(1, 0), 0, 12)
+        for percent in sorted(percents)
+    ]
+    assert chosen == sorted(chosen)
+
+
+@given(
+    st.integers(0, 99),
+    st.tuples(st.integers(1, 100), st.integers(0, 100)).map(sorted),
+    st.integers(1, 50),
+)
+def test_best_length_never_grows_with_the_batch(
+    percent: int, draft_and_forward: list[int], token: int
+) -> None:
+    """Where a forward's fixed cost is at least that of drafting a token; 0 in the end."""
+    draft, fixed = draft_and_forward
+    costs = linear(float(fixed), token / 100, float(draft))
+    chosen = [
+        best_length([percent / 100], costs, Load(batch, 0), 0, 12)  # type: ignore[arg-type]
+        for batch in (1, 2, 3, 5, 8, 13, 32, 100, 1000, 100_000_000)
+    ]
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[-1] == 0
 
 
 def test_expected_tokens_follow_the_rates_of_each_depth() -> None:
@@ -283,6 +403,26 @@ def test_adl_follows_acceptance() -> None:
     assert 4 <= back[-1] <= 6
 
 
+@given(
+    st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted),
+    st.lists(st.integers(0, 20), max_size=20),
+    st.integers(0, 25),
+)
+def test_adl_stays_within_its_bounds_and_settles_just_above_what_is_accepted(
+    bounds: list[int], before: list[int], accepted: int
+) -> None:
+    """Whatever happened before: with ``accepted`` tokens a round it drafts one or two more."""
+    shortest, longest = bounds
+    session = new_session(
+        length="adl", length_min=shortest, length_max=longest, num_speculative_tokens=longest
+    )
+    asked = play(session.length_controller, session, [*before, *[accepted] * 40])
+    assert all(shortest <= depth <= longest for depth in asked)
+    if longest:
+        settled = {min(longest, max(shortest, accepted + more)) for more in (1, 2)}
+        assert set(asked[-3:]) <= settled
+
+
 # --- stop rules -----------------------------------------------------------------------------------
 
 
@@ -322,6 +462,78 @@ def test_value_iteration_gives_specdecpps_threshold(cost: float, chance: float) 
     assert not any(goes_on[length:])  # a threshold policy
     threshold = 1 - (cost / chance)  # stop when the next token's gain is below its cost
     assert stops_at(rejection_stop(0, threshold - 1e-9), [chance] * 40) == length
+
+
+@pytest.mark.parametrize("cost", [0.09, 0.3, 0.55])
+@pytest.mark.parametrize("weights", [(0.0, 0.7, 0.3), (0.3, 0.4, 0.0, 0.3), (0.1, 0.0, 0.9)])
+def test_value_iteration_on_random_chances_gives_specdecpps_threshold(
+    weights: Sequence[float], cost: float
+) -> None:
+    """Each token's chance is ``0.8 ** k`` with the probability ``weights[k]``.
+
+    The state is the exponent of the probability that all tokens so far are accepted. A token costs
+    ``cost``, and gains one if it and all before it are accepted. What value iteration finds is a
+    threshold on the state, and SpecDec++ with that threshold draws the same line through every
+    sequence of chances.
+    """
+    chances, states = [0.8**k for k in range(len(weights))], 50
+    reach = 0.8 ** np.arange(states + len(weights))
+    value, gain = np.zeros(len(reach)), np.zeros(states)
+    for _ in range(2000):
+        gain = np.array([weights @ (reach[n:][: len(weights)] + value[n:][: len(weights)])
+                         for n in range(states)]) - cost  # fmt: skip
+        following = np.concatenate([np.maximum(gain, 0.0), np.zeros(len(weights))])
+        if np.array_equal(following, value):
+            break
+        value = following
+    goes_on = gain > 0
+    first_stop = int(np.argmin(goes_on))
+    assert not goes_on[first_stop:].any()  # a threshold policy
+    mean = float(np.dot(weights, chances))
+    threshold = 1 - cost / mean  # stop where the next token's expected gain is below its cost
+    assert abs(reach[:states] * mean - cost).min() > 1e-6  # no ties
+    for exponents in itertools.product(range(len(weights)), repeat=6):
+        if all(weights[k] for k in exponents):
+            best = next((i for i, n in enumerate(np.cumsum(exponents), 1) if not goes_on[n]), 6)
+            rule = rejection_stop(0, threshold)
+            assert stops_at(rule, [chances[k] for k in exponents]) == best
+
+
+@pytest.mark.parametrize("draft_cost", [0.05, 0.15, 0.3])
+def test_with_a_perfect_head_nothing_has_more_tokens_per_cost(draft_cost: float) -> None:
+    """All drafts of six tokens whose chances are 0.85 or 0.5, the head knowing which.
+
+    With its best threshold SpecDec++ has as many tokens per cost as any fixed length, and no other
+    way of stopping has more: with that price on the costs, backward induction gains nothing.
+    """
+    law, verify_cost, longest = {0.85: 0.6, 0.5: 0.4}, 1.0, 6
+    drafts = list(itertools.product(law, repeat=longest))
+    weights = [float(np.prod([law[chance] for chance in draft])) for draft in drafts]
+
+    def tokens_per_cost(lengths: Sequence[int]) -> float:
+        tokens = cost = 0.0
+        for weight, draft, length in zip(weights, drafts, lengths, strict=True):
+            tokens += weight * (1.0 + sum(np.cumprod(draft[:length])))
+            cost += weight * (verify_cost + draft_cost * length)
+        return tokens / cost
+
+    powers = ((a, b) for a in range(longest + 1) for b in range(longest + 1 - a))
+    best = max(
+        tokens_per_cost([stops_at(rejection_stop(1, threshold), list(d)) for d in drafts])
+        for threshold in (1 - 0.85**a * 0.5**b + 1e-6 for a, b in powers)
+    )
+    fixed = max(tokens_per_cost([length] * len(drafts)) for length in range(1, longest + 1))
+    assert best >= fixed
+
+    def one_more(reach: float, left: int) -> float:
+        """What going on with a token gains, when all so far are accepted with chance ``reach``."""
+        gain = -best * draft_cost
+        for chance, weight in law.items():
+            after = reach * chance
+            gain += weight * (after + (max(0.0, one_more(after, left - 1)) if left > 1 else 0.0))
+        return gain
+
+    assert 1.0 - best * verify_cost + one_more(1.0, longest) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_an_oracle_wastes_nothing() -> None:
@@ -377,16 +589,34 @@ def test_weights_of_another_pair_are_refused(tmp_path: Path) -> None:
         new_session(LengthContext(heads=tmp_path), length="disco")
 
 
+def save_length_head(
+    folder: Path, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], hidden_size: int
+) -> LengthContext:
+    """A length predictor of these weights and biases, over a hidden state and nothing else."""
+    first = layers[0][0].shape[1]
+    weights = {"embedding": torch.zeros(4096, first - hidden_size)}
+    for i, (weight, bias) in enumerate(layers):
+        weights |= {f"layers.{i}.weight": weight, f"layers.{i}.bias": bias}
+    sizes = dict.fromkeys(("target_hidden_size", "drafter_hidden_size"), str(hidden_size))
+    metadata = {"kind": "ldlp", "vocab_size": "4096", **sizes}
+    save_file(weights, str(folder / "ldlp.safetensors"), metadata)
+    return LengthContext(heads=folder, vocab_size=4096)
+
+
+def constant_length_head(folder: Path, length: float) -> LengthContext:
+    """A predictor for the demo pair that says the same whatever it sees."""
+    return save_length_head(
+        folder,
+        [
+            (torch.zeros(outer, inner), torch.full((outer,), length))
+            for inner, outer in itertools.pairwise((168, 64, 32, 1))
+        ],
+        160,
+    )
+
+
 def test_a_constant_length_head_is_a_fixed_length(tmp_path: Path) -> None:
-    sizes = (168, 64, 32, 1)
-    weights = {"embedding": torch.zeros(4096, 8)}
-    for i, (inner, outer) in enumerate(itertools.pairwise(sizes)):
-        weights[f"layers.{i}.weight"] = torch.zeros(outer, inner)
-        weights[f"layers.{i}.bias"] = torch.full((outer,), 6.0)
-    sizes_of_pair = dict.fromkeys(("target_hidden_size", "drafter_hidden_size"), "160")
-    metadata = {"kind": "ldlp", "vocab_size": "4096", **sizes_of_pair}
-    save_file(weights, str(tmp_path / "ldlp.safetensors"), metadata)
-    context = LengthContext(heads=tmp_path, vocab_size=4096)
+    context = constant_length_head(tmp_path, 6.0)
     session = new_session(context, length="ldlp", num_speculative_tokens=6)
     for accepted in (0, 3, 6, 1):
         depth = session.length_controller.budget(session, Load(1, 0)).depth
@@ -394,3 +624,163 @@ def test_a_constant_length_head_is_a_fixed_length(tmp_path: Path) -> None:
         states = {Need.HIDDEN_STATES: torch.randn(depth + 1, 160)}
         seen = replace(outcome(depth, accepted), verification=Verification(torch.empty(0), states))
         session.length_controller.observe(seen, 0.0, 0.0)
+
+
+def test_an_oracle_of_lengths_wastes_no_draft(tmp_path: Path) -> None:
+    """The hidden state after the last accepted token holds how many the drafter will get right.
+
+    Nothing that is drafted is rejected then, and no round accepts less than the longest draft
+    would have had; the states of other nodes, which hold nonsense, are not looked at.
+    """
+    one = torch.ones(1, 1)
+    layers = [(torch.tensor([[1.0, 0.0]]), torch.zeros(1)), *[(one, torch.zeros(1))] * 2]
+    context = save_length_head(tmp_path, [(w.clone(), b.clone()) for w, b in layers], 1)
+    session = new_session(
+        context, length="ldlp", length_min=0, length_max=10, num_speculative_tokens=5
+    )
+    controller, right = session.length_controller, [5]
+    right += np.random.default_rng(0).integers(0, 11, 60).tolist()
+    for now, following in itertools.pairwise(right):
+        depth = controller.budget(session, Load(1, 0)).depth
+        accepted = min(now, depth)
+        assert depth == accepted == now
+        states = torch.full((depth + 1, 1), 77.0)
+        states[accepted] = following
+        seen = replace(
+            outcome(depth, accepted),
+            verification=Verification(torch.empty(0), {Need.HIDDEN_STATES: states}),
+        )
+        controller.observe(seen, 0.0, 0.0)
+
+
+# --- on the demo pair -----------------------------------------------------------------------------
+
+SAMPLING = {
+    "greedy": SamplingParams(max_tokens=30, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4),
+}
+
+
+def engine_of(demo: Engine, context: LengthContext | None = None) -> Engine:
+    return Engine(ModelTarget(demo.target.runner), demo.drafters, length_context=context)
+
+
+def rounds_of(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, **knobs: Any
+) -> tuple[list[int], list[list[int]]]:
+    """The output, and the draft of every round."""
+    events: list[RoundEvent] = []
+    config = SpeculationConfig.model_validate(knobs)
+    session = engine.submit(prompt, params, config, on_event=events.append)
+    while engine.has_work:
+        engine.step()
+    assert session.error is None
+    assert not session.stats.drafter_lost
+    drafts = [event.outcome.draft.token_ids.tolist() for event in events if event.outcome]
+    return session.output_ids, drafts
+
+
+@pytest.fixture(scope="module")
+def prompts(demo: Engine) -> list[list[int]]:
+    assert demo.tokenizer is not None
+    return code_prompts(demo.tokenizer, 3, seed=5)
+
+
+@pytest.mark.parametrize("variant", SAMPLING)
+@pytest.mark.parametrize("length", sorted(LENGTHS))
+def test_the_tokens_are_those_of_ar_with_every_controller(
+    length: str, variant: str, demo: Engine, prompts: list[list[int]]
+) -> None:
+    """Three sessions at once, whose drafts are as long as the controller finds right."""
+    params, engine = SAMPLING[variant], engine_of(demo)
+    ar = engine.generate(prompts, params, SpeculationConfig(method="ar"))
+    config = SpeculationConfig(method="draft_model", length=length, num_speculative_tokens=4)
+    for session, expected in zip(engine.generate(prompts, params, config), ar, strict=True):
+        assert session.output_ids == expected.output_ids
+        assert not session.stats.drafter_lost
+        # Goodput may find that drafts do not pay here.
+        assert session.stats.num_drafted > 0 or length == "goodput"
+
+
+@pytest.mark.parametrize("variant", SAMPLING)
+@pytest.mark.parametrize(
+    ("length", "threshold", "drafted"),
+    [
+        ("specdecpp", 0.0, 2),
+        ("specdecpp", 1.0, 7),
+        ("disco", 0.0, 7),
+        ("disco", 1.0, 2),
+        ("confidence", 0.0, 7),
+    ],
+)
+def test_the_ends_of_the_thresholds_are_the_shortest_and_the_longest_draft(
+    length: str,
+    threshold: float,
+    drafted: int,
+    variant: str,
+    demo: Engine,
+    prompts: list[list[int]],
+) -> None:
+    """With the trained heads and real drafts; the last rounds have less left to draft."""
+    knobs = {"length": length, "stop_threshold": threshold, "length_min": 2, "length_max": 7}
+    output, drafts = rounds_of(engine_of(demo), prompts[0], SAMPLING[variant], **knobs)
+    assert len(output) == 30
+    assert {len(draft) for draft in drafts[:-4]} == {drafted}
+    assert max(map(len, drafts)) == drafted
+
+
+@pytest.mark.parametrize("variant", SAMPLING)
+def test_a_constant_predictor_has_the_rounds_of_the_fixed_length(
+    variant: str, demo: Engine, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    context = constant_length_head(tmp_path, 4.0)
+    for prompt in prompts:
+        predicted = rounds_of(
+            engine_of(demo, context), prompt, SAMPLING[variant],
+            length="ldlp", num_speculative_tokens=4,
+        )  # fmt: skip
+        fixed = rounds_of(
+            engine_of(demo), prompt, SAMPLING[variant], length="fixed", num_speculative_tokens=4
+        )
+        assert predicted == fixed
+
+
+@pytest.mark.parametrize("variant", SAMPLING)
+def test_the_draft_model_runs_as_many_forwards_as_were_predicted(
+    variant: str, demo: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the trained predictor, round by round; none where it predicts none."""
+    drafter = demo.drafters["draft_model"]
+    assert isinstance(drafter, DraftModel)
+    runner, forwards = drafter.runner, 0
+    forward, greedy_chain = runner.forward, runner.greedy_chain  # type: ignore[attr-defined]
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return forward(*arguments, **options)
+
+    def counted_chain(
+        sequences: Any, tokens: Any, num_steps: int, *more: Any, **options: Any
+    ) -> Any:
+        nonlocal forwards
+        forwards += num_steps  # as many forwards in one call
+        return greedy_chain(sequences, tokens, num_steps, *more, **options)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    monkeypatch.setattr(runner, "greedy_chain", counted_chain)
+    engine, params = engine_of(demo), replace(SAMPLING[variant], max_tokens=60)
+    lengths = set()
+    for prompt in prompts:
+        config = SpeculationConfig(length="ldlp", length_min=0, length_max=12)
+        session = engine.submit(prompt, params, config)
+        engine.step(0)
+        while engine.has_work:
+            predicted = session.length_controller.budget(session, Load(1, 0)).depth
+            predicted, forwards = min(predicted, session.remaining - 1), 0
+            drafted, rounds = session.stats.num_drafted, session.stats.num_rounds
+            engine.step()
+            if session.stats.num_rounds > rounds:
+                assert forwards == predicted == session.stats.num_drafted - drafted
+                lengths.add(predicted)
+    assert len(lengths) > 4

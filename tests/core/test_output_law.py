@@ -35,6 +35,7 @@ from paceline.sampling import (
 )
 from paceline.session import Session
 from paceline.target import ModelTarget
+from paceline.tree import subset
 from paceline.types import Budget, Draft
 from tests.core.statistics import ALPHA, chi_square_p, standard_error
 from tests.core.verdicts import AT_ONE, Language, all_drafts, distribution, log, round_law
@@ -80,6 +81,32 @@ def test_a_block_of_three_has_the_targets_law_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     p, q = Language.random(rng, 3, 3), Language.random(rng, 3, 2)
     law, _ = round_law(Block(), p, all_drafts(q, (-1, 0, 1), replacement=True))
+    np.testing.assert_allclose(law, p.joint(), atol=5e-7)
+
+
+def cut_short(
+    drafts: Iterator[tuple[float, Draft]], stops: set[tuple[int, ...]]
+) -> Iterator[tuple[float, Draft]]:
+    """The chains of ``drafts``, each of which ends with the first of its prefixes in ``stops``."""
+    for chance, draft in drafts:
+        tokens, length = tuple(draft.token_ids.tolist()), draft.num_nodes
+        length = next((n for n in range(1, length) if tokens[:n] in stops), length)
+        yield chance, subset(draft, np.arange(length))
+
+
+@pytest.mark.parametrize("rule", CHAIN_RULES, ids=named)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_chain_that_ends_early_has_the_targets_law_exactly(
+    rule: AcceptanceRule, seed: int
+) -> None:
+    """Controllers end drafts by what was drafted: any set of prefixes after which they stop."""
+    rng = np.random.default_rng(seed)
+    p, q = Language.random(rng, 3, 3, zeros=seed % 2), Language.random(rng, 3, 2)
+    prefixes = [t for n in (1, 2) for t in itertools.product(range(3), repeat=n)]
+    stops = {prefix for prefix in prefixes if rng.random() < 0.4}
+    drafts = list(cut_short(all_drafts(q, (-1, 0, 1), replacement=True), stops))
+    assert len({draft.num_nodes for _, draft in drafts}) > 1
+    law, _ = round_law(rule, p, iter(drafts))
     np.testing.assert_allclose(law, p.joint(), atol=5e-7)
 
 
@@ -313,6 +340,52 @@ def test_rounds_one_after_another_keep_the_targets_law(rule: str, shape: str, su
     overlap = float(np.minimum(p[0], one / one.sum()).sum())
     error = standard_error(overlap, count)
     assert accepted / count > overlap + (-4 if rule in ("rejection", "block") else 2) * error
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "recursive_rejection", "k_seq"])
+def test_rounds_with_drafts_that_end_early_keep_the_targets_law(rule: str) -> None:
+    """A stop rule ends chains where the drafter is unsure: which tokens it drew decides."""
+    p, q = tables(4, seed=2)
+    plan = resolve(
+        SpeculationConfig(
+            method="draft_model",
+            acceptance=rule,
+            length="confidence",
+            length_max=3,
+            stop_threshold=float(np.median(q.max(1))),
+        )
+    )
+    assert plan.shape is not None
+    model, targets, lengths = TableModel(log(q)), log(p), set[int]()
+    triples = np.zeros((4, 4, 4), int)
+    for seed in range(1200):
+        session = Session("s", [3, 1, 0], SamplingParams(temperature=1.0, seed=seed), plan)
+        while session.length < 6:
+            draft = plan.shape.build(model, [session], [Budget(3, 3)])[0]
+            lengths.add(draft.num_nodes)
+            logits = targets[[session.token_ids[-1], *draft.token_ids.tolist()]]
+            verdict = plan.rule.accept(draft, PathLogits(logits, session.params, session.token_ids))
+            session.commit([*draft.token_ids[list(verdict.path)].tolist(), verdict.next_token])
+        triples[tuple(session.token_ids[3:6])] += 1
+    assert lengths == {1, 2, 3}
+    law = p[0][:, None, None] * p[:, :, None] * p
+    assert chi_square_p(triples.ravel(), law.ravel()) > ALPHA
+
+
+def test_two_drawn_candidates_of_two_tokens_are_always_enough() -> None:
+    """Recursive rejection with real draws and tosses: no round ever ends before its leaves."""
+    for table_seed in range(5):
+        rng = np.random.default_rng(table_seed)
+        p, q = (rng.dirichlet((4.0, 4.0), 2) for _ in range(2))
+        counts = np.zeros((2, 2), int)
+        for num_accepted, tokens, draft in sampled_rounds(
+            "draft_model_tree", log(p), log(q), 400,
+            acceptance="recursive_rejection", branching=2, node_budget=6, length="fixed",
+        ):  # fmt: skip
+            assert draft.num_nodes == 6
+            assert num_accepted == 2
+            counts[tokens[:2]] += 1
+        assert chi_square_p(counts.ravel(), (p[0][:, None] * p).ravel()) > ALPHA
 
 
 def test_coupled_acceptance_is_near_the_optimum_for_many_pairs() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.config import parse_speculation
 from paceline.errors import InvalidArgument
@@ -412,50 +414,79 @@ def test_dyspec_fills_slots_in_the_order_of_their_values(params: SamplingParams,
 
 
 def _slots(
-    q: torch.Tensor, path: tuple[int, ...], token: int, reach: float
+    q_of_depth: Sequence[torch.Tensor], path: tuple[int, ...], token: int, reach: float
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Values of the slots of three levels, by the ranks of their paths."""
-    left = reach
+    """Values of the slots of all levels, by the ranks of their paths."""
+    left, (q, *deeper) = reach, q_of_depth
     for rank, follower in enumerate(q[token].argsort(descending=True).tolist()):
         yield (*path, rank), left
-        if len(path) < 2:
-            yield from _slots(q, (*path, rank), follower, reach * float(q[token, follower]))
+        if deeper:
+            yield from _slots(deeper, (*path, rank), follower, reach * float(q[token, follower]))
         left -= reach * float(q[token, follower])
 
 
-def test_dyspec_is_the_best_tree_of_its_size() -> None:
-    """Against all trees of as many nodes, by the drafter's own probabilities: brute force."""
-    vocab = 3
-    for seed in range(3):
-        logits = table(seed, vocab=vocab)
-        values = dict(_slots(logits.softmax(-1), (), 1, 1.0))
-        for size in range(1, 5):
-            session = session_with(shape="dyspec")
-            (growth,) = DySpec(vocab).grow(TableDrafter(logits), [session], [Budget(3, size)])
-            best = max(
-                sum(values[path] for path in tree)
-                for tree in itertools.combinations(values, size)
-                if all(
-                    (len(path) == 1 or path[:-1] in tree)
-                    and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
-                    for path in tree
-                )
-            )
+def _fixed_trees(
+    paths: Sequence[tuple[int, ...]], most: int
+) -> Iterator[frozenset[tuple[int, ...]]]:
+    """Every tree of 1 to ``most`` nodes in which earlier siblings are there, each once."""
+    level = {frozenset({(0,)})}
+    for _ in range(most):
+        yield from level
+        level = {
+            tree | {path}
+            for tree in level
+            for path in paths
+            if path not in tree
+            and (len(path) == 1 or path[:-1] in tree)
+            and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
+        }
+
+
+@pytest.mark.parametrize(("vocab", "depth", "most"), [(3, 3, 5), (2, 4, 7)])
+@pytest.mark.parametrize("params", [GREEDY, AT_ONE], ids=["greedy", "coupled"])
+def test_dyspec_is_the_best_tree_of_its_size(
+    params: SamplingParams, vocab: int, depth: int, most: int
+) -> None:
+    """No fixed tree of as many nodes has a higher sum of values: brute force over all of them.
+
+    By the drafter's own probabilities, which are those of the noisy scores where the noise of the
+    target decides.
+    """
+    for seed in range(4):
+        logits, session = table(seed, vocab, 1.0 + seed), session_with(params, shape="dyspec")
+        noise = [
+            torch.from_numpy(gumbel(params.seed, session.length + level, vocab))
+            for level in range(depth)
+        ]
+        scores = [logits + (each if params.temperature else 0.0) for each in noise]
+        values = dict(_slots([each.softmax(-1) for each in scores], (), 1, 1.0))
+        best: dict[int, float] = {}
+        for tree in _fixed_trees(tuple(values), most):
+            value = sum(values[path] for path in tree)
+            best[len(tree)] = max(best.get(len(tree), 0.0), value)
+        for size, highest in best.items():
+            (growth,) = DySpec(vocab).grow(TableDrafter(logits), [session], [Budget(depth, size)])
+            assert growth.tree.draft().num_nodes == size
             mine = sum(value for (value,) in growth.tree.values)
-            assert mine == pytest.approx(best, abs=1e-5)
+            assert mine == pytest.approx(highest, abs=1e-5)
 
 
-def test_dyspec_with_one_node_is_one_drafted_token() -> None:
-    for rule in ("coupled", "recursive_rejection"):
-        (draft,) = DySpec(4).build(
-            TableDrafter(table(0)), [sampled(3, "dyspec", rule)], [Budget(6, 1)]
+@pytest.mark.parametrize("rule", ["coupled", "recursive_rejection"])
+def test_dyspec_with_one_node_is_one_drafted_token(rule: str) -> None:
+    """The token of a chain of one, drawn from the same distribution."""
+    for seed in range(10):
+        (one,) = chain().build(
+            TableDrafter(table(0)), [sampled(seed, "chain", rule)], [Budget(1, 1)]
         )
-        assert draft.num_nodes == 1
-    (one,) = chain().build(TableDrafter(table(0)), [sampled(3, "chain", "coupled")], [Budget(1, 1)])
-    (same,) = DySpec(4).build(
-        TableDrafter(table(0)), [sampled(3, "dyspec", "coupled")], [Budget(6, 1)]
-    )
-    assert same.token_ids.tolist() == one.token_ids.tolist()
+        (same,) = DySpec(4).build(
+            TableDrafter(table(0)), [sampled(seed, "dyspec", rule)], [Budget(6, 1)]
+        )
+        assert same.token_ids.tolist() == one.token_ids.tolist()
+        assert same.num_nodes == 1
+        assert (same.probs is None) == (one.probs is None) == (rule == "coupled")
+        if same.probs is not None and one.probs is not None:
+            for ours, theirs in zip(same.probs.row(0), one.probs.row(0), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
 
 
 def test_dyspec_needs_few_forwards() -> None:
@@ -467,6 +498,36 @@ def test_dyspec_needs_few_forwards() -> None:
 
 
 # --- recursive speculative decoding --------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["rsd_c", "rsd_s", "dyspec", "kary"]),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+    st.integers(1, 16),
+    st.sampled_from([None, 1, 2, 4]),
+)
+def test_siblings_are_drawn_without_replacement(
+    shape: str, seed: int, depth: int, nodes: int, support: int | None
+) -> None:
+    """They are distinct, and each carries q without its earlier siblings, renormalised."""
+    logits = table(seed % 7)
+    session = sampled(seed, shape, "recursive_rejection", draft_support=support)
+    assert session.plan.shape is not None
+    (draft,) = session.plan.shape.build(TableDrafter(logits), [session], [Budget(depth, nodes)])
+    assert draft.probs is not None
+    for family in siblings(draft):
+        tokens = draft.token_ids[family].tolist()
+        assert len(set(tokens)) == len(tokens)
+        parent = draft.parent_indices[family[0]]
+        q = logits[draft.token_ids[parent] if parent >= 0 else 1].double().softmax(-1).numpy()
+        left = set(np.argsort(-q)[: support or VOCAB].tolist())
+        for node, token in zip(family, tokens, strict=True):
+            ids, row = draft.probs.row(node)
+            assert set(ids.tolist()) == left
+            np.testing.assert_allclose(row, q[ids] / q[ids].sum(), rtol=1e-5)
+            left.discard(token)
 
 
 def test_a_branching_vector_gives_each_level_its_width() -> None:

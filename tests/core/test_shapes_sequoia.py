@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
+from functools import cache
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.shapes.sequoia import (
     best_size,
@@ -39,6 +43,46 @@ def test_the_tree_is_the_best_of_all(acceptance: tuple[float, ...], depth: int) 
         assert len(paths) <= nodes
         assert max(map(len, paths)) <= depth
         assert expected_accepted(paths, acceptance) == pytest.approx(best)
+
+
+def recurrence(acceptance: tuple[float, ...], nodes: int, depth: int) -> float:
+    """The paper's programme as it is printed: T[m][l][b], the root counted, exactly b branches."""
+
+    @cache
+    def best(m: int, level: int, branches: int) -> float:
+        if m < 1 or level < 1:
+            return -math.inf
+        if branches == 0:
+            return 1.0 if m == 1 else -math.inf
+        rest = range(1, m)  # nodes of the tree without its last branch
+        return max(
+            (
+                best(y, level, branches - 1) + acceptance[branches - 1] * any_branches(m - y, level)
+                for y in rest
+            ),
+            default=-math.inf,
+        )
+
+    def any_branches(m: int, level: int) -> float:
+        return max(best(m, level - 1, b) for b in range(len(acceptance) + 1))
+
+    sizes = range(1, nodes + 2)  # it may leave nodes unused
+    return max(best(m, depth + 1, b) for m in sizes for b in range(len(acceptance) + 1))
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.floats(0.01, 0.6), min_size=1, max_size=4),
+    st.integers(1, 16),
+    st.integers(1, 5),
+)
+def test_the_value_is_that_of_the_papers_recurrence(
+    rates: list[float], nodes: int, depth: int
+) -> None:
+    """For larger trees than brute force could enumerate."""
+    acceptance = tuple(rates)
+    value = 1.0 + expected_accepted(sequoia_paths(acceptance, nodes, depth), acceptance)
+    assert value == pytest.approx(recurrence(acceptance, nodes, depth), rel=1e-9)
 
 
 def test_more_nodes_and_levels_never_hurt() -> None:
@@ -86,3 +130,25 @@ def test_the_best_size_follows_the_hardware() -> None:
     assert costly[0] == 1
     slow_drafter = best_size(acceptance, 5.0, dict.fromkeys(sizes, 1.0), 6)
     assert slow_drafter[1] == 1
+
+
+@given(
+    st.lists(st.floats(0.05, 0.6), min_size=1, max_size=3),
+    st.floats(0.0, 1.0),
+    st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
+)
+def test_the_best_size_has_the_least_time_for_a_token(
+    rates: list[float], draft: float, steps: list[float]
+) -> None:
+    """Against every measured size and every depth, by the objective of the paper."""
+    acceptance = tuple(rates)
+    target = dict(zip((1, 4, 9), 1.0 + np.cumsum(steps), strict=True))
+
+    def seconds(nodes: int, depth: int) -> float:
+        paths = sequoia_paths(acceptance, nodes, depth)
+        levels = max(map(len, paths))
+        return (levels * draft + target[nodes]) / (1.0 + expected_accepted(paths, acceptance))
+
+    found = best_size(acceptance, draft, target, 4)
+    least = min(seconds(nodes, depth) for nodes in target for depth in range(1, 5))
+    assert seconds(*found) == pytest.approx(least)

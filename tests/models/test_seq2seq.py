@@ -24,7 +24,6 @@ from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.tokenizer import eos_token_ids
 from paceline.tree import path_to
-from paceline.types import Need
 
 VOCAB_SIZE, START, EOS = 96, 0, 1
 SOURCE = [5, 9, 33, 21, 7, 8, 9, 60, 61, EOS]
@@ -183,12 +182,11 @@ def test_each_node_of_a_tree_has_the_logits_of_its_path(runner: Seq2SeqRunner) -
     runner.commit(sequence, range(len(SOURCE)))
     tokens = np.array([START, 4, 8, 15, 16, 23])
     parents = np.array([-1, 0, 0, 1, 1, 3], np.int32)
-    result = runner.forward([Segment(sequence, tokens, parents)], frozenset({Need.TREE_LOGITS}))
+    result = runner.forward([Segment(sequence, tokens, parents)])
     for node in range(6):
         path = tokens[list(path_to(parents, node))].tolist()
         expected = decoder_logits(runner, SOURCE, path)[-1]
         torch.testing.assert_close(result.logits[node], expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(result.extras[Need.TREE_LOGITS], result.logits)
     runner.commit(sequence, (0, 1, 3))
     logits = runner.forward([Segment(sequence, np.array([42]))]).logits
     expected = decoder_logits(runner, SOURCE, [START, 4, 15, 42])[-1:]

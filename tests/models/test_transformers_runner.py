@@ -192,7 +192,7 @@ def test_a_batch_returns_the_rows_that_were_asked_for(kind: str, load: Load) -> 
     )
     assert result.row_offsets == (0, 5, 6, 6, 7), wanted
     assert result.logits.dtype is torch.float32
-    assert result.extras[Need.TREE_LOGITS] is result.logits
+    assert result.extra_offsets == tuple(np.cumsum([0, *map(len, prompts)]))
     assert_close(result.logits[result.rows(0)], reference(runner, prompts[0]))
     assert_close(result.logits[result.rows(1)], reference(runner, prompts[1])[-1:])
     assert_close(result.logits[result.rows(3)], reference(runner, prompts[3][[1, 3]])[-1:])

@@ -215,10 +215,13 @@ static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, in
 }
 
 /* Layers [first, last) on x: [rows, hidden], in place, without the final norm: x is the residual
- * stream afterwards. Returns non-zero when memory runs out. */
+ * stream afterwards. states: what it was after each of these layers, [last - first, rows, hidden],
+ * or NULL. Returns non-zero when memory runs out. */
 EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, int first, int last,
-                            ELEM *x, ELEM *keys, ELEM *values, const struct rows *rows)
+                            ELEM *x, ELEM *keys, ELEM *values, const struct rows *rows,
+                            ELEM *states)
 {
+    const size_t state_size = (size_t)rows->count * m->hidden;
     const int count = rows->count, qkv_width = (m->heads + 2 * m->kv_heads) * m->dim;
     const int attended_width = m->heads * m->dim;
     const size_t layer_size = (size_t)m->num_slots * m->kv_heads * m->dim;
@@ -236,6 +239,8 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
         const struct layer *l = layers + i;
         ELEM *k = keys + i * layer_size, *v = values + i * layer_size;
         NAME(add_rmsnorm)(x, pending, l->input_norm, normed, count, m->hidden, m->eps, m->threads);
+        if (states && i > first)
+            memcpy(states + (i - first - 1) * state_size, x, state_size * sizeof(ELEM));
         NAME(linear)(normed, l->qkv, l->qkv_bias, qkv, count, m->hidden / PAIR, qkv_width,
                      m->threads);
         NAME(rope_store)(qkv, m->cos_sin, k, v, m->heads, m->kv_heads, m->dim, rows, l->q_norm,
@@ -255,6 +260,8 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     if (pending)
         for (size_t i = 0; i < (size_t)count * m->hidden; i++)
             x[i] = STORE(LOAD(x[i]) + LOAD(pending[i]));
+    if (states && last > first)
+        memcpy(states + (last - first - 1) * state_size, x, state_size * sizeof(ELEM));
     free(memory);
     return failed;
 }
@@ -263,17 +270,23 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
  * before. One call instead of one for each token, because a small model takes less time than the
  * code around it.
  * tokens: [steps + 1, count], the first row given; rows: those of all steps, one step after the
- * other. Returns non-zero when memory runs out. */
+ * other; final_norm: NULL where logits come from the last state as it is.
+ * states: the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
+ * fuse: with it a layer's input is fuse * [embedding of the token, feature], where the feature is
+ * the state of the step before, and features ([count, hidden], given) that of the first step.
+ * Returns non-zero when memory runs out. */
 EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
                               const ELEM *embedding, const ELEM *final_norm, const ELEM *head,
                               int vocab, ELEM *keys, ELEM *values, const struct rows *rows,
-                              int count, int steps, int64_t *tokens)
+                              int count, int steps, int64_t *tokens, ELEM *states,
+                              const ELEM *fuse, const ELEM *fuse_bias, const ELEM *features)
 {
     const size_t hidden = m->hidden;
-    ELEM *x = aligned_alloc(64, (count * (2 * hidden + vocab) * sizeof(ELEM) + 63) & ~(size_t)63);
+    ELEM *x = aligned_alloc(64, (count * (4 * hidden + vocab) * sizeof(ELEM) + 63) & ~(size_t)63);
     if (!x)
         return 1;
-    ELEM *normed = x + count * hidden, *logits = normed + count * hidden;
+    ELEM *normed = x + count * hidden, *both = normed + count * hidden;
+    ELEM *logits = both + count * 2 * hidden;
     int failed = 0;
     for (int s = 0; s < steps && !failed; s++) {
         const int at = s * count;
@@ -281,12 +294,24 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             count, rows->longest, rows->positions + at, rows->slots + at, rows->prefix_length + at,
             rows->path_length + at, rows->prefix + at, rows->path + at,
         };
-        for (int r = 0; r < count; r++)
-            memcpy(x + r * hidden, embedding + tokens[at + r] * hidden, hidden * sizeof(ELEM));
-        failed = NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step);
-        NAME(add_rmsnorm)(x, NULL, final_norm, normed, count, m->hidden, m->eps, 1);
-        NAME(linear)((const void *)normed, (const void *)head, NULL, (void *)logits, count,
-                     m->hidden / PAIR, vocab, m->threads);
+        for (int r = 0; r < count; r++) {
+            const ELEM *token = embedding + tokens[at + r] * hidden;
+            if (fuse) {
+                ELEM *pair = both + r * 2 * hidden;
+                memcpy(pair, token, hidden * sizeof(ELEM));
+                memcpy(pair + hidden, (s ? x : features) + r * hidden, hidden * sizeof(ELEM));
+            } else
+                memcpy(x + r * hidden, token, hidden * sizeof(ELEM));
+        }
+        if (fuse)
+            NAME(linear)((const void *)both, (const void *)fuse, (const void *)fuse_bias,
+                         (void *)x, count, 2 * m->hidden / PAIR, m->hidden, m->threads);
+        failed = NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step,
+                                  states ? states + at * hidden * num_layers : NULL);
+        if (final_norm)
+            NAME(add_rmsnorm)(x, NULL, final_norm, normed, count, m->hidden, m->eps, 1);
+        NAME(linear)((const void *)(final_norm ? normed : x), (const void *)head, NULL,
+                     (void *)logits, count, m->hidden / PAIR, vocab, m->threads);
         for (int r = 0; r < count; r++) {
             const ELEM *row = logits + (size_t)r * vocab;
             float best = LOAD(row[0]);

@@ -187,6 +187,13 @@ class Speculation(_message.Message):
     TYPICAL_DELTA_FIELD_NUMBER: _builtins.int
     TOLERANCE_BETA_FIELD_NUMBER: _builtins.int
     TOLERANCE_TAU_FIELD_NUMBER: _builtins.int
+    EXIT_LAYER_FIELD_NUMBER: _builtins.int
+    EXIT_LAYERS_FIELD_NUMBER: _builtins.int
+    EXIT_THRESHOLD_FIELD_NUMBER: _builtins.int
+    SPEEDUP_RATIO_FIELD_NUMBER: _builtins.int
+    MIN_LAYERS_FIELD_NUMBER: _builtins.int
+    MAX_LAYERS_FIELD_NUMBER: _builtins.int
+    DEPTH_DECAY_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """A row of the catalogue (GetModel lists those that this server can run)."""
     num_speculative_tokens: _builtins.int
@@ -264,6 +271,17 @@ class Speculation(_message.Message):
     """The rule `tolerance` accepts tokens among so many best; 1 is exact."""
     tolerance_tau: _builtins.float
     """The rule `tolerance` accepts scores so far below the best one; 0 is exact."""
+    exit_layer: _builtins.int
+    """Layers of the target that draft for it."""
+    exit_threshold: _builtins.float
+    """Probability from which on a shallow sub-model's token is taken."""
+    speedup_ratio: _builtins.float
+    """Unified layer skipping keeps the layers divided by this."""
+    min_layers: _builtins.float
+    """Shares of the layers that the last and the first token have."""
+    max_layers: _builtins.float
+    depth_decay: _builtins.float
+    """Factor by which D3 takes fewer layers for each further token."""
     @_builtins.property
     def branching_vector(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Children of each node, level by level from the root, in the shape `rsd_c`."""
@@ -277,6 +295,10 @@ class Speculation(_message.Message):
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Drafters whose trees `combined` merges, in the order in which they draft."""
+
+    @_builtins.property
+    def exit_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Exits that the controller `del` chooses from."""
 
     def __init__(
         self,
@@ -319,10 +341,17 @@ class Speculation(_message.Message):
         typical_delta: _builtins.float | None = ...,
         tolerance_beta: _builtins.int | None = ...,
         tolerance_tau: _builtins.float | None = ...,
+        exit_layer: _builtins.int | None = ...,
+        exit_layers: _abc.Iterable[_builtins.int] | None = ...,
+        exit_threshold: _builtins.float | None = ...,
+        speedup_ratio: _builtins.float | None = ...,
+        min_layers: _builtins.float | None = ...,
+        max_layers: _builtins.float | None = ...,
+        depth_decay: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_fallback_depth", b"_fallback_depth", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_method", b"_method", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "corpus_bias", b"corpus_bias", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "fallback_depth", b"fallback_depth", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "method", b"method", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "search_iterations", b"search_iterations", "shape", b"shape", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "exit_layer", b"exit_layer", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_fallback_depth", b"_fallback_depth", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_method", b"_method", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "branching_vector", b"branching_vector", "corpus_bias", b"corpus_bias", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "drafters", b"drafters", "fallback_depth", b"fallback_depth", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "method", b"method", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "rank_acceptance", b"rank_acceptance", "search_iterations", b"search_iterations", "shape", b"shape", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "branching", b"branching", "branching_vector", b"branching_vector", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "drafters", b"drafters", "exit_layer", b"exit_layer", "exit_layers", b"exit_layers", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "rank_acceptance", b"rank_acceptance", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance: _TypeAlias = _typing.Literal["acceptance"]  # noqa: Y015
     _WhichOneofArgType__acceptance: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance"]  # noqa: Y015
@@ -332,12 +361,18 @@ class Speculation(_message.Message):
     _WhichOneofArgType__branching: _TypeAlias = _typing.Literal["_branching", b"_branching"]  # noqa: Y015
     _WhichOneofReturnType__corpus_bias: _TypeAlias = _typing.Literal["corpus_bias"]  # noqa: Y015
     _WhichOneofArgType__corpus_bias: _TypeAlias = _typing.Literal["_corpus_bias", b"_corpus_bias"]  # noqa: Y015
+    _WhichOneofReturnType__depth_decay: _TypeAlias = _typing.Literal["depth_decay"]  # noqa: Y015
+    _WhichOneofArgType__depth_decay: _TypeAlias = _typing.Literal["_depth_decay", b"_depth_decay"]  # noqa: Y015
     _WhichOneofReturnType__draft_offset: _TypeAlias = _typing.Literal["draft_offset"]  # noqa: Y015
     _WhichOneofArgType__draft_offset: _TypeAlias = _typing.Literal["_draft_offset", b"_draft_offset"]  # noqa: Y015
     _WhichOneofReturnType__draft_per_match: _TypeAlias = _typing.Literal["draft_per_match"]  # noqa: Y015
     _WhichOneofArgType__draft_per_match: _TypeAlias = _typing.Literal["_draft_per_match", b"_draft_per_match"]  # noqa: Y015
     _WhichOneofReturnType__draft_support: _TypeAlias = _typing.Literal["draft_support"]  # noqa: Y015
     _WhichOneofArgType__draft_support: _TypeAlias = _typing.Literal["_draft_support", b"_draft_support"]  # noqa: Y015
+    _WhichOneofReturnType__exit_layer: _TypeAlias = _typing.Literal["exit_layer"]  # noqa: Y015
+    _WhichOneofArgType__exit_layer: _TypeAlias = _typing.Literal["_exit_layer", b"_exit_layer"]  # noqa: Y015
+    _WhichOneofReturnType__exit_threshold: _TypeAlias = _typing.Literal["exit_threshold"]  # noqa: Y015
+    _WhichOneofArgType__exit_threshold: _TypeAlias = _typing.Literal["_exit_threshold", b"_exit_threshold"]  # noqa: Y015
     _WhichOneofReturnType__fallback_depth: _TypeAlias = _typing.Literal["fallback_depth"]  # noqa: Y015
     _WhichOneofArgType__fallback_depth: _TypeAlias = _typing.Literal["_fallback_depth", b"_fallback_depth"]  # noqa: Y015
     _WhichOneofReturnType__length: _TypeAlias = _typing.Literal["length"]  # noqa: Y015
@@ -346,8 +381,12 @@ class Speculation(_message.Message):
     _WhichOneofArgType__length_max: _TypeAlias = _typing.Literal["_length_max", b"_length_max"]  # noqa: Y015
     _WhichOneofReturnType__length_min: _TypeAlias = _typing.Literal["length_min"]  # noqa: Y015
     _WhichOneofArgType__length_min: _TypeAlias = _typing.Literal["_length_min", b"_length_min"]  # noqa: Y015
+    _WhichOneofReturnType__max_layers: _TypeAlias = _typing.Literal["max_layers"]  # noqa: Y015
+    _WhichOneofArgType__max_layers: _TypeAlias = _typing.Literal["_max_layers", b"_max_layers"]  # noqa: Y015
     _WhichOneofReturnType__method: _TypeAlias = _typing.Literal["method"]  # noqa: Y015
     _WhichOneofArgType__method: _TypeAlias = _typing.Literal["_method", b"_method"]  # noqa: Y015
+    _WhichOneofReturnType__min_layers: _TypeAlias = _typing.Literal["min_layers"]  # noqa: Y015
+    _WhichOneofArgType__min_layers: _TypeAlias = _typing.Literal["_min_layers", b"_min_layers"]  # noqa: Y015
     _WhichOneofReturnType__min_match: _TypeAlias = _typing.Literal["min_match"]  # noqa: Y015
     _WhichOneofArgType__min_match: _TypeAlias = _typing.Literal["_min_match", b"_min_match"]  # noqa: Y015
     _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
@@ -376,6 +415,8 @@ class Speculation(_message.Message):
     _WhichOneofArgType__search_iterations: _TypeAlias = _typing.Literal["_search_iterations", b"_search_iterations"]  # noqa: Y015
     _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
     _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
+    _WhichOneofReturnType__speedup_ratio: _TypeAlias = _typing.Literal["speedup_ratio"]  # noqa: Y015
+    _WhichOneofArgType__speedup_ratio: _TypeAlias = _typing.Literal["_speedup_ratio", b"_speedup_ratio"]  # noqa: Y015
     _WhichOneofReturnType__stage_tokens: _TypeAlias = _typing.Literal["stage_tokens"]  # noqa: Y015
     _WhichOneofArgType__stage_tokens: _TypeAlias = _typing.Literal["_stage_tokens", b"_stage_tokens"]  # noqa: Y015
     _WhichOneofReturnType__stop_threshold: _TypeAlias = _typing.Literal["stop_threshold"]  # noqa: Y015
@@ -403,11 +444,17 @@ class Speculation(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__corpus_bias) -> _WhichOneofReturnType__corpus_bias | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__depth_decay) -> _WhichOneofReturnType__depth_decay | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_offset) -> _WhichOneofReturnType__draft_offset | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_per_match) -> _WhichOneofReturnType__draft_per_match | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_support) -> _WhichOneofReturnType__draft_support | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_layer) -> _WhichOneofReturnType__exit_layer | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_threshold) -> _WhichOneofReturnType__exit_threshold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fallback_depth) -> _WhichOneofReturnType__fallback_depth | None: ...
     @_typing.overload
@@ -417,7 +464,11 @@ class Speculation(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length_min) -> _WhichOneofReturnType__length_min | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_layers) -> _WhichOneofReturnType__max_layers | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__method) -> _WhichOneofReturnType__method | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_layers) -> _WhichOneofReturnType__min_layers | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_match) -> _WhichOneofReturnType__min_match | None: ...
     @_typing.overload
@@ -446,6 +497,8 @@ class Speculation(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__search_iterations) -> _WhichOneofReturnType__search_iterations | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speedup_ratio) -> _WhichOneofReturnType__speedup_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stage_tokens) -> _WhichOneofReturnType__stage_tokens | None: ...
     @_typing.overload

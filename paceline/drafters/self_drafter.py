@@ -1,0 +1,88 @@
+"""The target drafts for itself with some of its own layers.
+
+LayerSkip, Elhoushi et al. 2024 (arXiv 2404.16710): the first layers, the shared norm and the shared
+head draft; verification goes on from the exit with the states and the KV entries that drafting
+left, so that no layer sees an accepted token twice. With a depth policy instead of an exit
+(:mod:`paceline.models.exits`) the drafting layers are spread over the model, and verification
+computes the draft anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.drafters.base import greedy_chain_depth, grow
+from paceline.models.exits import layers_of
+from paceline.types import Budget, Draft, Need, Outcome
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+    from paceline.target import ModelTarget
+
+
+class SelfDrafter:
+    """Expands nodes with layers of the target that verifies them."""
+
+    needs = frozenset({Need.SHARED_MODEL})
+
+    def __init__(self, target: ModelTarget) -> None:
+        self._target = target
+        self._layers: dict[str, Sequence[int]] = {}  # of this round
+        self._entries: dict[str, dict[int, int]] = {}  # KV entry of each node; -1 is the root's
+
+    def open(self, session: Session) -> None:
+        """Nothing is kept from round to round."""
+
+    def close(self, session: Session) -> None:
+        self._layers.pop(session.session_id, None)
+        self._entries.pop(session.session_id, None)
+
+    def exit_layer(self, session: Session, budget: Budget) -> int:
+        """Where drafting leaves the model: what the controller or else the request says."""
+        default = max(1, self._target.num_layers // 3)
+        return budget.exit_layer or session.plan.config.exit_layer or default
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        for session, budget in zip(sessions, budgets, strict=True):
+            policy = session.plan.depth_policy
+            if policy is None:
+                layers: Sequence[int] = range(self.exit_layer(session, budget))
+            else:
+                layers = layers_of(policy, session, 0, self._target.num_layers)
+            self._layers[session.session_id] = layers
+        return self._greedy_chains(sessions, budgets) or grow(self, sessions, budgets)
+
+    def _greedy_chains(
+        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft] | None:
+        depth = greedy_chain_depth(sessions, budgets)
+        layers = {tuple(self._layers[session.session_id]) for session in sessions}
+        if not depth or len(layers) > 1 or sessions[0].plan.depth_policy is not None:
+            return None
+        tokens = self._target.draft_chains(sessions, depth, len(layers.pop()))
+        return None if tokens is None else [Draft.chain(chain) for chain in tokens]
+
+    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+        for session in sessions:
+            self._entries[session.session_id] = {-1: -1}
+        return self.expand(sessions, [[(-1, s.token_ids[-1], -1)] for s in sessions])
+
+    def expand(
+        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> torch.Tensor:
+        steps, layers = [], []
+        for session, frontier in zip(sessions, frontiers, strict=True):
+            entries = self._entries[session.session_id]
+            steps.append([(entries[parent], token) for _, token, parent in frontier])
+            layers.append(self._layers[session.session_id])
+        logits, made = self._target.draft(sessions, steps, layers)
+        for session, frontier, new in zip(sessions, frontiers, made, strict=True):
+            nodes = (node for node, _, _ in frontier)
+            self._entries[session.session_id] |= dict(zip(nodes, new, strict=True))
+        return logits
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        """Nothing: verification commits the entries."""

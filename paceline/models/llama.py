@@ -25,7 +25,7 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.ops import Layer, NativeOps, Ops, Rows, Stack, TorchOps, Weight
+from paceline.models.ops import Layer, NativeOps, Ops, Rows, Stack, TorchOps, Weight, append_rows
 from paceline.types import IntArray, Need
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -461,61 +461,31 @@ class LlamaRunner:
     def _pack(self, segments: Sequence[Segment]) -> _Batch:
         """Append all tokens as pending entries and lay the rows of the batch out."""
         count = sum(segment.num_rows for segment in segments)
-        positions = np.empty(count, np.int32)
-        slots, prefixes = np.empty(count, np.int32), np.empty(count, np.int32)
-        path_lengths, path_offsets = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        addresses, tables = np.empty(count, np.int64), []
         tokens = np.zeros(count, np.int64)
-        path_slots: list[int] = []
         selected: list[int] = []
         row_offsets, extra_offsets = [0], [0]
-        row = 0
+        parts: list[tuple[PooledSequence, Sequence[int], Sequence[int]]] = []
         for segment in segments:
             sequence = segment.sequence
             assert isinstance(sequence, PooledSequence)
-            size, first = len(segment.token_ids), sequence.num_pending
+            size, pending = len(segment.token_ids), sequence.num_pending
             if segment.parent_indices is None:
-                parents = list(range(first - 1, first + size - 1))
+                parents = list(range(pending - 1, pending + size - 1))
             else:
                 parents = segment.parent_indices.tolist()
-            num_resumed = len(segment.resume)
-            tokens[row + num_resumed : row + num_resumed + size] = segment.token_ids
             if segment.pseudo is not None:
                 parents += segment.pseudo.parent_indices.tolist()
-                size = len(parents)
-            end = row + num_resumed + size
-            new = self._pool.append(sequence, parents)
-            slots[row + num_resumed : end] = new
-            addresses[row:end] = sequence.address
-            tables += [sequence.slots] * (end - row)
-            if sequence.chain and not num_resumed:
-                start = sequence.length + first
-                positions[row:end] = np.arange(start, start + size)
-                prefixes[row:end] = positions[row:end] + 1
-            else:
-                prefixes[row:end] = sequence.length
-                for i, entry in enumerate([*segment.resume, *range(first, first + size)], row):
-                    path = sequence.path_slots(entry)
-                    slots[i] = path[-1]
-                    positions[i] = sequence.length + len(path) - 1
-                    path_offsets[i] = len(path_slots)
-                    path_lengths[i] = len(path)
-                    path_slots += path
+            row = extra_offsets[-1]
+            first, end = row + len(segment.resume), row + segment.num_rows
+            tokens[first : first + size] = segment.token_ids
+            parts.append((sequence, segment.resume, parents))
             if segment.logits == "all":
                 selected += range(row, end)
             elif segment.logits == "last":
                 selected.append(end - 1)
             row_offsets.append(len(selected))
             extra_offsets.append(end)
-            row = end
-        if int(positions.max()) >= self.context_length:
-            raise InvalidArgument(
-                "position", int(positions.max()), f"below the context of {self.context_length}"
-            )
-        paths = np.asarray(path_slots, np.int32)
-        rows = Rows(
-            positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets
-        )
+        rows = append_rows(self._pool, parts, self.context_length)
         index = None
         if len(selected) < count:
             index = torch.tensor(selected, dtype=torch.long, device=self.device)

@@ -18,7 +18,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from paceline.errors import InvalidArgument
 from paceline.models import kernels
+from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.types import IndexArray, IntArray
 
 Tensor = torch.Tensor
@@ -61,6 +63,56 @@ class Rows:
     def longest(self) -> int:
         """Slots in the longest context."""
         return int((self.prefix_length + self.path_length).max())
+
+
+def append_rows(
+    pool: KVPool,
+    parts: Sequence[tuple[PooledSequence, Sequence[int], Sequence[int]]],
+    context_length: int,
+) -> Rows:
+    """Append pending entries to sequences and lay out the rows that compute them.
+
+    Args:
+        parts: sequences with the entries that are computed further, and the parents of new ones;
+            rows are in this order, the former before the latter.
+
+    Raises:
+        ResourceExhausted: the pool, or a sequence, has no room.
+        InvalidArgument: a token would lie beyond the context.
+    """
+    count = sum(len(further) + len(parents) for _, further, parents in parts)
+    positions = np.empty(count, np.int32)
+    slots, prefixes = np.empty(count, np.int32), np.empty(count, np.int32)
+    path_lengths, path_offsets = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    addresses, tables = np.empty(count, np.int64), []
+    path_slots: list[int] = []
+    row = 0
+    for sequence, further, parents in parts:
+        size, first = len(parents), sequence.num_pending
+        end = row + len(further) + size
+        slots[row + len(further) : end] = pool.append(sequence, parents)
+        addresses[row:end] = sequence.address
+        tables += [sequence.slots] * (end - row)
+        if sequence.chain and not further:
+            start = sequence.length + first
+            positions[row:end] = np.arange(start, start + size)
+            prefixes[row:end] = positions[row:end] + 1
+        else:
+            prefixes[row:end] = sequence.length
+            for i, entry in enumerate([*further, *range(first, first + size)], row):
+                path = sequence.path_slots(entry)
+                slots[i] = path[-1]
+                positions[i] = sequence.length + len(path) - 1
+                path_offsets[i] = len(path_slots)
+                path_lengths[i] = len(path)
+                path_slots += path
+        row = end
+    if int(positions.max()) >= context_length:
+        raise InvalidArgument(
+            "position", int(positions.max()), f"below the context of {context_length}"
+        )
+    paths = np.asarray(path_slots, np.int32)
+    return Rows(positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

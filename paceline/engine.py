@@ -28,6 +28,8 @@ from paceline.lengths.base import LengthContext
 from paceline.loop import Arrived, decode_round, round_budget
 from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.models.exits import check_exit
+from paceline.models.heads import HeadLibrary
+from paceline.models.heads.base import Head
 from paceline.plan import CLIENT_METHOD, Plan, resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
@@ -93,6 +95,7 @@ class Engine:
         tokenizer: for text and stop strings; without it sessions have token ids only.
         catalogue: the rows that requests may name.
         length_context: measured costs and trained heads for the length controllers.
+        heads: trained draft heads of this target.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class Engine:
         limits: EngineLimits | None = None,
         catalogue: Mapping[str, Method] = METHODS,
         length_context: LengthContext | None = None,
+        heads: HeadLibrary | None = None,
     ) -> None:
+        self.heads = heads
         self.target = target
         self.drafters: dict[str, Drafter | AsyncDrafter] = {
             "none": NoDrafter(),  # where every session ends up that loses its drafter
@@ -192,6 +197,9 @@ class Engine:
         missing = sorted({method.drafter, *method.uses} - here)
         if missing:
             return f"drafter not loaded here: {', '.join(missing)}"
+        if method.head and not (self.heads and self.heads.has(method.head)):
+            where = f" in {self.heads.folder}" if self.heads else ""
+            return f"no trained head{where}: `paceline train {method.head}` makes one"
         lacking = sorted(need.value for need in method.needs - self.target.provides)
         return f"the target does not give its {', '.join(lacking)}" if lacking else None
 
@@ -236,9 +244,16 @@ class Engine:
     def _make_drafter(self, name: str) -> Drafter | AsyncDrafter:
         if name not in self.drafters:
             self._made.add(name)
-            context = DrafterContext(self.target.vocab_size, self._local_drafter, self.target)
+            context = DrafterContext(
+                self.target.vocab_size, self._local_drafter, self.target, self._load_head
+            )
             self.drafters[name] = DRAFTERS[name](context)
         return self.drafters[name]
+
+    def _load_head(self, kind: str) -> Head:
+        if self.heads is None:
+            raise InvalidArgument("method", kind, "a method without a head: no folder of heads")
+        return self.heads.load(kind)
 
     def _local_drafter(self, name: str) -> Drafter:
         """A drafter of this engine for another one that is made of it."""

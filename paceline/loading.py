@@ -14,6 +14,7 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
+from paceline.models.heads import HeadLibrary
 from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
 from paceline.profile import find_profile, profile_key
 from paceline.target import ModelTarget
@@ -128,8 +129,13 @@ def load_engine(
     batch_invariant: bool | None = None,
     kv_tokens: int | None = None,
     limits: EngineLimits | None = None,
+    heads: str | Path | None = None,
 ) -> Engine:
     """An engine over model folders; without any, over the demo pair.
+
+    Args:
+        heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
+            default: the demo's, or the folder ``heads`` in the target's.
 
     Raises:
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
@@ -146,26 +152,28 @@ def load_engine(
         drafters["draft_model"] = load_drafter(
             drafter, target, dtype=dtype, device=device, kv_tokens=kv_tokens
         )
+    is_demo = Path(target).resolve() == TARGET_DIR.resolve()
+    heads = Path(heads) if heads else HEADS_DIR if is_demo else Path(target) / "heads"
     return Engine(
         ModelTarget(runner),
         drafters,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(target),
         limits=limits,
-        length_context=_length_context(target, drafter, dtype, pick_device(device)),
+        length_context=_length_context(target, drafter, dtype, pick_device(device), heads),
+        heads=HeadLibrary(heads, Path(target), runner),
     )
 
 
 def _length_context(
-    target: str | Path, drafter: str | Path | None, dtype: str, device: str
+    target: str | Path, drafter: str | Path | None, dtype: str, device: str, heads: Path
 ) -> LengthContext:
     """What the length controllers of an engine over these folders should know."""
     config = read_config(Path(target))
     draft_config = read_config(Path(drafter)) if drafter is not None else {}
-    is_demo = Path(target).resolve() == TARGET_DIR.resolve()
     return LengthContext(
         profile=find_profile(profile_key(target, drafter, dtype, device)),
-        heads=HEADS_DIR if is_demo else Path(target) / "length_heads",
+        heads=heads,
         vocab_size=config.get("vocab_size") or 0,
         target_hidden_size=config.get("hidden_size") or 0,
         drafter_hidden_size=draft_config.get("hidden_size") or 0,

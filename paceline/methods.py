@@ -24,6 +24,7 @@ from paceline.drafters.aggressive import AggressiveDecoding
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.combined import Combined
 from paceline.drafters.copyspec import CopySpec
+from paceline.drafters.head import HeadDrafter
 from paceline.drafters.jacobi import Jacobi
 from paceline.drafters.lookahead import Lookahead
 from paceline.drafters.prompt_lookup import PromptLookup
@@ -71,6 +72,7 @@ class Method:
             ``COMMON_KNOBS``) does not exist for this row.
         needs: what the drafter wants from the target.
         uses: other drafters that this row's drafter is made of, by name.
+        head: kind of trained head that drafts.
         depth_policy: which layers of the target compute a token: for a row whose drafter is the
             target with fewer layers or, with drafter ``none``, a lossy row that decodes so.
         makes_trees: its drafter makes drafts with more than one branch whatever the rule, so that
@@ -87,6 +89,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[Need] = frozenset()
     uses: tuple[str, ...] = ()
+    head: str | None = None
     depth_policy: str | None = None
     makes_trees: bool = False
 
@@ -240,6 +243,7 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "token_recycling": lambda context: TokenRecycling(context.vocab_size),
     "stand": lambda context: Stand(NGramTable(context.vocab_size)),
     "aded": lambda context: Aded(TrigramTable()),
+    "medusa": lambda context: HeadDrafter(context.head("medusa")),
     "early_exit": lambda context: SelfDrafter(context.target),
     "fewer_layers": lambda context: SelfDrafter(context.target),
     "staged": Staged,
@@ -841,6 +845,18 @@ METHODS: Mapping[str, Method] = {
             },
             needs=frozenset({Need.SHARED_MODEL}),
             depth_policy="d3",
+        ),
+        Method(
+            name="medusa",
+            paper="Cai et al.: Medusa, 2024, arXiv 2401.10774",
+            summary="Independent heads on the target's hidden state each guess a later token.",
+            drafter="medusa",
+            shape="sequoia",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 4, "node_budget": 8},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="medusa",
         ),
     )
 }

@@ -18,6 +18,7 @@ from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verificati
 
 if TYPE_CHECKING:
     from paceline.models.base import PseudoTokens
+    from paceline.models.heads.base import Head
     from paceline.session import Session
     from paceline.shapes.base import Expander, Shape
     from paceline.target import ModelTarget
@@ -60,11 +61,13 @@ class DrafterContext:
         drafter: another drafter of the same engine by name; raises InvalidArgument where it is
             not loaded, or lives elsewhere.
         target: for drafters that draft with the target itself.
+        head: a trained head by kind; raises InvalidArgument where there is none.
     """
 
     vocab_size: int
     drafter: Callable[[str], Drafter]
     target: ModelTarget
+    head: Callable[[str], Head]
 
 
 class AsyncDrafter(Protocol):

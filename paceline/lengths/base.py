@@ -58,6 +58,26 @@ class StopRule(Protocol):
         ...
 
 
+class ConfidenceStop:
+    """Ends the draft when the drafter's highest probability is below ``threshold``.
+
+    Kernels that draft whole chains know this rule.
+
+    Attributes:
+        shortest: depth before which no draft ends.
+        threshold: may change from round to round; 0 never ends a draft.
+    """
+
+    wants_hidden = False
+
+    def __init__(self, shortest: int, threshold: float) -> None:
+        self.shortest = shortest
+        self.threshold = threshold
+
+    def stop_after(self, step: DraftStep) -> bool:
+        return step.depth >= self.shortest and top_probability(step.scores) < self.threshold
+
+
 class LengthController(Protocol):
     """Decides how much to draft. One instance for each session; a depth of 0 is legal.
 
@@ -119,6 +139,9 @@ class LengthContext:
         heads: folder with the trained heads of this pair of models; None: the demo pair's.
         vocab_size: of the target; 0 where it is not known.
         target_hidden_size, drafter_hidden_size: width of the models; 0 where it is not known.
+        num_layers: of the target; 0 where its layers cannot be had one by one.
+        exit_logits: what the target's norm and head make of the states after a layer.
+            # [num_rows, hidden_size] -> [num_rows, vocab_size]
     """
 
     profile: CostProfile | None = None
@@ -126,6 +149,8 @@ class LengthContext:
     vocab_size: int = 0
     target_hidden_size: int = 0
     drafter_hidden_size: int = 0
+    num_layers: int = 0
+    exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import DraftStep, LengthBounds, StopRule, top_probability
+from paceline.lengths.base import ConfidenceStop, LengthBounds, StopRule
 from paceline.types import Budget, Load, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
 
 
-class ConfidenceStop:
-    """Ends the draft when the drafter's highest probability is below ``threshold``."""
-
-    wants_hidden = False
-
-    def __init__(self, shortest: int, threshold: float) -> None:
-        self._shortest = shortest
-        self._threshold = threshold
-
-    def stop_after(self, step: DraftStep) -> bool:
-        return step.depth >= self._shortest and top_probability(step.scores) < self._threshold
-
-
 class Confidence:
-    """Always the longest draft, ended early by :class:`ConfidenceStop`.
+    """Always the longest draft, ended early by :class:`paceline.lengths.base.ConfidenceStop`.
 
     Only chains have single tokens to stop after; other drafts keep their full depth.
     """

@@ -140,6 +140,31 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def rope_table(config: LlamaConfig) -> Tensor:
+    """Cosines and sines of every position.  # [context_length, head_dim] float32"""
+    rope, scaling = config.rope, 1.0
+    if rope["rope_type"] == "default":
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        frequencies = 1.0 / rope["rope_theta"] ** exponent
+    else:
+        # Long-context variants follow transformers, which defines these checkpoints.
+        from transformers import LlamaConfig as Reference
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        if rope["rope_type"] not in ROPE_INIT_FUNCTIONS:
+            known = ", ".join(("default", *sorted(ROPE_INIT_FUNCTIONS)))
+            raise InvalidArgument("rope_type", rope["rope_type"], f"one of {known}")
+        reference = Reference(
+            hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
+            head_dim=config.head_dim, max_position_embeddings=config.context_length,
+            rope_parameters=rope,
+        )  # fmt: skip
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](reference, "cpu")
+    positions = torch.arange(config.context_length, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies.float())
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * scaling
+
+
 class LlamaRunner:
     """A Llama-type model with its KV pool (see :class:`paceline.models.base.ModelRunner`).
 
@@ -240,10 +265,11 @@ class LlamaRunner:
             num_kv_heads=config.num_kv_heads,
             head_dim=dim,
             eps=config.rms_norm_eps,
-            cos_sin=self._rope_table(),
+            cos_sin=rope_table(config).to(self.device).contiguous(),
         )
         self._final_norm = take("model.norm.weight", hidden)
-        if config.tie_word_embeddings or "lm_head.weight" not in tensors:
+        self._is_tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
+        if self._is_tied:
             self._head = self._ops.pack(self._embedding)
         else:
             self._head = self._ops.pack(take("lm_head.weight", config.vocab_size, hidden))
@@ -259,32 +285,6 @@ class LlamaRunner:
 
                 warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
         return TorchOps(by_row=batch_invariant)
-
-    def _rope_table(self) -> Tensor:
-        """Cosines and sines of every position.  # [context_length, head_dim] float32"""
-        config, rope = self.config, self.config.rope
-        scaling = 1.0
-        if rope["rope_type"] == "default":
-            exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-            frequencies = 1.0 / rope["rope_theta"] ** exponent
-        else:
-            # Long-context variants follow transformers, which defines these checkpoints.
-            from transformers import LlamaConfig as Reference
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-            if rope["rope_type"] not in ROPE_INIT_FUNCTIONS:
-                known = ", ".join(("default", *sorted(ROPE_INIT_FUNCTIONS)))
-                raise InvalidArgument("rope_type", rope["rope_type"], f"one of {known}")
-            reference = Reference(
-                hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
-                head_dim=config.head_dim, max_position_embeddings=config.context_length,
-                rope_parameters=rope,
-            )  # fmt: skip
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](reference, "cpu")
-        positions = torch.arange(config.context_length, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies.float())
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * scaling
-        return table.to(self.device).contiguous()
 
     # --- sequences -----------------------------------------------------------------------------
 
@@ -382,6 +382,26 @@ class LlamaRunner:
             x[index] = part
             if states is not None and out is not None:
                 states[first:last, index] = out
+
+    @property
+    def embedding(self) -> Tensor:
+        """Of every token.  # [vocab_size, hidden_size]"""
+        return self._embedding
+
+    @property
+    def lm_head(self) -> Tensor:
+        """Weight of the output layer: the embedding where they are tied, else a copy.
+
+        # [vocab_size, hidden_size]
+        """
+        return self._embedding if self._is_tied else self._ops.unpack(self._head)
+
+    def logits_of_hidden(self, hidden: Tensor) -> Tensor:
+        """The output layer on hidden states after the final norm.
+
+        # [num_rows, hidden_size] -> [num_rows, vocab_size] float32
+        """
+        return self._ops.linear(hidden.contiguous(), self._head).float()
 
     def logits_of(self, states: Tensor) -> Tensor:
         """What the shared norm and head make of a residual stream.

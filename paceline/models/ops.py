@@ -174,6 +174,10 @@ class Ops(Protocol):
         """Bring a weight into the layout that :meth:`linear` wants.  # [outputs, inputs]"""
         ...
 
+    def unpack(self, weight: Weight) -> Tensor:
+        """What :meth:`pack` was given.  # [outputs, inputs]"""
+        ...
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``.  # [R, inputs] -> [R, outputs]"""
         ...
@@ -216,6 +220,9 @@ class TorchOps:
 
     def pack(self, weight: Tensor) -> Weight:
         return Weight(weight, len(weight))
+
+    def unpack(self, weight: Weight) -> Tensor:
+        return weight.data
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if not self.by_row:
@@ -374,6 +381,10 @@ class NativeOps:
         panels = F.pad(weight, (0, 0, 0, -outputs % self._WIDTH))
         panels = panels.view(-1, self._WIDTH, inputs // self._pair, self._pair)
         return Weight(panels.transpose(1, 2).contiguous(), outputs)
+
+    def unpack(self, weight: Weight) -> Tensor:
+        rows = weight.data.transpose(1, 2).flatten(2)  # [panels, WIDTH, inputs]
+        return rows.flatten(0, 1)[: weight.num_outputs].contiguous()
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         rows, inputs = x.shape

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.config import SpeculationConfig
+from paceline.demo import TARGET_DIR
 from paceline.drafters.base import AsyncDrafter, Drafter
 from paceline.engine import Engine, EngineLimits
 from paceline.methods import METHODS, Method
+from paceline.models.heads import HeadLibrary
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
 from tests.core.prompts import code_prompts
 from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
+from tests.heads import untrained_demo_heads
 
 BASE = SamplingParams(ignore_eos=True)
 SAMPLED = replace(BASE, temperature=1.0)
@@ -96,6 +99,7 @@ class Suite:
             tokenizer=self.demo.tokenizer,
             limits=EngineLimits(max_sessions=batch),
             catalogue=catalogue,
+            heads=HeadLibrary(untrained_demo_heads(), TARGET_DIR, self.demo.target.runner),
         )
 
     def speculation(self, method: str) -> SpeculationConfig:

@@ -1,0 +1,101 @@
+"""Drafts of a trained head, which reads what the target computed for the committed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.drafters.base import greedy_chain_depth, grow
+from paceline.models.heads.base import Head, State
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+
+class _Reading:
+    """A session's head state, and the features that the head has not read yet."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.features: list[torch.Tensor] = []
+
+
+class HeadDrafter:
+    """Runs a head in the loop: collects features, and expands nodes with it."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self.needs = head.needs
+        (self._feature,) = head.needs - {Need.TREE_LOGITS}
+        self._readings: dict[str, _Reading] = {}
+
+    def open(self, session: Session) -> None:
+        self._readings[session.session_id] = _Reading(self._head.new_state())
+
+    def close(self, session: Session) -> None:
+        reading = self._readings.pop(session.session_id, None)
+        if reading is not None:
+            self._head.free(reading.state)
+
+    def read_prompt(self, session: Session, read: Verification) -> None:
+        self._readings[session.session_id].features.append(read.extras[self._feature])
+
+    @torch.no_grad()
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        drafts = [EMPTY_DRAFT] * len(sessions)
+        # Without new features (the first round of a prompt of one token, a draft that was asked
+        # for twice) there is nothing to draft from.
+        able = [
+            i
+            for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True))
+            if self._readings[session.session_id].features and min(budget.depth, budget.nodes) > 0
+        ]
+        if able:
+            members, limits = [sessions[i] for i in able], [budgets[i] for i in able]
+            made = self._greedy_chains(members, limits) or grow(self, members, limits)
+            for i, draft in zip(able, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _greedy_chains(
+        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft] | None:
+        depth = greedy_chain_depth(sessions, budgets)
+        if depth < 2 or type(self._head).greedy_chains is Head.greedy_chains:
+            return None
+        first = self.root(sessions).argmax(-1).tolist()
+        chains = self._head.greedy_chains(self._states(sessions), first, depth)
+        return [Draft.chain(chain) for chain in chains]
+
+    def _states(self, sessions: Sequence[Session]) -> list[State]:
+        return [self._readings[session.session_id].state for session in sessions]
+
+    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+        features, following = [], []
+        for session in sessions:
+            reading = self._readings[session.session_id]
+            rows = torch.cat(reading.features) if len(reading.features) > 1 else reading.features[0]
+            # The last committed token has no features yet, so the rows end at the one before it.
+            end = session.length
+            following.append(session.token_ids[end - len(rows) : end])
+            features.append(rows)
+            reading.features = []
+        return self._head.root(self._states(sessions), features, following)
+
+    def expand(
+        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> torch.Tensor:
+        return self._head.expand(self._states(sessions), frontiers)
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        """Keep the features of the tokens whose KV entries were committed."""
+        for session, outcome in zip(sessions, outcomes, strict=True):
+            reading = self._readings.get(session.session_id)
+            if reading is None:
+                continue
+            path = outcome.path[: len(outcome.token_ids) - 1]
+            rows = [0, *(node + 1 for node in path)]
+            reading.features.append(outcome.verification.extras[self._feature][rows])

@@ -1,0 +1,298 @@
+"""What a draft head is: a small module that drafts from what the target computed.
+
+A head is trained for one target and lives in a folder of its own: ``config.json`` (its kind, its
+numbers, its target) and ``model.safetensors``. :class:`paceline.drafters.head.HeadDrafter` runs it
+in the decode loop, ``paceline train`` trains it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.models.llama import LlamaConfig, LlamaRunner, load_tensors, read_config
+from paceline.types import Need
+
+Frontier = Sequence[tuple[int, int, int]]
+"""Nodes to expand: ``(node, token_id, parent)``, as in ``paceline.shapes.base.Expander``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What heads share with their target: its sizes, its embedding, its head. All frozen.
+
+    Attributes:
+        identity: names the weights and the tokenizer; a head fits one identity.
+        embedding: of every token.  # [vocab_size, hidden_size]
+        lm_head: weight of the output layer.  # [vocab_size, hidden_size]
+        fast_logits: the same product on the target's own kernels, without gradients.
+    """
+
+    identity: str
+    config: LlamaConfig
+    embedding: Tensor
+    lm_head: Tensor
+    fast_logits: Callable[[Tensor], Tensor] | None = None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings of tokens.  # [...] -> [..., hidden_size]"""
+        return F.embedding(token_ids, self.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the target's output layer makes of hidden states after the final norm.
+
+        # [..., hidden_size] -> [..., vocab_size]
+        """
+        if self.fast_logits is not None and not torch.is_grad_enabled():
+            return self.fast_logits(hidden.reshape(-1, hidden.shape[-1])).view(
+                *hidden.shape[:-1], -1
+            )
+        return F.linear(hidden, self.lm_head)
+
+    @staticmethod
+    def from_folder(
+        folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Target:
+        """The parts of a target on disk, for training.
+
+        Raises:
+            ModelNotFound, InvalidArgument: the folder is no Llama-type checkpoint.
+        """
+        config, tensors = LlamaConfig.from_folder(folder), load_tensors(folder)
+        name = "model.embed_tokens.weight"
+        if name not in tensors:
+            raise ModelNotFound(f"the weights in {str(folder)!r} lack {name}")
+        embedding = tensors[name].to(device, dtype)
+        tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
+        lm_head = embedding if tied else tensors["lm_head.weight"].to(device, dtype)
+        return Target(target_identity(folder), config, embedding, lm_head)
+
+    @staticmethod
+    def of_runner(folder: Path, runner: LlamaRunner) -> Target:
+        """The parts of a loaded target."""
+        return Target(
+            target_identity(folder), runner.config, runner.embedding, runner.lm_head,
+            runner.logits_of_hidden,
+        )  # fmt: skip
+
+
+def target_identity(folder: Path) -> str:
+    """A name for the weights and the tokenizer in a model folder.  # 16 hex digits
+
+    It is made from the final norm, which any training changes, the sizes and the tokenizer.
+    """
+    digest = hashlib.sha256()
+    config = read_config(folder)
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        digest.update(f"{key}={config.get(key)};".encode())
+    norm = load_tensors(folder).get("model.norm.weight")
+    if norm is not None:
+        digest.update(norm.float().numpy().tobytes())
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file():
+        vocabulary = json.loads(tokenizer.read_text()).get("model", {}).get("vocab", {})
+        digest.update(json.dumps(vocabulary, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadBatch:
+    """Text, and what the target computes for it.
+
+    Attributes:
+        token_ids: # int64 [batch, length]
+        hidden: after the final norm.  # [batch, length, hidden_size]
+        logits: of the target after each token.  # [batch, length, vocab_size]
+        layer_states: residual stream after each layer, for heads that need LAYER_STATES.
+            # [batch, length, num_layers, hidden_size]
+        generator: the only source of chance in a loss.
+    """
+
+    token_ids: Tensor
+    hidden: Tensor
+    logits: Tensor
+    layer_states: Tensor | None
+    generator: torch.Generator
+
+
+State = Any
+"""What a head remembers of a session."""
+
+
+class Head(nn.Module, ABC):
+    """A draft head; also the :class:`paceline.shapes.base.Expander` behind it.
+
+    A subclass has a frozen dataclass ``Options`` of plain numbers with defaults, and is made as
+    ``cls(target, options)``. Parameters of the target are no parameters of the head.
+
+    Attributes:
+        kind: name in ``HEADS``, in folders and on the command line.
+        needs: ``HIDDEN_STATES`` or ``LAYER_STATES``: what its features are.
+    """
+
+    kind: ClassVar[str]
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.HIDDEN_STATES})
+    Options: ClassVar[type[Any]]
+
+    def __init__(self, target: Target, options: Any) -> None:
+        super().__init__()
+        self.target = target
+        self.options = options
+
+    # --- training ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The training loss, and numbers to plot.
+
+        Among these is ``agreement`` [depth]: how often the head's first guess for each depth is
+        the target's argmax there, given that the head is fed the true tokens before it.
+        """
+
+    # --- drafting ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Bring the weights into the layout that drafting wants; called once after loading."""
+
+    @abstractmethod
+    def new_state(self) -> State:
+        """For a new session."""
+
+    def free(self, state: State) -> None:
+        """The session ends."""
+
+    @abstractmethod
+    def root(
+        self,
+        states: Sequence[State],
+        features: Sequence[Tensor],
+        token_ids: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Logits of the token after the last committed one.  # [num_sessions, vocab_size]
+
+        Args:
+            features: what the target computed for the tokens committed since the last call, for
+                each session at least one.  # [n, hidden_size] or [n, num_layers, hidden_size]
+            token_ids: the token that follows each of them; the last is the last committed token,
+                for which there are no features yet.  # [n]
+        """
+
+    @abstractmethod
+    def expand(self, states: Sequence[State], frontiers: Sequence[Frontier]) -> Tensor:
+        """Logits after new nodes of the drafts that ``root`` began.  # [num_nodes, vocab_size]"""
+
+    def greedy_chains(self, states: Sequence[State], first: Sequence[int], depth: int) -> Any:
+        """Chains by argmax in one go, after ``root``; None where the head has no such way.
+
+        Args:
+            first: the first token of each chain.
+
+        Returns:
+            int64 array  # [num_sessions, depth]
+        """
+        return None
+
+    # --- on disk -------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``, each whole or not at all."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()
+        }
+        part = folder / "model.safetensors.tmp"
+        save_file(tensors, part)
+        part.replace(folder / "model.safetensors")
+        target = self.target.config
+        text = json.dumps(
+            {
+                "kind": self.kind,
+                "options": asdict(self.options),
+                "target": {
+                    "identity": self.target.identity,
+                    "hidden_size": target.hidden_size,
+                    "num_layers": target.num_layers,
+                    "vocab_size": target.vocab_size,
+                },
+            },
+            indent=2,
+        )
+        part = folder / "config.json.tmp"
+        part.write_text(text + "\n")
+        part.replace(folder / "config.json")
+
+
+AnyHead = TypeVar("AnyHead", bound=Head)
+
+
+def load_head(cls: type[AnyHead], folder: Path, target: Target) -> AnyHead:
+    """A head from its folder, ready to draft for ``target``.
+
+    Raises:
+        ModelNotFound: the folder, or something in it, is missing or damaged.
+        InvalidArgument: it is of another kind, or was trained for another target.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config = read_config(folder)
+    try:
+        kind, options, trained = config["kind"], cls.Options(**config["options"]), config["target"]
+        sizes = {key: trained[key] for key in ("hidden_size", "num_layers", "vocab_size")}
+        identity = trained["identity"]
+    except (KeyError, TypeError) as error:
+        raise ModelNotFound(f"{folder}/config.json does not describe a head: {error}") from error
+    if kind != cls.kind:
+        raise InvalidArgument("head", f"{folder}, a {kind} head", f"a {cls.kind} head")
+    for key, there in sizes.items():
+        here = getattr(target.config, key)
+        if there != here:
+            raise InvalidArgument(
+                "head", f"{folder}, for a target with {key} {there}",
+                f"a head for the loaded target, whose {key} is {here}",
+            )  # fmt: skip
+    if identity != target.identity:
+        raise InvalidArgument(
+            "head", f"{folder}, for target {identity}",
+            f"a head for the loaded target, {target.identity}: same sizes, but other weights or "
+            "another tokenizer",
+        )  # fmt: skip
+    head = cls(target, options)
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise ModelNotFound(f"head folder {str(folder)!r} has no model.safetensors")
+    try:
+        head.load_state_dict(load_file(str(file)))
+    except (SafetensorError, OSError) as error:
+        raise ModelNotFound(f"{file} is damaged: {error}") from error
+    except RuntimeError as error:
+        raise ModelNotFound(f"{file} does not fit its config.json: {error}") from error
+    head.to(target.embedding.device, target.embedding.dtype).requires_grad_(False)
+    head.eval()
+    head.prepare()
+    return head
+
+
+def shifted_agreement(logits: Tensor, target_logits: Tensor, ahead: int) -> Tensor:
+    """How often a guess made ``ahead`` tokens early is the target's argmax.  # scalar
+
+    Args:
+        logits: the guess at each place for the token ``ahead + 1`` places on.
+            # [batch, length, vocab_size]
+        target_logits: of the target after each token.  # [batch, length, vocab_size]
+    """
+    length = target_logits.shape[1] - ahead
+    guesses = logits[:, :length].argmax(-1)
+    return (guesses == target_logits[:, ahead:].argmax(-1)).float().mean()

@@ -1,0 +1,157 @@
+"""A decoder layer for heads: of the target's kind and size, trainable, and fast when it drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.kernels import KernelsUnavailable
+from paceline.models.kv_cache import KVPool, PooledSequence
+from paceline.models.llama import LlamaConfig, rope_table
+from paceline.models.ops import (
+    Layer,
+    NativeOps,
+    Ops,
+    Rows,
+    Stack,
+    TorchOps,
+    append_rows,
+)
+
+
+class DecoderLayer(nn.Module):
+    """One layer as in the target (without biases and head norms), with weights of its own.
+
+    Args:
+        config: of the target; gives all widths.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        self.input_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.qkv = nn.Linear(size, q_size + 2 * kv_size, bias=False)
+        self.out = nn.Linear(q_size, size, bias=False)
+        self.post_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.gate_up = nn.Linear(size, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, size, bias=False)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """For training: all places of whole texts at once.
+
+        Args:
+            x: # [batch, length, hidden_size]
+            cos_sin: rows of :func:`paceline.models.llama.rope_table`.  # [length, head_dim]
+            mask: True where a place sees another; None is causal.  # [length, length]
+        """
+        config, (batch, length, _) = self.config, x.shape
+        heads = self.qkv(self.input_norm(x)).view(batch, length, -1, config.head_dim)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 2)
+        q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            attn_mask=mask, is_causal=mask is None, enable_gqa=True,
+        )  # fmt: skip
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotary embedding.  # [batch, length, heads, head_dim], [length, head_dim]"""
+    cosine, sine = cos_sin.to(heads.dtype)[:, None].chunk(2, -1)  # [length, 1, head_dim / 2]
+    a, b = heads.chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+
+class LayerStack:
+    """Trained layers with a KV cache: committed tokens as a chain, drafted ones as a tree.
+
+    Args:
+        layers: their weights are packed here; later changes of them have no effect.
+        kv_tokens: capacity over all sessions.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], kv_tokens: int | None = None) -> None:
+        self.config = config = layers[0].config
+        weight = layers[0].out.weight
+        self.ops = _ops(config, weight)
+        self.stack = Stack(
+            layers=tuple(_packed(layer, self.ops) for layer in layers),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            cos_sin=rope_table(config).to(weight.device).contiguous(),
+        )
+        tokens = kv_tokens or min(16 * config.context_length, 65536)
+        self.pool = KVPool(
+            len(layers), tokens, config.num_kv_heads, config.head_dim, weight.dtype, weight.device
+        )
+
+    def new_sequence(self) -> PooledSequence:
+        return PooledSequence(self.config.context_length)
+
+    def append(self, parts: Sequence[tuple[PooledSequence, Sequence[int]]]) -> Rows:
+        """Pending entries for new rows; see :meth:`run`.
+
+        Args:
+            parts: sequences with the parents of their new entries; -1 is the committed prefix.
+        """
+        return append_rows(
+            self.pool, [(s, (), parents) for s, parents in parts], self.config.context_length
+        )
+
+    def run(self, inputs: Tensor, rows: Rows) -> Tensor:
+        """All layers on new rows.  # [num_rows, hidden_size] -> the same"""
+        x = inputs.contiguous().clone()
+        self.ops.run_layers(
+            self.stack, 0, len(self.stack.layers), x, self.pool.keys, self.pool.values, rows
+        )
+        return x
+
+    def commit(self, sequence: PooledSequence, entries: Sequence[int]) -> None:
+        """Keep a path of pending entries, free the other ones."""
+        self.pool.commit(sequence, entries)
+
+    def free(self, sequence: PooledSequence) -> None:
+        """Free everything."""
+        self.pool.free(sequence)
+
+
+def _ops(config: LlamaConfig, weight: Tensor) -> Ops:
+    widths = config.head_dim, config.hidden_size, config.intermediate_size
+    if NativeOps.supports(weight.dtype, weight.device, *widths):
+        try:
+            return NativeOps(weight.dtype)
+        except KernelsUnavailable:
+            pass  # the target has warned already
+    return TorchOps(by_row=False)
+
+
+def _packed(layer: DecoderLayer, ops: Ops) -> Layer:
+    def frozen(tensor: Tensor) -> Tensor:
+        return tensor.detach().contiguous()
+
+    return Layer(
+        input_norm=frozen(layer.input_norm.weight),
+        qkv=ops.pack(frozen(layer.qkv.weight)),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        out=ops.pack(frozen(layer.out.weight)),
+        out_bias=None,
+        post_norm=frozen(layer.post_norm.weight),
+        gate_up=ops.pack(frozen(layer.gate_up.weight)),
+        gate_up_bias=None,
+        down=ops.pack(frozen(layer.down.weight)),
+        down_bias=None,
+        window=None,
+    )

@@ -9,7 +9,7 @@ import torch
 
 from paceline.engine import Engine
 from paceline.loading import load_engine
-from tests.core.suite import CASES, Suite
+from tests.core.suite import CASES, CORE_CASES, OTHER_LOSSLESS_CASES, Suite
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -32,10 +32,24 @@ def suite(demo: Engine) -> Suite:
     return Suite(demo, 256, 128, batch=32)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32])
-@pytest.mark.parametrize(("method", "variant"), CASES)
+@pytest.fixture(scope="module")
+def shorter_suite(demo: Engine) -> Suite:
+    return Suite(demo, 80, 128, batch=32)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("method", "variant"), CORE_CASES)
 def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Suite) -> None:
     suite.check(method, variant, batch)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
+def test_tokens_of_every_row_are_those_of_ar(
+    method: str, variant: str, batch: int, shorter_suite: Suite
+) -> None:
+    """Ten times the tokens of the everyday suite."""
+    shorter_suite.check(method, variant, batch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

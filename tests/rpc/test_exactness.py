@@ -16,7 +16,7 @@ from rpc.draft_service import DraftServicer
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer
-from tests.core.suite import CASES, OTHER_CASES, Suite
+from tests.core.suite import CASES, CORE_CASES, OTHER_CASES, OTHER_LOSSLESS_CASES, Suite
 from tests.fakes import WITH_FAKES
 from tests.rpc.serving import serving
 
@@ -34,6 +34,11 @@ def suite(demo: Engine) -> Suite:
 @pytest.fixture(scope="module")
 def long_suite(demo: Engine) -> Suite:
     return Suite(demo, 256, 128, batch=32)
+
+
+@pytest.fixture(scope="module")
+def shorter_suite(demo: Engine) -> Suite:
+    return Suite(demo, 80, 128, batch=32)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,13 @@ def long_wire(long_suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
     wire.close()
 
 
+@pytest.fixture(scope="module")
+def shorter_wire(shorter_suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
+    wire = Wire(shorter_suite, drafter_server.address, batch=8)
+    yield wire
+    wire.close()
+
+
 def complete(
     suite: Suite, wire: Wire, method: str, variant: str, batch: int, count: int
 ) -> list[Completion]:
@@ -152,8 +164,19 @@ def test_rows_with_other_tokens_run_over_grpc(
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("method", "variant"), CASES)
+@pytest.mark.parametrize(("method", "variant"), CORE_CASES)
 def test_many_tokens_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, long_suite: Suite, long_wire: Wire
 ) -> None:
     check(long_suite, long_wire, method, variant, batch, 256)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
+def test_more_tokens_of_every_row_over_grpc_are_those_of_ar(
+    method: str, variant: str, batch: int, shorter_suite: Suite, shorter_wire: Wire
+) -> None:
+    """Ten times the tokens of the everyday suite."""
+    check(shorter_suite, shorter_wire, method, variant, batch, 80)

@@ -59,7 +59,8 @@ class DecoderLayer(nn.Module):
         )  # fmt: skip
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        result: Tensor = x + self.down(F.silu(gate) * up)
+        return result
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, ope
 from paceline.engine import Engine, EngineThread
 from paceline.loading import limit_threads, load_engine
 from rpc.bridge import on_engine
+from rpc.draft_service import served_with
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import start_server
@@ -62,7 +63,9 @@ class TargetDeployment:
                 vocab_size=engine.target.vocab_size,
                 deadline_s=config.drafter.deadline_s,
             )
-            engine.drafters["draft_model"] = self._remote
+            for row in engine.catalogue.values():
+                if served_with(row, "draft_model"):
+                    engine.drafters[row.drafter] = self._remote
         self._engine = EngineThread(engine).start()
         self._server = await start_server(
             engine=self._engine,

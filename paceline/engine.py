@@ -16,18 +16,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter, DrafterContext, is_local, is_remote
+from paceline.drafters.base import (
+    AsyncDrafter,
+    Drafter,
+    DrafterContext,
+    checks_knobs,
+    is_local,
+    is_remote,
+)
 from paceline.drafters.client import ClientDrafter
 from paceline.drafters.none import NoDrafter
 from paceline.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
 from paceline.lengths.base import LengthContext
 from paceline.loop import Arrived, decode_round, round_budget
 from paceline.methods import DRAFTERS, METHODS, Method
-from paceline.models.exits import check_exit
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head
 from paceline.plan import CLIENT_METHOD, Plan, resolve
@@ -122,6 +128,10 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.limits = limits or EngineLimits()
         self.length_context = length_context or LengthContext(vocab_size=target.vocab_size)
+        if target.num_layers:
+            self.length_context = replace(
+                self.length_context, num_layers=target.num_layers, exit_logits=target.exit_logits
+            )
         self.catalogue = {**catalogue, CLIENT_METHOD.name: CLIENT_METHOD}
         self.sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
@@ -193,10 +203,14 @@ class Engine:
 
     def refusal(self, method: Method) -> str | None:
         """Why this engine cannot run a row of the catalogue; None where it can."""
-        here = self.drafters.keys() | DRAFTERS.keys()
-        missing = sorted({method.drafter, *method.uses} - here)
+        given = self.drafters.get(method.drafter)
+        parts = () if given is not None and is_remote(given) else method.uses
+        missing = sorted({method.drafter, *parts} - self.drafters.keys() - DRAFTERS.keys())
         if missing:
             return f"drafter not loaded here: {', '.join(missing)}"
+        remote = [n for n in method.uses if n in self.drafters and is_remote(self.drafters[n])]
+        if remote:
+            return f"drafter in another process: {', '.join(remote)}"
         if method.head and not (self.heads and self.heads.has(method.head)):
             where = f" in {self.heads.folder}" if self.heads else ""
             return f"no trained head{where}: `paceline train {method.head}` makes one"
@@ -212,12 +226,12 @@ class Engine:
                 f"a method that does not need the target's {', '.join(lacking)}: this target runs "
                 "on the general path (the fast path is for Llama, Mistral, Qwen2 and Qwen3 models)",
             )  # fmt: skip
-        if plan.config.exit_layer is not None:
-            check_exit("exit_layer", plan.config.exit_layer, self.target.num_layers)
 
     def _make_drafters(self, plan: Plan) -> None:
         """Make the drafters of a plan that are not there yet."""
-        missing = [n for n in plan.drafters if n not in self.drafters and n not in DRAFTERS]
+        there = self.drafters.get(plan.method.drafter)
+        names = plan.drafters[:1] if there is not None and is_remote(there) else plan.drafters
+        missing = [n for n in names if n not in self.drafters and n not in DRAFTERS]
         if missing:
             able = sorted(n for n, m in self.catalogue.items() if self.refusal(m) is None)
             raise InvalidArgument(
@@ -225,9 +239,21 @@ class Engine:
                 f"a method whose drafters are loaded here ({', '.join(missing)} is not): "
                 f"{', '.join(able)}",
             )  # fmt: skip
-        self._make_drafter(plan.method.drafter)
+        if is_remote(self._make_drafter(plan.method.drafter)):
+            if plan.needs:
+                needs = ", ".join(sorted(need.value for need in plan.needs))
+                raise InvalidArgument(
+                    "method", plan.method.name,
+                    f"a method whose drafter needs tokens alone: this one's is in another process, "
+                    f"and needs the target's {needs}",
+                )  # fmt: skip
+            return  # whoever hosts it has its parts
         for row in plan.parts:
             self._local_drafter(row.drafter)
+        for name in plan.drafters:
+            drafter = self.drafters.get(name)
+            if drafter is not None and checks_knobs(drafter):
+                drafter.check(plan.config)
 
     def forget(self) -> None:
         """Drop what drafters have learnt from earlier sessions; those that were given stay.
@@ -245,7 +271,7 @@ class Engine:
         if name not in self.drafters:
             self._made.add(name)
             context = DrafterContext(
-                self.target.vocab_size, self._local_drafter, self.target, self._load_head
+                self.target.vocab_size, self._local_drafter, lambda: self.target, self._load_head
             )
             self.drafters[name] = DRAFTERS[name](context)
         return self.drafters[name]

@@ -10,19 +10,21 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import torch
 
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
-from paceline.methods import METHODS, Method
+from paceline.methods import DRAFTERS, METHODS, Method
+from paceline.models.heads.base import Head
 from paceline.plan import Plan, resolve
 from paceline.session import Session
+from paceline.target import ModelTarget
 from paceline.tree import clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 from rpc.errors import PrefixDiverged, to_status
@@ -36,6 +38,7 @@ from rpc.messages import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # The target keeps its logits to itself; a drafter that needs them cannot live here.
@@ -79,11 +82,12 @@ def accepted_path(draft: Draft, new_token_ids: Sequence[int]) -> tuple[int, ...]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Hosts one local drafter for the sessions of any number of targets.
+    """Hosts a local drafter, and those that are made of it, for sessions of any number of targets.
 
     Args:
         drafter: must not need anything from the target but its tokens.
-        name: of the drafter in the catalogue; None takes the sessions of any method.
+        name: of the drafter in the catalogue; drafters that use it are made when a session wants
+            them. None gives the sessions of any method to ``drafter``.
         vocab_size: token ids must be below it.
         context_length: sessions that outgrow it get empty drafts (AR); None: no limit.
         max_sessions: of all streams together.
@@ -112,7 +116,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 f"a drafter that needs only tokens (this one needs {needs}: host it in the "
                 "target's process)",
             )
-        self._drafter = drafter
+        self._drafters: dict[str | None, Drafter] = {name: drafter}
         self._name = name
         self._vocab_size = vocab_size
         self._context_length = context_length
@@ -184,19 +188,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             except PacelineError as error:
                 results[i] = error
         try:
-            if observed:
-                self._drafter.observe([s for s, _ in observed], [o for _, o in observed])
-            if asking:
-                sessions = [mirror.session for _, mirror, _ in asking]
-                drafts = self._drafter.propose(sessions, [budget for _, _, budget in asking])
-                for (i, mirror, budget), draft in zip(asking, drafts, strict=True):
+            for drafter, told in self._by_drafter(observed, lambda item: item[0]):
+                drafter.observe([s for s, _ in told], [o for _, o in told])
+            for drafter, members in self._by_drafter(asking, lambda item: item[1].session):
+                sessions = [mirror.session for _, mirror, _ in members]
+                drafts = drafter.propose(sessions, [budget for _, _, budget in members])
+                for (i, mirror, budget), draft in zip(members, drafts, strict=True):
                     mirror.draft, mirror.asked = draft, budget
                     results[i] = draft
         except Exception as error:
             # The drafter's state of these sessions is unknown now: forget them. The targets open
             # them again if they still want drafts.
             if not isinstance(error, PacelineError):
-                logger.exception("%s failed", type(self._drafter).__name__)
+                logger.exception("a drafter failed")
             for i, _, _ in asking:
                 results[i] = error
             touched = {id(s) for s, _ in observed} | {id(m.session) for _, m, _ in asking}
@@ -211,11 +215,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         The guess is the drafted tokens and the drafter's own idea of the target's next one. When
         it comes true, the next draft is there at once.
         """
-        if not getattr(self._drafter, "rewinds", False):
-            return
         guesses: list[tuple[_Mirror, Budget]] = []
         for mirror in mirrors:
             draft, asked = mirror.draft, mirror.asked
+            if not getattr(self._drafter_of(mirror.session), "rewinds", False):
+                continue
             if asked is None or not draft.num_nodes or mirror.session.plan.rule.draws.needs_q:
                 continue  # a draft with q is not made before its time: it would be large
             depth = draft.num_nodes + 1
@@ -226,13 +230,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         for mirror, _ in guesses:
             mirror.session.token_ids += mirror.draft.token_ids.tolist()
         try:
-            if guesses:
-                sessions = [mirror.session for mirror, _ in guesses]
-                drafts = self._drafter.propose(sessions, [budget for _, budget in guesses])
-                for (mirror, _), draft in zip(guesses, drafts, strict=True):
+            for drafter, members in self._by_drafter(guesses, lambda item: item[0].session):
+                sessions = [mirror.session for mirror, _ in members]
+                drafts = drafter.propose(sessions, [budget for _, budget in members])
+                for (mirror, _), draft in zip(members, drafts, strict=True):
                     mirror.ahead = draft
         except Exception:  # the next propose meets it again, and tells the target
-            logger.exception("%s cannot draft ahead", type(self._drafter).__name__)
+            logger.exception("a drafter cannot draft ahead")
         finally:
             for mirror, _ in guesses:
                 del mirror.session.token_ids[-mirror.draft.num_nodes :]
@@ -371,7 +375,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return mirror
 
     def _open(self, mirrors: _Mirrors, session_id: str, session: Session) -> _Mirror:
-        self._drafter.open(session)
+        self._drafter_of(session).open(session)
         mirrors[session_id] = _Mirror(session)
         self._num_sessions += 1
         return mirrors[session_id]
@@ -388,7 +392,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         mirror = mirrors.pop(session_id, None)
         if mirror is not None:
             self._num_sessions -= 1
-            self._drafter.close(mirror.session)
+            self._drafter_of(mirror.session).close(mirror.session)
 
     def _budget(self, item: draft_pb2.ProposeItem, mirror: _Mirror) -> Budget:
         depth, nodes = item.max_depth, item.max_nodes
@@ -402,9 +406,47 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _checked_plan(self, config: SpeculationConfig, catalogue: Mapping[str, Method]) -> Plan:
         plan = resolve(config, catalogue)
-        if self._name is not None and plan.method.drafter != self._name:
-            here = sorted(m.name for m in catalogue.values() if m.drafter == self._name)
+        if self._name is None or plan.method.drafter == self._name:
+            return plan
+        if plan.method.drafter not in DRAFTERS or self._name not in plan.drafters or plan.needs:
+            here = sorted(m.name for m in catalogue.values() if served_with(m, self._name))
             raise InvalidArgument(
                 "method", config.method, f"one that this drafter serves: {', '.join(here)}"
             )
+        for row in (plan.method, *plan.parts):
+            self._local(row.drafter)
         return plan
+
+    # --- drafters ---------------------------------------------------------------------------------
+
+    def _drafter_of(self, session: Session) -> Drafter:
+        return self._drafters[None if self._name is None else session.plan.method.drafter]
+
+    def _by_drafter(
+        self, items: Sequence[T], session_of: Callable[[T], Session]
+    ) -> list[tuple[Drafter, list[T]]]:
+        groups: dict[int, tuple[Drafter, list[T]]] = {}
+        for item in items:
+            drafter = self._drafter_of(session_of(item))
+            groups.setdefault(id(drafter), (drafter, []))[1].append(item)
+        return list(groups.values())
+
+    def _local(self, name: str) -> Drafter:
+        """A drafter by name; those that are not here yet are made."""
+        if name not in self._drafters:
+            context = DrafterContext(self._vocab_size, self._local, _no_target, _no_head)
+            self._drafters[name] = DRAFTERS[name](context)
+        return self._drafters[name]
+
+
+def _no_target() -> ModelTarget:
+    raise InvalidArgument("method", "one that drafts with the target", "a drafter of its own")
+
+
+def _no_head(kind: str) -> Head:
+    raise InvalidArgument("method", kind, "a method without a head: those are where the target is")
+
+
+def served_with(method: Method, name: str) -> bool:
+    """Whether a drafter replica that hosts the drafter ``name`` can draft for a row."""
+    return method.drafter == name or (name in method.uses and not method.needs)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeGuard, TypeVar
 import numpy as np
 
 from paceline.acceptance.base import PathLogits
+from paceline.lengths.base import ConfidenceStop, StopRule
 from paceline.sampling import coupled_sample
 from paceline.shapes.kary import chain
 from paceline.tree import align, path_to, subset
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
+from paceline.types import EMPTY_DRAFT, Budget, Draft, FloatArray, Need, Outcome, Verification
 
 if TYPE_CHECKING:
+    from paceline.config import SpeculationConfig
     from paceline.models.base import PseudoTokens
     from paceline.models.heads.base import Head
     from paceline.session import Session
@@ -60,14 +62,20 @@ class DrafterContext:
         vocab_size: of the target.
         drafter: another drafter of the same engine by name; raises InvalidArgument where it is
             not loaded, or lives elsewhere.
-        target: for drafters that draft with the target itself.
+        find_target: the target, for drafters that draft with it; raises InvalidArgument away from
+            it.
         head: a trained head by kind; raises InvalidArgument where there is none.
     """
 
     vocab_size: int
     drafter: Callable[[str], Drafter]
-    target: ModelTarget
+    find_target: Callable[[], ModelTarget]
     head: Callable[[str], Head]
+
+    @property
+    def target(self) -> ModelTarget:
+        """The target in this process."""
+        return self.find_target()
 
 
 class AsyncDrafter(Protocol):
@@ -94,6 +102,19 @@ class AsyncDrafter(Protocol):
 def is_remote(drafter: Drafter | AsyncDrafter) -> TypeGuard[AsyncDrafter]:
     """Whether drafts arrive later. (``isinstance`` with a Protocol costs 25 µs a call.)"""
     return hasattr(drafter, "propose_async")
+
+
+class KnobChecker(Protocol):
+    """A drafter whose knobs depend on the models that are loaded."""
+
+    def check(self, config: SpeculationConfig) -> None:
+        """Raises InvalidArgument for a request that its model cannot serve."""
+        ...
+
+
+def checks_knobs(drafter: object) -> TypeGuard[KnobChecker]:
+    """Whether a drafter has :meth:`KnobChecker.check`."""
+    return hasattr(drafter, "check")
 
 
 class PromptReader(Drafter, Protocol):
@@ -150,20 +171,42 @@ def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budg
     return drafts
 
 
-def greedy_chain_depth(sessions: Sequence[Session], budgets: Sequence[Budget]) -> int:
+def greedy_chain_depth(
+    sessions: Sequence[Session], budgets: Sequence[Budget], *, stops: bool = False
+) -> int:
     """How deep all drafts are, where they are chains of argmax tokens that nothing ends early; 0
     where they are not.
 
     Such drafts can be made in one call of a kernel.
+
+    Args:
+        stops: the kernel can end chains where the confidence is low (:func:`stop_below`).
     """
     depth = min(budgets[0].depth, budgets[0].nodes)
     plain = all(min(budget.depth, budget.nodes) == depth for budget in budgets) and all(
         session.plan.shape == chain()
         and session.params.is_plain_argmax
-        and session.length_controller.stop_rule is None
+        and _runs_on(session.length_controller.stop_rule, stops)
         for session in sessions
     )
     return depth if plain else 0
+
+
+def _runs_on(rule: StopRule | None, stops: bool) -> bool:
+    return rule is None or (stops and isinstance(rule, ConfidenceStop))
+
+
+def stop_below(sessions: Sequence[Session], depth: int) -> FloatArray | None:
+    """Confidence below which a token ends its draft; None where no draft has an end.
+
+    # [depth, num_sessions]
+    """
+    rules = [session.length_controller.stop_rule for session in sessions]
+    table = np.zeros((depth, len(rules)), np.float32)
+    for i, rule in enumerate(rules):
+        if isinstance(rule, ConfidenceStop):
+            table[max(0, rule.shortest - 1) :, i] = rule.threshold
+    return table if table.any() else None
 
 
 def target_tokens(session: Session, outcome: Outcome, nodes: Iterable[int]) -> list[int]:

@@ -12,7 +12,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
 from rpc.client import Client, Completion
-from rpc.draft_service import DraftServicer
+from rpc.draft_service import DraftServicer, served_with
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer
@@ -71,23 +71,24 @@ class Wire:
     def client(self, method: str, variant: str) -> Client:
         """A client of a server that can run the row.
 
-        The draft model is behind gRPC, too, wherever the row lets it: a drafter that is made of
-        the draft model needs it in its own process.
+        The draft model, and drafters that are made of it, are behind gRPC, too, where the row
+        lets them: a drafter that needs more of the target than tokens does not.
         """
-        row = WITH_FAKES.get(method, WITH_FAKES["mix"])
-        remote = row.drafter == "draft_model" and not row.uses
+        remote = served_with(WITH_FAKES.get(method, WITH_FAKES["mix"]), "draft_model")
         if (variant, remote) not in self._clients:
             self._clients[variant, remote] = self._serve(variant, remote)
         return self._clients[variant, remote]
 
     def _serve(self, variant: str, remote: bool) -> Client:
-        suite, stack, drafters = self._suite, self._stack, {}
+        suite, stack = self._suite, self._stack
+        drafters: dict[str, RemoteDrafter] = {}
         if remote:
             vocab_size = suite.demo.target.vocab_size
             drafter = RemoteDrafter(self._drafter_address, vocab_size=vocab_size)
             stack.callback(drafter.stop)
             assert drafter.wait_ready(10)
-            drafters["draft_model"] = drafter
+            rows = (row for row in WITH_FAKES.values() if served_with(row, "draft_model"))
+            drafters = dict.fromkeys((row.drafter for row in rows), drafter)
         engine = suite.engine("always_right", variant, self._batch, **drafters)
         thread = EngineThread(engine).start()
         stack.callback(thread.stop)

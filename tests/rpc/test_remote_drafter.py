@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -32,7 +33,7 @@ from paceline.target import ModelTarget
 from paceline.tree import path_to
 from paceline.types import Budget, Draft, Need
 from rpc.client import Client
-from rpc.draft_service import DraftServicer, accepted_path
+from rpc.draft_service import DraftServicer, accepted_path, served_with
 from rpc.errors import PrefixDiverged, from_rpc_error, from_status
 from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
 from rpc.remote_drafter import RemoteDrafter
@@ -582,6 +583,35 @@ def test_a_drafter_that_needs_the_target_cannot_be_remote() -> None:
         DraftServicer(Needy(), name=None, vocab_size=9)
 
 
+def test_drafters_that_are_made_of_it_are_served_too(
+    runner: ModelRunner, draft_runner: ModelRunner
+) -> None:
+    """Others are refused, with the rows that would do."""
+    served = {row.name for row in METHODS.values() if served_with(row, "draft_model")}
+    assert {"draft_model", "sequoia", "staged", "rasd", "combined"} <= served
+    assert served.isdisjoint({"prompt_lookup", "token_recycling", "layer_skip", "medusa"})
+    drafter = DraftModel(draft_runner)
+    servicer = DraftServicer(drafter, name="draft_model", vocab_size=VOCAB_SIZE)
+    with serving(drafter=servicer) as running, connected(running.address) as remote:
+
+        def propose(**speculation: Any) -> Draft:
+            plan = resolve(SpeculationConfig(**speculation))
+            session = Session(secrets.token_hex(4), [5, 6, 7, 5, 6], SamplingParams(), plan)
+            (future,) = remote.propose_async([session], [Budget(3, 6)])
+            return future.result(5)
+
+        assert propose(method="draft_model").num_nodes == 3
+        assert propose(method="staged").num_nodes >= 3
+        merged = propose(method="combined")
+        assert 7 in merged.token_ids[merged.parent_indices == -1]  # copied: 7 came after 5, 6
+        for refused in (
+            {"method": "prompt_lookup"},
+            {"method": "combined", "drafters": ("token_recycling", "draft_model")},
+        ):
+            with pytest.raises(DrafterUnavailable, match="one that this drafter serves: .*staged"):
+                propose(**refused)
+
+
 # --- drafting ahead --------------------------------------------------------------------------
 
 
@@ -598,9 +628,10 @@ class Counting(DraftModel):
 
 class Ahead(DraftServicer):
     def _draft_ahead(self, mirrors: Any) -> None:
-        self._drafter.ahead = True  # type: ignore[attr-defined]
+        (drafter,) = self._drafters.values()
+        drafter.ahead = True  # type: ignore[attr-defined]
         super()._draft_ahead(mirrors)
-        self._drafter.ahead = False  # type: ignore[attr-defined]
+        drafter.ahead = False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

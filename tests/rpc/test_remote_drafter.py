@@ -608,7 +608,7 @@ def test_drafters_that_are_made_of_it_are_served_too(
             {"method": "prompt_lookup"},
             {"method": "combined", "drafters": ("token_recycling", "draft_model")},
         ):
-            with pytest.raises(DrafterUnavailable, match="one that this drafter serves: .*staged"):
+            with pytest.raises(DrafterUnavailable, match=r"one that this drafter serves: .*staged"):
                 propose(**refused)
 
 

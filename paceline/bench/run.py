@@ -347,6 +347,8 @@ def _entries(options: BenchOptions, backends: Sequence[Backend], notes: list[str
             note = None
             if not plan.rule.lossless:
                 same, note = None, f"the rule {plan.rule.name} is not lossless"
+            elif not plan.method.lossless:
+                same, note = None, "leaves out layers of the target"
             elif options.temperature > 0 and plan.rule.name not in ("coupled", "greedy"):
                 same = None
                 note = f"the rule {plan.rule.name} has AR's distribution, not its tokens"

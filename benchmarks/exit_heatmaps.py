@@ -1,0 +1,122 @@
+"""Acceptance and speedup of self-drafting over exit layer x speculation length, as heat maps.
+
+Every cell is the row `layer_skip` with its exit and its length, measured by `paceline bench`
+against AR on the same prompts: medians of paired ratios. The row `del` chooses both by itself and
+is measured beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from paceline.bench import BenchOptions, run_bench
+
+
+def measure(
+    exits: list[int], lengths: list[int], limit: int, repetitions: int, target: Path | None
+) -> dict[str, Any]:
+    """Acceptance rate, mean accepted length and speedup of each cell, and those of `del`."""
+    names = {
+        (exit_layer, length): f"layer_skip:exit_layer={exit_layer}:num_speculative_tokens={length}"
+        for exit_layer in exits
+        for length in lengths
+    }
+    options = BenchOptions(
+        target=target,
+        methods=",".join([*names.values(), "del"]),
+        limit=limit,
+        repetitions=repetitions,
+        peers=False,
+    )
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("measuring")
+        result = run_bench(
+            options,
+            progress=lambda done, total, what: bar.update(
+                task, completed=done, total=total, description=what
+            ),
+        )
+    rows = {row["method"]: row for row in result["results"] if row["category"] == "all"}
+    fields = ("acceptance_rate", "mean_accepted_length", "speedup_vs_ar")
+    return {
+        "exits": exits,
+        "lengths": lengths,
+        "cells": [
+            {"exit_layer": e, "length": g, **{field: rows[name][field] for field in fields}}
+            for (e, g), name in names.items()
+        ],
+        "del": {field: rows["del"][field] for field in fields},
+        "environment": result["environment"],
+    }
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Two heat maps side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    exits, lengths = result["exits"], result["lengths"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for axis, field, title, colours in (
+        (axes[0], "acceptance_rate", "acceptance rate", "viridis"),
+        (axes[1], "speedup_vs_ar", "speedup over AR", "RdYlGn"),
+    ):
+        values = np.zeros((len(lengths), len(exits)))
+        for cell in result["cells"]:
+            place = lengths.index(cell["length"]), exits.index(cell["exit_layer"])
+            values[place] = cell[field]
+        limits = {"vmin": 0.5, "vmax": 1.5} if field == "speedup_vs_ar" else {"vmin": 0, "vmax": 1}
+        image = axis.imshow(values, aspect="auto", origin="lower", cmap=colours, **limits)
+        for (y, x), value in np.ndenumerate(values):
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize="small")
+        axis.set_xticks(range(len(exits)), [str(e) for e in exits])
+        axis.set_yticks(range(len(lengths)), [str(g) for g in lengths])
+        axis.set(title=title, xlabel="exit layer", ylabel="speculation length")
+        figure.colorbar(image, ax=axis)
+    figure.suptitle(
+        "self-drafting from an early exit; "
+        f"`del`: acceptance {result['del']['acceptance_rate']:.2f}, "
+        f"speedup {result['del']['speedup_vs_ar']:.2f}",
+        fontsize="medium",
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--target", type=Path, help="a Llama-type model folder; default: the demo's"
+    )
+    parser.add_argument("--exits", type=int, nargs="+", default=[2, 4, 6, 8, 10, 12])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
+    parser.add_argument("--limit", type=int, default=2, help="prompts of each category")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("docs/figures/exit_layers.png"))
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    options = parser.parse_args()
+    result = measure(
+        options.exits, options.lengths, options.limit, options.repetitions, options.target
+    )
+    draw(result, options.out)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    best = max(result["cells"], key=lambda cell: cell["speedup_vs_ar"])
+    print(f"best: exit {best['exit_layer']}, length {best['length']}: ", end="")
+    print(f"{best['speedup_vs_ar']:.2f} x AR at acceptance {best['acceptance_rate']:.2f}")
+    print(f"del:  {result['del']['speedup_vs_ar']:.2f} x AR")
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from cluster.cli_output import set_threads
 from paceline.bench import BenchOptions, run_bench
 
 
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/figures/exit_layers.png"))
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     options = parser.parse_args()
+    set_threads(None, options.target)
     result = measure(
         options.exits, options.lengths, options.limit, options.repetitions, options.target
     )

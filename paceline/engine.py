@@ -255,17 +255,18 @@ class Engine:
             if drafter is not None and checks_knobs(drafter):
                 drafter.check(plan.config)
 
-    def forget(self) -> None:
-        """Drop what drafters have learnt from earlier sessions; those that were given stay.
-
-        Raises:
-            FailedPrecondition: sessions are still there.
-        """
-        if self.sessions:
-            raise FailedPrecondition(f"{len(self.sessions)} sessions are not finished")
-        for name in self._made:
-            del self.drafters[name]
-        self._made.clear()
+    def sibling(self) -> Engine:
+        """An engine over the same models whose drafters have learnt nothing yet."""
+        given = {name: d for name, d in self.drafters.items() if name not in self._made}
+        return Engine(
+            self.target, given,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            limits=self.limits,
+            catalogue=self.catalogue,
+            length_context=self.length_context,
+            heads=self.heads,
+        )  # fmt: skip
 
     def _make_drafter(self, name: str) -> Drafter | AsyncDrafter:
         if name not in self.drafters:

@@ -221,12 +221,16 @@ class Remembering(LocalBackend):
         return False
 
 
-def test_no_repetition_profits_from_the_one_before(target: Path, questions: Path) -> None:
-    def measure(repetitions: int, backend: LocalBackend | None = None) -> dict[str, Any]:
+def test_no_run_profits_from_another_one_of_the_same_prompts(target: Path, questions: Path) -> None:
+    row = "suffix_decoding:length=fixed"
+
+    def measure(
+        repetitions: int, backend: LocalBackend | None = None, methods: str = row
+    ) -> dict[str, Any]:
         options = BenchOptions(
             target=target,
             prompts=questions,
-            methods="suffix_decoding:length=fixed",
+            methods=methods,
             max_tokens=24,
             repetitions=repetitions,
             topology="actors" if backend else "colocated",
@@ -235,11 +239,14 @@ def test_no_repetition_profits_from_the_one_before(target: Path, questions: Path
         return run_bench(options, backends=[backend] if backend else [])
 
     def accepted(result: dict[str, Any]) -> float:
-        (row,) = rows_of(result, method="suffix_decoding:length=fixed", category="all")
-        return float(row["mean_accepted_length"])
+        (found,) = rows_of(result, method=row, category="all")
+        return float(found["mean_accepted_length"])
 
     once, thrice = measure(1), measure(3)
     assert accepted(thrice) == accepted(once)
+    # The same drafter, in another row that runs before it.
+    beside = measure(1, methods=f"suffix_decoding_tree:length=fixed,{row}")
+    assert accepted(beside) == accepted(once)
     assert not any("repetitions" in note for note in thrice["notes"])
     remembered = measure(3, Remembering(load_engine(target, device="cpu")))
     assert accepted(remembered) > accepted(once)

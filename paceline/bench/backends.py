@@ -121,6 +121,7 @@ class LocalBackend:
     def __init__(self, engine: Engine) -> None:
         assert engine.tokenizer is not None
         self.engine = engine
+        self._engines: dict[SpeculationConfig, Engine] = {}
         self.runner: ModelRunner = engine.target.runner
         self.batch_invariant = self.runner.batch_invariant
         self.tokenizer = engine.tokenizer
@@ -140,7 +141,9 @@ class LocalBackend:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
     ) -> BatchRun:
-        engine, overheads, rounds = self.engine, [], []
+        overheads, rounds = [], []
+        # Rows can share a drafter, and one must not profit from what it learnt for another.
+        engine = self._engines.setdefault(speculation, self.engine.sibling())
         started = time.perf_counter()
         sessions = [engine.submit(prompt, params, speculation) for prompt in prompts]
         while not all(session.finished for session in sessions):
@@ -166,7 +169,7 @@ class LocalBackend:
         )
 
     def forget(self) -> bool:
-        self.engine.forget()
+        self._engines.clear()
         return True
 
 

@@ -27,7 +27,9 @@ from cluster.cli_output import (
     print_json,
     require,
     set_threads,
+    show_tree,
 )
+from cluster.cli_train import train
 
 app = typer.Typer(
     name="paceline",
@@ -514,52 +516,7 @@ def profile(
         cli_profile.show(result["file"], result["profile"])
 
 
-train = typer.Typer(help="Train the parts of a method that learn.", no_args_is_help=True)
 app.add_typer(train, name="train")
-
-
-@train.command("length-head", cls=Command)
-def train_length_head(
-    kind: Annotated[
-        str, typer.Option(metavar="KIND", help="specdecpp, disco, ldlp or all.")
-    ] = "all",
-    target: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
-    ] = None,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Default: `length_heads` beside the target."),
-    ] = None,
-    prompts: Annotated[int, typer.Option(metavar="N", help="Texts to learn from.")] = 160,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each text.")] = 128,
-    seed: Annotated[int, typer.Option(metavar="S", help="Equal seeds give equal weights.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Train the length controllers that learn, on text that the target writes (a minute)."""
-    with err.status("loading torch ..."):
-        from paceline.loading import load_engine
-        from paceline.train import length_heads
-
-    set_threads(None, target)
-    engine = load_engine(target, drafter)
-    out_folder = folder or engine.length_context.heads
-    assert out_folder is not None
-    result = length_heads.train_length_head(
-        engine,
-        kind,
-        out_folder,
-        length_heads.training_prompts(engine, prompts),
-        num_tokens=max_tokens,
-        seed=seed,
-    )
-    if as_json:
-        print_json(result)
-    else:
-        _show_tree(result)
 
 
 # --- a cluster ------------------------------------------------------------------------------------
@@ -660,23 +617,11 @@ def status(as_json: Json = False) -> None:
     if as_json:
         print_json(state)
     elif state["running"]:
-        _show_tree(state)
+        show_tree(state)
     else:
         out.print("nothing is running: `paceline up` starts a deployment", markup=False)
     if not state["running"]:
         raise typer.Exit(1)
-
-
-def _show_tree(value: object, indent: int = 0) -> None:
-    """Print nested mappings and lists as indented `key: value` lines."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)  # type: ignore[arg-type]
-    for key, item in pairs:
-        nested = isinstance(item, dict | list) and bool(item)
-        out.print(
-            f"{'  ' * indent}{key}:" + ("" if nested else f" {item}"), markup=False, soft_wrap=True
-        )
-        if nested:
-            _show_tree(item, indent + 1)
 
 
 if __name__ == "__main__":

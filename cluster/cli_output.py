@@ -55,6 +55,18 @@ def print_error(message: str) -> None:
     sys.stderr.write(f"{prefix} {' '.join(message.split())}\n")
 
 
+def show_tree(value: object, indent: int = 0) -> None:
+    """Print nested mappings and lists as indented `key: value` lines."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)  # type: ignore[arg-type]
+    for key, item in pairs:
+        nested = isinstance(item, dict | list) and bool(item)
+        out.print(
+            f"{'  ' * indent}{key}:" + ("" if nested else f" {item}"), markup=False, soft_wrap=True
+        )
+        if nested:
+            show_tree(item, indent + 1)
+
+
 def set_threads(threads: int | None, target: Path | None) -> None:
     """Set torch's CPU threads; ``None`` means 1 for a small target (None: the demo's), else all.
 

@@ -142,7 +142,8 @@ class SpeculationConfig(BaseModel):
         strict=False,
         min_length=1,
         max_length=32,
-        description="Exits that the controller `del` chooses from; default: evenly spread ones.",
+        description="Exits that the controller `del` chooses from (default: evenly spread ones), "
+        "or those of the draft model in `s2d` (default: all of its layers, halved over and over).",
     )
     exit_threshold: float | None = Field(
         default=None,

@@ -208,7 +208,7 @@ class Engine:
         missing = sorted({method.drafter, *parts} - self.drafters.keys() - DRAFTERS.keys())
         if missing:
             return f"drafter not loaded here: {', '.join(missing)}"
-        remote = [n for n in method.uses if n in self.drafters and is_remote(self.drafters[n])]
+        remote = [n for n in parts if n in self.drafters and is_remote(self.drafters[n])]
         if remote:
             return f"drafter in another process: {', '.join(remote)}"
         if method.head and not (self.heads and self.heads.has(method.head)):
@@ -311,9 +311,13 @@ class Engine:
     @staticmethod
     def _reservation(session: Session) -> int:
         """KV entries that a session can need at the worst: all its tokens and one draft."""
-        nodes = session.plan.config.node_budget or 0
+        config = session.plan.config
+        nodes = config.node_budget or 0
         if Need.SHARED_MODEL in session.plan.needs:
-            nodes *= 2  # drafting takes entries of the target, and may have to begin anew
+            # Drafting takes entries of the target, verification may take others; and some shapes
+            # expand more nodes than they keep.
+            depth = max(config.num_speculative_tokens or 0, config.length_max or 0)
+            nodes += 1 + max(nodes, depth * (config.branching or 1))
         return session.max_length + nodes + 1
 
     def cancel(self, session_id: str) -> bool:

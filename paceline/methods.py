@@ -28,7 +28,9 @@ from paceline.drafters.head import HeadDrafter
 from paceline.drafters.jacobi import Jacobi
 from paceline.drafters.lookahead import Lookahead
 from paceline.drafters.prompt_lookup import PromptLookup
+from paceline.drafters.pseudo import PseudoTokenDrafter
 from paceline.drafters.rasd import Rasd
+from paceline.drafters.s2d import S2D
 from paceline.drafters.sam import SamDecoding
 from paceline.drafters.self_drafter import SelfDrafter
 from paceline.drafters.staged import Staged
@@ -40,6 +42,7 @@ from paceline.lengths.adl import AdaptiveDraftLength
 from paceline.lengths.base import LengthBounds, LengthContext, LengthController
 from paceline.lengths.bass import Bass
 from paceline.lengths.confidence import Confidence
+from paceline.lengths.del_ import Del
 from paceline.lengths.disco import Disco
 from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import Goodput
@@ -187,6 +190,7 @@ LENGTH_KNOBS: Mapping[str, Mapping[str, Any]] = {
     "disco": {"length_min": 1, "length_max": 20, "stop_threshold": 0.5},
     "specdecpp": {"length_min": 2, "length_max": 20, "stop_threshold": 0.7},
     "ldlp": {"length_min": 1, "length_max": 20},
+    "del": {"length_min": 0, "length_max": None, "exit_layers": None},
 }
 
 LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthController]] = {
@@ -203,6 +207,7 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
         _bounds(config), config.stop_threshold or 0.0, context
     ),
     "ldlp": lambda config, context: LengthPredictor(_bounds(config), context),
+    "del": lambda config, context: Del(_bounds(config), config.exit_layers, context),
 }
 
 
@@ -244,10 +249,21 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "stand": lambda context: Stand(NGramTable(context.vocab_size)),
     "aded": lambda context: Aded(TrigramTable()),
     "medusa": lambda context: HeadDrafter(context.head("medusa")),
+    "blockwise": lambda context: HeadDrafter(context.head("blockwise")),
+    "hydra": lambda context: HeadDrafter(context.head("hydra")),
+    "hydra_pp": lambda context: HeadDrafter(context.head("hydra_pp")),
+    "eagle": lambda context: HeadDrafter(context.head("eagle")),
+    "chimera": lambda context: HeadDrafter(context.head("chimera")),
+    "fspad": lambda context: HeadDrafter(context.head("fspad")),
+    "falcon": lambda context: HeadDrafter(context.head("falcon")),
+    "moa": lambda context: HeadDrafter(context.head("moa")),
+    "ppd": lambda context: PseudoTokenDrafter(context.head("ppd")),
+    "hidden_transfer": lambda context: PseudoTokenDrafter(context.head("hidden_transfer")),
     "early_exit": lambda context: SelfDrafter(context.target),
     "fewer_layers": lambda context: SelfDrafter(context.target),
     "staged": Staged,
     "rasd": Rasd,
+    "s2d": S2D,
     "combined": lambda context: Combined(context.drafter),
 }
 
@@ -748,6 +764,34 @@ METHODS: Mapping[str, Method] = {
             needs=frozenset({Need.SHARED_MODEL}),
         ),
         Method(
+            name="del",
+            paper="Entezari Zarch et al.: DEL, 2025, arXiv 2504.05598",
+            summary="As layer_skip, with the exit and the length that give most tokens per layer.",
+            drafter="early_exit",
+            shape="chain",
+            acceptance="coupled",
+            length="del",
+            defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
+            needs=frozenset({Need.SHARED_MODEL, Need.LAYER_STATES}),
+        ),
+        Method(
+            name="s2d",
+            paper="S2D: Sorted Speculative Decoding, 2024, arXiv 2407.01955",
+            summary="Each token comes from the draft model's shallowest exit that is sure of it.",
+            drafter="s2d",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 6,
+                "node_budget": None,
+                "branching": None,
+                "exit_layers": None,
+                "exit_threshold": 0.6,
+            },
+            uses=("draft_model",),
+        ),
+        Method(
             name="unified_layer_skipping",
             paper="Liu et al.: Unified Layer Skipping, 2024, arXiv 2404.06954",
             summary="Evenly spread layers of the target draft a chain.",
@@ -857,6 +901,141 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 4, "node_budget": 8},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="medusa",
+        ),
+        Method(
+            name="blockwise",
+            paper="Stern, Shazeer, Uszkoreit: Blockwise Parallel Decoding, 2018, "
+            "arXiv 1811.03115",
+            summary="A layer on the target's hidden state predicts a block of next tokens.",
+            drafter="blockwise",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 3, "node_budget": None, "branching": None},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="blockwise",
+        ),
+        Method(
+            name="hydra",
+            paper="Ankner et al.: Hydra, 2024, arXiv 2402.05109",
+            summary="Heads on the target's hidden state, each of which sees the tokens before it.",
+            drafter="hydra",
+            shape="sequoia",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 4, "node_budget": 8},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="hydra",
+        ),
+        Method(
+            name="hydra_pp",
+            paper="Ankner et al.: Hydra++, 2024, arXiv 2402.05109",
+            summary="Deeper Hydra heads with a decoder layer over the target's hidden states.",
+            drafter="hydra_pp",
+            shape="sequoia",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 4, "node_budget": 8},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="hydra_pp",
+        ),
+        Method(
+            name="chimera",
+            paper="Zeng et al.: Chimera, 2024, arXiv 2402.15758",
+            summary="A decoder layer attends to the target's hidden states and to trigrams.",
+            drafter="chimera",
+            shape="sequoia",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 4, "node_budget": 8},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="chimera",
+        ),
+        Method(
+            name="eagle",
+            paper="Li et al.: EAGLE, 2024, arXiv 2401.15077",
+            summary="One decoder layer drafts the target's next hidden states, and a chain.",
+            drafter="eagle",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 5, "node_budget": None, "branching": None},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="eagle",
+        ),
+        Method(
+            name="eagle2",
+            paper="Li et al.: EAGLE-2, 2024, arXiv 2406.16858",
+            summary="EAGLE's layer drafts a tree of the tokens that it is most confident in.",
+            drafter="eagle",
+            shape="confidence",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 5, "node_budget": 8, "branching": 4},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="eagle",
+        ),
+        Method(
+            name="fspad",
+            paper="Gui et al.: FSPAD, 2024, arXiv 2408.15562",
+            summary="EAGLE-2's tree; tokens sample features, and logits are freed from them.",
+            drafter="fspad",
+            shape="confidence",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 5, "node_budget": 8, "branching": 4},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="fspad",
+        ),
+        Method(
+            name="falcon",
+            paper="Gao et al.: Falcon, 2024, arXiv 2412.12639",
+            summary="An LSTM and a layer draft features in blocks, two tokens in each pass.",
+            drafter="falcon",
+            shape="sequoia",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 6, "node_budget": 12, "branching": None},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="falcon",
+        ),
+        Method(
+            name="moa",
+            paper="Zimmer et al.: Mixture of Attentions, 2024, arXiv 2410.03804",
+            summary="Drafts from a vector of all layers for each verified token, and from tokens.",
+            drafter="moa",
+            shape="confidence",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 6, "node_budget": 10, "branching": 4},
+            needs=frozenset({Need.LAYER_STATES}),
+            head="moa",
+        ),
+        Method(
+            name="ppd",
+            paper="Chen et al.: Hardware-Aware Parallel Prompt Decoding, 2024, arXiv 2405.18628",
+            summary="Trained prompt tokens behind each node make the target guess ahead.",
+            drafter="ppd",
+            shape=None,
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 3, "node_budget": 12},
+            needs=frozenset({Need.SHARED_MODEL}),
+            head="ppd",
+            makes_trees=True,
+        ),
+        Method(
+            name="hidden_transfer",
+            paper="Wu et al.: Parallel Decoding via Hidden Transfer, 2024, arXiv 2404.12022",
+            summary="Maps in the middle of the target make hidden states of the tokens to come.",
+            drafter="hidden_transfer",
+            shape=None,
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 3, "node_budget": 12},
+            needs=frozenset({Need.SHARED_MODEL}),
+            head="hidden_transfer",
+            makes_trees=True,
         ),
     )
 }

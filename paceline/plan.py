@@ -94,6 +94,14 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     has_shape = method.shape is not None
     length = given.get("length", method.length)
     _one_of("length", length, LENGTHS)
+    if length == "del" and method.drafter != "early_exit":
+        exits = sorted(row.name for row in catalogue.values() if row.drafter == "early_exit")
+        raise InvalidArgument(
+            "length",
+            length,
+            f"{', '.join(sorted(LENGTHS.keys() - {'del'}))}; 'del' chooses the exit layer of a "
+            f"target that drafts for itself: {', '.join(exits)}",
+        )
     acceptance = given.get("acceptance", method.acceptance)
     _one_of("acceptance", acceptance, ACCEPTANCE_RULES)
     rule = ACCEPTANCE_RULES[acceptance]

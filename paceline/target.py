@@ -12,7 +12,7 @@ from paceline.models.exits import layers_of
 from paceline.models.llama import LlamaRunner
 from paceline.session import Session
 from paceline.tree import is_chain
-from paceline.types import Draft, IntArray, Need, Verification
+from paceline.types import Draft, FloatArray, IntArray, Need, Verification
 
 
 class ModelTarget:
@@ -133,6 +133,8 @@ class ModelTarget:
         ids = np.concatenate([[session.token_ids[-1]], draft.token_ids])
         policy = session.plan.target_depth
         layers = None if policy is None else layers_of(policy, session, 0, self.num_layers)
+        if sequence.num_pending and not self._drafted.get(session.session_id):
+            self._forget_draft(session)  # nothing of it can go on
         if not sequence.num_pending:
             parents = None
             if not is_chain(draft.parent_indices):
@@ -209,13 +211,35 @@ class ModelTarget:
                 drafted |= dict(zip(pairs, entries[-1], strict=True))
         return self.runner.forward(segments).logits, entries
 
-    def draft_chains(
-        self, sessions: Sequence[Session], num_tokens: int, exit_layer: int
-    ) -> IntArray | None:
-        """Chains by argmax with the first layers, in one call; None where the runner cannot.
+    def exit_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """What the norm and the head make of the states after any layer.
+
+        Only where :attr:`num_layers` is not 0.
+
+        Args:
+            states: # [num_rows, hidden_size]
 
         Returns:
-            # [num_sessions, num_tokens]
+            # [num_rows, vocab_size] float32
+        """
+        assert isinstance(self.runner, LlamaRunner)
+        return self.runner.logits_of(states)
+
+    def draft_chains(
+        self,
+        sessions: Sequence[Session],
+        num_tokens: int,
+        exit_layer: int,
+        stop_below: FloatArray | None = None,
+    ) -> list[IntArray] | None:
+        """Chains by argmax with the first layers, in one call; None where the runner cannot.
+
+        Args:
+            stop_below: a chain ends after a token whose probability is less than this.
+                # [num_tokens, num_sessions]
+
+        Returns:
+            Up to ``num_tokens`` tokens for each session.
         """
         runner = self.runner
         if not (isinstance(runner, LlamaRunner) and runner.drafts_chains):
@@ -225,13 +249,14 @@ class ModelTarget:
             self._forget_draft(session)
             sequences.append(self._sequences[session.session_id])
         last = [session.token_ids[-1] for session in sessions]
-        tokens = runner.greedy_chain(sequences, last, num_tokens, exit_layer)
-        for i, session in enumerate(sessions):
+        tokens = runner.greedy_chain(sequences, last, num_tokens, exit_layer, stop_below)
+        chains = [chain[chain >= 0] for chain in tokens.T]
+        for session, chain in zip(sessions, chains, strict=True):
             # Every token but the last has an entry, which follows the one before.
             self._drafted[session.session_id] = {
-                (entry - 1, int(token)): entry for entry, token in enumerate(tokens[:-1, i])
+                (entry - 1, int(token)): entry for entry, token in enumerate(chain[:-1])
             }
-        return tokens[1:].T
+        return [chain[1:] for chain in chains]
 
     def _forget_draft(self, session: Session) -> None:
         """Free what was drafted for a round that did not come to be verified."""

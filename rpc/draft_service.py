@@ -18,7 +18,7 @@ import grpc
 import torch
 
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
-from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.base import Drafter, DrafterContext, checks_knobs
 from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
 from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.models.heads.base import Head
@@ -414,7 +414,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 "method", config.method, f"one that this drafter serves: {', '.join(here)}"
             )
         for row in (plan.method, *plan.parts):
-            self._local(row.drafter)
+            drafter = self._local(row.drafter)
+            if checks_knobs(drafter):
+                drafter.check(plan.config)
         return plan
 
     # --- drafters ---------------------------------------------------------------------------------

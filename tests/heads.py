@@ -7,24 +7,32 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.demo import TARGET_DIR
 from paceline.models.heads import HEADS
-from paceline.models.heads.base import Target
+from paceline.models.heads.base import Head, Target
+
+
+def untrained(
+    kind: str, target: Target, seed: int = 0, *, noise: float = 0.02, **options: Any
+) -> Head:
+    """A head with random weights; little ``noise`` keeps it near the target's states."""
+    torch.manual_seed(seed)
+    head = HEADS[kind](target, HEADS[kind].Options(**options))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    return head
 
 
 def save_untrained(folder: Path, target_folder: Path, seed: int = 0) -> None:
     """One head of each kind with random weights, small enough to stay near the target's states."""
     target = Target.from_folder(target_folder)
-    for kind, head_class in HEADS.items():
-        torch.manual_seed(seed)
-        head = head_class(target, head_class.Options())
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
-        head.save(folder / kind)
+    for kind in HEADS:
+        untrained(kind, target, seed).save(folder / kind)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,9 @@ class HeadDrafter:
     @torch.no_grad()
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
+        deepest = self._head.max_depth
+        if deepest is not None:
+            budgets = [replace(budget, depth=min(budget.depth, deepest)) for budget in budgets]
         # Without new features (the first round of a prompt of one token, a draft that was asked
         # for twice) there is nothing to draft from.
         able = [
@@ -64,7 +68,7 @@ class HeadDrafter:
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
         depth = greedy_chain_depth(sessions, budgets)
-        if depth < 2 or type(self._head).greedy_chains is Head.greedy_chains:
+        if not depth:
             return None
         first = self.root(sessions).argmax(-1).tolist()
         chains = self._head.greedy_chains(self._states(sessions), first, depth)

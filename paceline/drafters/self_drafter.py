@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.drafters.base import greedy_chain_depth, grow
-from paceline.models.exits import layers_of
+from paceline.drafters.base import greedy_chain_depth, grow, stop_below
+from paceline.models.exits import check_exits, layers_of
 from paceline.types import Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
+    from paceline.config import SpeculationConfig
     from paceline.session import Session
     from paceline.target import ModelTarget
 
@@ -32,6 +33,10 @@ class SelfDrafter:
         self._target = target
         self._layers: dict[str, Sequence[int]] = {}  # of this round
         self._entries: dict[str, dict[int, int]] = {}  # KV entry of each node; -1 is the root's
+
+    def check(self, config: SpeculationConfig) -> None:
+        """Raises InvalidArgument for an exit that the target does not have."""
+        check_exits(config, self._target.num_layers, "the target")
 
     def open(self, session: Session) -> None:
         """Nothing is kept from round to round."""
@@ -58,12 +63,13 @@ class SelfDrafter:
     def _greedy_chains(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
-        depth = greedy_chain_depth(sessions, budgets)
+        depth = greedy_chain_depth(sessions, budgets, stops=True)
         layers = {tuple(self._layers[session.session_id]) for session in sessions}
         if not depth or len(layers) > 1 or sessions[0].plan.depth_policy is not None:
             return None
-        tokens = self._target.draft_chains(sessions, depth, len(layers.pop()))
-        return None if tokens is None else [Draft.chain(chain) for chain in tokens]
+        ends = stop_below(sessions, depth)
+        chains = self._target.draft_chains(sessions, depth, len(layers.pop()), ends)
+        return None if chains is None else [Draft.chain(chain) for chain in chains]
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:
         for session in sessions:

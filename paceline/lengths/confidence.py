@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Confidence:
-    """Always the longest draft, ended early by :class:`paceline.lengths.base.ConfidenceStop`.
+    """Always the longest draft, ended early by :class:`ConfidenceStop`.
 
     Only chains have single tokens to stop after; other drafts keep their full depth.
     """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from paceline.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from paceline.config import SpeculationConfig
     from paceline.session import Session
 
 
@@ -121,9 +122,12 @@ def spread(count: int, num_layers: int) -> list[int]:
     return [round(i * (num_layers - 1) / (count - 1)) for i in range(count)]
 
 
-def check_exit(name: str, exit_layer: int, num_layers: int) -> None:
-    """Raises InvalidArgument for an exit that the model does not have."""
-    if not 1 <= exit_layer <= num_layers:
-        raise InvalidArgument(
-            name, exit_layer, f"a layer of the target, which has {num_layers}: 1 to {num_layers}"
-        )
+def check_exits(config: SpeculationConfig, num_layers: int, model: str) -> None:
+    """Raises InvalidArgument for an exit that ``model`` does not have."""
+    exits = [("exit_layer", config.exit_layer)] if config.exit_layer is not None else []
+    exits += [(f"exit_layers[{i}]", layer) for i, layer in enumerate(config.exit_layers or ())]
+    for name, layer in exits:
+        if not 1 <= layer <= num_layers:
+            raise InvalidArgument(
+                name, layer, f"a layer of {model}, which has {num_layers}: 1 to {num_layers}"
+            )

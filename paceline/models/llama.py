@@ -25,8 +25,18 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.ops import Layer, NativeOps, Ops, Rows, Stack, TorchOps, Weight, append_rows
-from paceline.types import IntArray, Need
+from paceline.models.ops import (
+    Layer,
+    NativeOps,
+    Ops,
+    Rows,
+    Stack,
+    TorchOps,
+    Weight,
+    append_chains,
+    append_rows,
+)
+from paceline.types import FloatArray, IntArray, Need
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -396,6 +406,11 @@ class LlamaRunner:
         """
         return self._embedding if self._is_tied else self._ops.unpack(self._head)
 
+    @property
+    def packed_lm_head(self) -> Weight:
+        """The weight of the output layer in the layout of this runner's ops."""
+        return self._head
+
     def logits_of_hidden(self, hidden: Tensor) -> Tensor:
         """The output layer on hidden states after the final norm.
 
@@ -426,6 +441,7 @@ class LlamaRunner:
         tokens: Sequence[int],
         num_steps: int,
         num_layers: int | None = None,
+        stop_below: FloatArray | None = None,
     ) -> IntArray:
         """Continue each sequence by argmax, all steps in one call.
 
@@ -436,29 +452,19 @@ class LlamaRunner:
             sequences: whose pending entries, if any, are a chain.
             tokens: what follows the last pending entry of each sequence.
             num_layers: an early exit: the new entries can be resumed.
+            stop_below: a sequence ends after a token whose probability is less than this.
+                # [num_steps, num_sequences]
 
         Returns:
             ``tokens`` and after it the ``num_steps`` new ones; the last of them gets no KV entry.
+            What comes after the end of a sequence is -1, and pending entries that never may be
+            committed.
             # [num_steps + 1, num_sequences]
         """
         assert isinstance(self._ops, NativeOps)
         count = len(sequences)
-        positions, slots = np.empty((2, num_steps, count), np.int32)
-        addresses, tables = np.empty((num_steps, count), np.int64), []
-        for i, sequence in enumerate(sequences):
-            assert isinstance(sequence, PooledSequence)
-            first = sequence.num_pending
-            assert sequence.chain
-            slots[:, i] = self._pool.append(sequence, range(first - 1, first - 1 + num_steps))
-            start = sequence.length + first
-            positions[:, i] = np.arange(start, start + num_steps)
-            addresses[:, i] = sequence.address
-            tables.append(sequence.slots)
-        zeros = np.zeros(num_steps * count, np.int32)
-        rows = Rows(
-            positions.ravel(), slots.ravel(), positions.ravel() + np.int32(1), zeros, tables,
-            addresses.ravel(), np.empty(0, np.int32), zeros,
-        )  # fmt: skip
+        pooled = [sequence for sequence in sequences if isinstance(sequence, PooledSequence)]
+        rows = append_chains(self._pool, pooled, num_steps)
         result = np.empty((num_steps + 1, count), np.int64)
         result[0] = tokens
         states = None
@@ -466,16 +472,16 @@ class LlamaRunner:
             states = self._embedding.new_empty(
                 num_steps, num_layers, count, self.config.hidden_size
             )
-        self._ops.greedy_chain(
+        lengths = self._ops.greedy_chain(
             self._stack, num_layers or len(self._stack.layers), self._embedding,
             self._final_norm, self._head, self._pool.keys, self._pool.values, rows, result,
-            states=states,
+            states=states, stop_below=stop_below,
         )  # fmt: skip
-        if states is not None:
-            for i, sequence in enumerate(sequences):
-                assert isinstance(sequence, PooledSequence)
+        for i, (sequence, length) in enumerate(zip(pooled, lengths, strict=True)):
+            result[1 + length :, i] = -1
+            if states is not None:
                 first = sequence.num_pending - num_steps
-                sequence.states |= {first + step: states[step, :, i] for step in range(num_steps)}
+                sequence.states |= {first + step: states[step, :, i] for step in range(length)}
         return result
 
     def _pack(self, segments: Sequence[Segment]) -> _Batch:

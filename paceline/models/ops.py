@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from paceline.errors import InvalidArgument
 from paceline.models import kernels
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.types import IndexArray, IntArray
+from paceline.types import FloatArray, IndexArray, IntArray
 
 Tensor = torch.Tensor
 
@@ -113,6 +113,32 @@ def append_rows(
         )
     paths = np.asarray(path_slots, np.int32)
     return Rows(positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets)
+
+
+def append_chains(pool: KVPool, sequences: Sequence[PooledSequence], num_steps: int) -> Rows:
+    """Append as many pending entries to each sequence, whose pending ones are a chain.
+
+    Rows are those of all steps, one step after the other.  # [num_steps * num_sequences]
+
+    Raises:
+        ResourceExhausted: the pool, or a sequence, has no room.
+    """
+    count = len(sequences)
+    positions, slots = np.empty((2, num_steps, count), np.int32)
+    addresses, tables = np.empty((num_steps, count), np.int64), []
+    for i, sequence in enumerate(sequences):
+        first = sequence.num_pending
+        assert sequence.chain
+        slots[:, i] = pool.append(sequence, range(first - 1, first - 1 + num_steps))
+        start = sequence.length + first
+        positions[:, i] = np.arange(start, start + num_steps)
+        addresses[:, i] = sequence.address
+        tables.append(sequence.slots)
+    zeros = np.zeros(num_steps * count, np.int32)
+    return Rows(
+        positions.ravel(), slots.ravel(), positions.ravel() + np.int32(1), zeros, tables,
+        addresses.ravel(), np.empty(0, np.int32), zeros,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -372,7 +398,7 @@ class NativeOps:
         self._run_layers = function("run_layers", "ppiippppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._linear = function("linear", "ppppiiii")
-        self._greedy_chain = function("greedy_chain", "ppipppipppiippppp")
+        self._greedy_chain = function("greedy_chain", "ppipppipppiippppppp")
         self._pair = 2 if dtype is torch.bfloat16 else 1
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
 
@@ -448,7 +474,8 @@ class NativeOps:
         *,
         states: Tensor | None = None,
         fuse: Fuse | None = None,
-    ) -> None:
+        stop_below: FloatArray | None = None,
+    ) -> IndexArray:
         """Fill ``tokens[1:]``: each is the argmax after the one above it.
 
         Args:
@@ -459,11 +486,17 @@ class NativeOps:
             states: filled with what comes out of each layer.
                 # [num_steps, num_layers, num_sequences, hidden]
             fuse: for drafters that read features; see there.
+            stop_below: a sequence ends after a token whose probability is less than this.
+                # [num_steps, num_sequences]
+
+        Returns:
+            How many tokens each sequence got; what stands behind them is not defined.
         """
         model, layers = self._table(stack, keys.shape[1])
         steps, count = len(tokens) - 1, tokens.shape[1]
         paths = _path_addresses(rows)
         packed = _packed(steps * count, rows, paths)
+        lengths = np.full(count, steps, np.int32)
         failed = self._greedy_chain(
             ctypes.addressof(model),
             ctypes.addressof(layers),
@@ -480,9 +513,12 @@ class NativeOps:
             tokens.ctypes.data,
             _address(states),
             *((None, None, None) if fuse is None else map(_address, fuse)),
+            None if stop_below is None else stop_below.ctypes.data,
+            lengths.ctypes.data,
         )
         if failed:
             raise MemoryError("no memory for the activations of a draft")
+        return lengths
 
     def _table(self, stack: Stack, num_slots: int) -> tuple[Any, Any]:
         """The C structures of a stack, built once; the stack is kept alive beside them."""

@@ -73,27 +73,35 @@ def held_out_modules() -> list[tuple[str, str]]:
 def read_extra(path: Path) -> list[Document]:
     """Read one `--extra-corpus` file.
 
-    `.jsonl`: a record a line with `question` and `answer` fields, or a `text` field. Anything else
-    is one plain text, cut at blank lines into records of at least 2,000 characters.
+    `.jsonl`: a record a line with a `text` field, `prompt` and `completion`, or `question` and
+    `answer`. Anything else is one plain text, cut at blank lines into records of at least 2,000
+    characters.
 
     Raises:
-        ValueError: a jsonl record has neither form; names the file and line.
+        ValueError: a jsonl record has none of these forms; names the file and line.
     """
     raw = path.read_text(encoding="utf-8")
     texts: list[str] = []
     if path.suffix == ".jsonl":
-        for number, line in enumerate(raw.splitlines(), 1):
+        for number, line in enumerate(raw.split("\n"), 1):
             if not line.strip():
                 continue
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}:{number}: a record is an object, not {line[:40]}")
             if "question" in record and "answer" in record:
                 texts.append(f"Question: {record['question']}\nAnswer: {record['answer']}\n")
+            elif "prompt" in record and "completion" in record:
+                texts.append(f"{record['prompt']}{record['completion']}")
             elif "text" in record:
-                texts.append(record["text"])
+                texts.append(str(record["text"]))
             else:
                 raise ValueError(
-                    f"{path}:{number}: a record needs 'question' and 'answer', or 'text'; "
-                    f"it has {sorted(record)}"
+                    f"{path}:{number}: a record needs 'text', 'prompt' and 'completion', or "
+                    f"'question' and 'answer'; it has {sorted(record)}"
                 )
     else:
         piece = ""

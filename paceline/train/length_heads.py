@@ -8,7 +8,9 @@ are the lengths that would have been worth drafting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +28,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models.base import ModelRunner, Segment
 from paceline.sampling import SamplingParams
+from paceline.train.trainer import LOG_FOLDER, Batch, TrainOptions, train
 from paceline.types import FloatArray, IntArray, Need
 
 KINDS = ("specdecpp", "disco", "ldlp")
@@ -154,8 +157,56 @@ class _Lengths(nn.Module):
         return x[:, 0]
 
 
-def train_specdecpp(rows: Rows, epochs: int, seed: int) -> tuple[dict[str, Tensor], float]:
-    """Weighted cross entropy on hits; returns the weights and the validation loss."""
+class HeadTask:
+    """One length controller's head; see :class:`paceline.train.trainer.Task`.
+
+    A head drafts nothing, so that what counts is its loss on the validation texts, negated.
+
+    Args:
+        loss: of some rows, by ``model``.
+        index: rows that can be learnt from.
+        weights: what is saved, out of ``model``.
+    """
+
+    criterion = "negative_loss"
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        loss: Callable[[Tensor], Tensor],
+        rows: Rows,
+        index: IntArray,
+        metadata: dict[str, str],
+        weights: Callable[[], dict[str, Tensor]],
+    ) -> None:
+        self.name, self.model, self._loss = name, model, loss
+        self._training = torch.from_numpy(index[rows.is_validation[index] == 0])
+        self._validation = torch.from_numpy(index[rows.is_validation[index] == 1])
+        self._metadata, self._weights = metadata, weights
+        self.num_rows = len(self._training)
+        digest = hashlib.sha256(rows.token_ids.tobytes() + rows.hits.tobytes())
+        digest.update(rows.target_hidden.numpy().tobytes())
+        self.settings: Mapping[str, Any] = {**metadata, "data": digest.hexdigest()[:16]}
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self._loss(self._training[batch.rows])
+
+    def evaluate(self) -> dict[str, float]:
+        return {self.criterion: -float(self._loss(self._validation))}
+
+    def save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        weights = {name: value.half().contiguous() for name, value in self._weights().items()}
+        save_file(weights, str(folder / f"{self.name}.safetensors"), self._metadata)
+
+    def describe_rows(self, rows: IntArray) -> str:
+        return f"tokens {self._training[rows].tolist()} of the target's texts"
+
+
+def specdecpp_task(rows: Rows, metadata: dict[str, str]) -> HeadTask:
+    """Weighted cross entropy on hits."""
     hits = torch.from_numpy(rows.hits).float()
     model = _Blocks(rows.draft_hidden.shape[1])
 
@@ -164,11 +215,11 @@ def train_specdecpp(rows: Rows, epochs: int, seed: int) -> tuple[dict[str, Tenso
         logits = model(rows.draft_hidden[index])
         return F.binary_cross_entropy_with_logits(logits, hits[index], weight)
 
-    best = _fit(model, loss, rows, np.arange(len(hits)), epochs, seed)
-    return dict(model.state_dict()), best
+    index = np.arange(len(hits))
+    return HeadTask("specdecpp", model, loss, rows, index, metadata, model.state_dict)
 
 
-def train_disco(rows: Rows, epochs: int, seed: int) -> tuple[dict[str, Tensor], float]:
+def disco_task(rows: Rows, metadata: dict[str, str], seed: int) -> HeadTask:
     """Logistic regression on hits, each token at a random one of its possible depths."""
     random = np.random.default_rng(seed)
     depth = random.integers(1, np.minimum(rows.run_before + 1, MAX_LENGTH) + 1)
@@ -181,13 +232,13 @@ def train_disco(rows: Rows, epochs: int, seed: int) -> tuple[dict[str, Tensor], 
     def loss(index: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(x[index])[:, 0], hits[index])
 
-    best = _fit(model, loss, rows, np.arange(len(hits)), epochs, seed, rate=0.02)
-    return {"weight": model.weight.data[0], "bias": model.bias.data}, best
+    def weights() -> dict[str, Tensor]:
+        return {"weight": model.weight.data[0], "bias": model.bias.data}
+
+    return HeadTask("disco", model, loss, rows, np.arange(len(hits)), metadata, weights)
 
 
-def train_ldlp(
-    rows: Rows, epochs: int, seed: int, vocab_size: int
-) -> tuple[dict[str, Tensor], float]:
+def ldlp_task(rows: Rows, metadata: dict[str, str], vocab_size: int) -> HeadTask:
     """Absolute error of the number of hits that follow a token."""
     known = np.flatnonzero(rows.run_from[1:] >= 0)  # token i + 1 and what follows it, after i
     wanted = torch.from_numpy(np.minimum(rows.run_from, MAX_LENGTH)).float()
@@ -198,36 +249,11 @@ def train_ldlp(
         predicted = model(rows.target_hidden[index], tokens[index])
         return F.l1_loss(predicted, wanted[index + 1])
 
-    best = _fit(model, loss, rows, known, epochs, seed)
-    return dict(model.state_dict()), best
+    def weights() -> dict[str, Tensor]:
+        state = dict(model.state_dict())
+        return {"embedding": state.pop("embedding.weight"), **state}
 
-
-def _fit(
-    model: nn.Module,
-    loss: Callable[[Tensor], Tensor],
-    rows: Rows,
-    index: IntArray,
-    epochs: int,
-    seed: int,
-    rate: float = 1e-3,
-) -> float:
-    """Adam over the training texts; keeps the weights with the best validation loss."""
-    torch.manual_seed(seed)
-    training = torch.from_numpy(index[rows.is_validation[index] == 0])
-    validation = torch.from_numpy(index[rows.is_validation[index] == 1])
-    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.01)
-    best, kept = float("inf"), {k: v.clone() for k, v in model.state_dict().items()}
-    for _ in tqdm(range(epochs), desc="training", unit="epoch"):
-        for batch in training[torch.randperm(len(training))].split(256):
-            optimizer.zero_grad()
-            loss(batch).backward()
-            optimizer.step()
-        with torch.no_grad():
-            now = float(loss(validation))
-        if now < best:
-            best, kept = now, {k: v.clone() for k, v in model.state_dict().items()}
-    model.load_state_dict(kept)
-    return best
+    return HeadTask("ldlp", model, loss, rows, known, metadata, weights)
 
 
 def train_length_head(
@@ -242,14 +268,15 @@ def train_length_head(
 ) -> dict[str, Any]:
     """Train one controller (or all of :data:`KINDS`) and write ``out/<kind>.safetensors``.
 
+    The weights with the best validation loss are kept. Checkpoint and plot of each kind are in
+    ``out/training/<kind>``.
+
     Returns:
         The file, its bytes and the validation loss of each kind.
 
     Raises:
         InvalidArgument: an unknown kind; an engine that cannot be learnt from; too few prompts.
     """
-    from safetensors.torch import save_file
-
     kinds = KINDS if kind == "all" else (kind,)
     if not set(kinds) <= set(KINDS):
         raise InvalidArgument("kind", kind, f"all, {', '.join(KINDS)}")
@@ -258,27 +285,40 @@ def train_length_head(
     rows = collect(engine, prompts, num_tokens)
     vocab_size = engine.target.vocab_size
     result: dict[str, Any] = {}
-    out.mkdir(parents=True, exist_ok=True)
     for name in kinds:
-        if name == "specdecpp":
-            weights, loss = train_specdecpp(rows, epochs, seed)
-        elif name == "disco":
-            weights, loss = train_disco(rows, epochs, seed)
-        else:
-            weights, loss = train_ldlp(rows, epochs, seed, vocab_size)
-            weights["embedding"] = weights.pop("embedding.weight")
         metadata = {
             "kind": name,
             "vocab_size": str(vocab_size),
             "target_hidden_size": str(rows.target_hidden.shape[1]),
             "drafter_hidden_size": str(rows.draft_hidden.shape[1]),
         }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # of the first weights
+            if name == "specdecpp":
+                task = specdecpp_task(rows, metadata)
+            elif name == "disco":
+                task = disco_task(rows, metadata, seed)
+            else:
+                task = ldlp_task(rows, metadata, vocab_size)
+        epoch = math.ceil(task.num_rows / 256)
+        trained = train(
+            task,
+            TrainOptions(
+                out=out,
+                log=out / LOG_FOLDER / name,
+                steps=epochs * epoch,
+                batch_size=256,
+                learning_rate=0.02 if name == "disco" else 1e-3,
+                seed=seed,
+                eval_every=epoch,
+                patience=epochs + 1,  # never stops early, and keeps the best
+            ),
+        )
         file = out / f"{name}.safetensors"
-        save_file({k: v.half().contiguous() for k, v in weights.items()}, str(file), metadata)
         result[name] = {
             "file": str(file),
             "bytes": file.stat().st_size,
-            "validation_loss": round(loss, 4),
+            "validation_loss": round(-trained.metrics[task.criterion], 4),
         }
     result["num_positions"] = len(rows.hits)
     result["acceptance_rate"] = round(float(rows.hits.mean()), 4)

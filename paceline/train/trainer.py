@@ -37,7 +37,6 @@ from paceline.types import IntArray
 
 CHECKPOINT = "checkpoint.pt"
 LOG_FOLDER = "training"
-"""Inside the result's folder: checkpoint, plot, TensorBoard events and ``history.json``."""
 
 
 class TrainingDiverged(PacelineError, ArithmeticError):
@@ -79,6 +78,8 @@ class Task(Protocol):
             parameters with ``requires_grad`` are what the optimiser moves. The trainer puts it on
             the device and switches between train and eval mode.
         num_rows: rows of training data.
+        criterion: the held-out measurement that says how good the weights are, larger is better:
+            ``acceptance`` for everything that drafts.
         settings: everything the result depends on beside :class:`TrainOptions`, as plain numbers
             and strings. A checkpoint with other settings is refused.
     """
@@ -86,6 +87,7 @@ class Task(Protocol):
     name: str
     model: nn.Module
     num_rows: int
+    criterion: str
     settings: Mapping[str, Any]
 
     def loss(self, batch: Batch) -> Tensor:
@@ -93,7 +95,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self) -> Mapping[str, float]:
-        """Measurements on held-out data, ``acceptance`` (larger is better) among them.
+        """Measurements on held-out data, the ``criterion`` among them.
 
         Called in eval mode, without gradients. The same weights give the same numbers.
         """
@@ -114,21 +116,24 @@ class TrainOptions:
 
     Attributes:
         out: folder of the result.
+        log: folder of checkpoint, plot, TensorBoard events and ``history.json``; by default
+            ``training`` in ``out``.
         batch_size: rows in a step, over all workers.
         learning_rate: at the end of the warm-up; from there it falls to 0 along a cosine.
         warmup: steps in which the learning rate rises from 0.
         clip: largest norm of the gradient.
         eval_every: steps between measurements on held-out data; one more is made at the end.
-        patience: stop after so many measurements without a better acceptance than before, and
+        patience: stop after so many measurements that were no better than one before them, and
             keep the weights with the best one. None trains to the end and keeps the last.
         checkpoint_steps, checkpoint_seconds: a checkpoint is written when either has passed.
         bfloat16: forwards in bfloat16 (autocast); weights and optimiser stay in float32.
     """
 
     out: Path
+    log: Path | None = None
     steps: int = 500
     batch_size: int = 8
-    learning_rate: float = 5e-4
+    learning_rate: float = 2e-4
     warmup: int = 20
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -155,7 +160,7 @@ class TrainOptions:
 
     def decisive(self) -> dict[str, Any]:
         """The options that the weights depend on."""
-        free = {"out", "checkpoint_steps", "checkpoint_seconds", "device"}
+        free = {"out", "log", "checkpoint_steps", "checkpoint_seconds", "device"}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in free}
 
 
@@ -166,8 +171,10 @@ class History:
     Attributes:
         losses: of every step.
         evaluations: (step, measurements), first at step 0, before anything is learnt.
+        criterion: the measurement that counts.
     """
 
+    criterion: str
     losses: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
@@ -178,8 +185,8 @@ class History:
 
     @property
     def best(self) -> int:
-        """Index of the first evaluation with the best acceptance."""
-        scores = [metrics["acceptance"] for _, metrics in self.evaluations]
+        """Index of the first of the best evaluations."""
+        scores = [metrics[self.criterion] for _, metrics in self.evaluations]
         return scores.index(max(scores))
 
     def stalled(self, patience: int | None) -> bool:
@@ -193,12 +200,14 @@ class TrainResult:
 
     Attributes:
         folder: where the result is.
+        log: where checkpoint, plot and TensorBoard events are.
         stopped_early: by ``patience``.
         kept_step: the step whose weights were saved.
         metrics: held-out measurements of those weights.
     """
 
     folder: Path
+    log: Path
     history: History
     stopped_early: bool
     kept_step: int
@@ -209,7 +218,7 @@ class TrainResult:
         first = self.history.evaluations[0][1]
         return {
             "out": str(self.folder),
-            "plot": str(self.folder / LOG_FOLDER / "plot.png"),
+            "plot": str(self.log / "plot.png"),
             "steps": self.history.step,
             "stopped_early": self.stopped_early,
             "kept_step": self.kept_step,
@@ -238,7 +247,7 @@ def train(
         raise InvalidArgument("batch_size", options.batch_size, f"a multiple of {world} workers")
     if task.num_rows < 1:
         raise InvalidArgument("data", task.num_rows, "at least one row to train on")
-    log = options.out / LOG_FOLDER
+    log = options.log or options.out / LOG_FOLDER
     identity = json.loads(
         json.dumps({"task": task.name, **task.settings, **options.decisive()}, default=str)
     )
@@ -247,8 +256,8 @@ def train(
     optimizer = torch.optim.AdamW(
         parameters, options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
     )
-    history, best = History(), None
-    state = _from_first(_read_state(log / CHECKPOINT, identity) if rank == 0 else None)
+    history, best = History(task.criterion), None
+    state = _resume(log / CHECKPOINT, identity)
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -286,7 +295,11 @@ def train(
             on_evaluation(history.step, metrics)
 
     bar = tqdm(
-        desc=task.name, total=options.steps, initial=history.step, unit="step", disable=rank > 0
+        desc=task.name,
+        total=options.steps,
+        initial=history.step,
+        unit="step",
+        disable=True if rank else None,  # None: where it is no terminal
     )
     with torch.random.fork_rng(), bar, _Board.open(log, history.step, rank, bar) as board:
         if not history.evaluations:
@@ -317,8 +330,8 @@ def train(
             board.add(step, {"train/loss": value, "train/learning_rate": group["lr"]})
             if history.step % options.eval_every == 0 or history.step == options.steps:
                 evaluate()
-            shown = history.evaluations[-1][1]["acceptance"]
-            bar.set_postfix_str(f"loss {value:.3f} acceptance {shown:.3f}", refresh=False)
+            shown = history.evaluations[-1][1][task.criterion]
+            bar.set_postfix_str(f"loss {value:.3f} {task.criterion} {shown:.3f}", refresh=False)
             bar.update()
             late = time.monotonic() - saved_at >= options.checkpoint_seconds
             if rank == 0 and (late or history.step - saved_step >= options.checkpoint_steps):
@@ -334,9 +347,9 @@ def train(
     model.eval()
     kept_step, metrics = history.evaluations[kept]
     if rank == 0:
-        _save_result(task, options.out)
+        _save_result(task, options.out, log / "result.tmp")
         plot(history, log / "plot.png", task.name)
-    return TrainResult(options.out, history, stopped_early, kept_step, metrics)
+    return TrainResult(options.out, log, history, stopped_early, kept_step, metrics)
 
 
 # --- what a step is made of -----------------------------------------------------------------------
@@ -386,6 +399,11 @@ def _place() -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def is_first_worker() -> bool:
+    """True on the worker that writes, and where there is only one."""
+    return _place()[0] == 0
 
 
 def _from_first(value: Any) -> Any:
@@ -467,7 +485,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} is damaged or was cut off ({len(contents)} bytes); restore it, or remove it "
             "to start from the beginning"
         )
-    state: dict[str, Any] = torch.load(io.BytesIO(contents[:-32]), weights_only=True)
+    state: dict[str, Any] = torch.load(
+        io.BytesIO(contents[:-32]), map_location="cpu", weights_only=True
+    )
     return state
 
 
@@ -480,16 +500,31 @@ def _read_state(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
         if identity.get(name) != theirs.get(name):
             raise InvalidArgument(
                 "out",
-                str(path.parents[1]),
+                str(path.parent),
                 f"a new folder, or the same training as before: {path} was made with {name}="
                 f"{theirs.get(name)!r}, now it is {identity.get(name)!r}",
             )
     return state
 
 
-def _save_result(task: Task, out: Path) -> None:
+def _resume(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The first worker's checkpoint, or its error, on every worker."""
+    state: dict[str, Any] | None = None
+    problem: PacelineError | None = None
+    if is_first_worker():
+        try:
+            state = _read_state(path, identity)
+        except PacelineError as error:
+            problem = error
+    message = _from_first(str(problem) if problem else None)
+    if message is not None:
+        raise problem or CheckpointError(message)
+    resumed: dict[str, Any] | None = _from_first(state)
+    return resumed
+
+
+def _save_result(task: Task, out: Path, draft: Path) -> None:
     """Each file of the result appears whole; files of the result before are replaced."""
-    draft = out / LOG_FOLDER / "result.tmp"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
@@ -565,12 +600,10 @@ def plot(history: History, file: Path, title: str) -> None:
     steps = [step for step, _ in history.evaluations]
     for name in history.evaluations[0][1]:
         values = [metrics[name] for _, metrics in history.evaluations]
-        if name == "acceptance" or "acceptance" in name or "agreement" in name:
-            main = name == "acceptance"
-            right.plot(
-                steps, values, marker="o", markersize=3, linewidth=2 if main else 0.8, label=name
-            )
-    right.set(title="held-out text", xlabel="step", ylim=(0, 1))
+        if name == history.criterion or name.startswith(("acceptance", "agreement")):
+            width = 2 if name == history.criterion else 0.8
+            right.plot(steps, values, marker="o", markersize=3, linewidth=width, label=name)
+    right.set(title="held-out data", xlabel="step")
     right.legend(fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()

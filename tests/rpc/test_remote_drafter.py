@@ -602,8 +602,11 @@ def test_drafters_that_are_made_of_it_are_served_too(
 
         assert propose(method="draft_model").num_nodes == 3
         assert propose(method="staged").num_nodes >= 3
+        assert propose(method="s2d").num_nodes == 3
         merged = propose(method="combined")
         assert 7 in merged.token_ids[merged.parent_indices == -1]  # copied: 7 came after 5, 6
+        with pytest.raises(DrafterUnavailable, match=r"exit_layers\[0\].*the draft model"):
+            propose(method="s2d", exit_layers=(99,))
         for refused in (
             {"method": "prompt_lookup"},
             {"method": "combined", "drafters": ("token_recycling", "draft_model")},

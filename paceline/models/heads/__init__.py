@@ -8,10 +8,34 @@ from pathlib import Path
 from paceline.errors import InvalidArgument
 from paceline.models.base import ModelRunner
 from paceline.models.heads.base import Head, Target, load_head
+from paceline.models.heads.blockwise import Blockwise
+from paceline.models.heads.chimera import Chimera
+from paceline.models.heads.eagle import Eagle
+from paceline.models.heads.falcon import Falcon
+from paceline.models.heads.fspad import Fspad
+from paceline.models.heads.hidden_transfer import HiddenTransfer
+from paceline.models.heads.hydra import Hydra, HydraPP
 from paceline.models.heads.medusa import Medusa
+from paceline.models.heads.moa import MixtureOfAttentions
+from paceline.models.heads.ppd import PromptDecoding
 from paceline.models.llama import LlamaRunner
 
-HEADS: Mapping[str, type[Head]] = {head.kind: head for head in (Medusa,)}
+HEADS: Mapping[str, type[Head]] = {
+    head.kind: head
+    for head in (
+        Medusa,
+        Blockwise,
+        Hydra,
+        HydraPP,
+        Eagle,
+        Chimera,
+        Fspad,
+        Falcon,
+        MixtureOfAttentions,
+        PromptDecoding,
+        HiddenTransfer,
+    )
+}
 
 
 class HeadLibrary:

@@ -15,13 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.llama import LlamaConfig, LlamaRunner, load_tensors, read_config
-from paceline.types import Need
+from paceline.models.ops import Weight
+from paceline.types import IntArray, Need
 
 Frontier = Sequence[tuple[int, int, int]]
 """Nodes to expand: ``(node, token_id, parent)``, as in ``paceline.shapes.base.Expander``."""
@@ -36,6 +38,8 @@ class Target:
         embedding: of every token.  # [vocab_size, hidden_size]
         lm_head: weight of the output layer.  # [vocab_size, hidden_size]
         fast_logits: the same product on the target's own kernels, without gradients.
+        packed_lm_head: ``lm_head`` in the layout of these kernels.
+        kv_tokens: how many tokens the target's sessions hold at most, all together.
     """
 
     identity: str
@@ -43,6 +47,8 @@ class Target:
     embedding: Tensor
     lm_head: Tensor
     fast_logits: Callable[[Tensor], Tensor] | None = None
+    packed_lm_head: Weight | None = None
+    kv_tokens: int | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of tokens.  # [...] -> [..., hidden_size]"""
@@ -82,7 +88,7 @@ class Target:
         """The parts of a loaded target."""
         return Target(
             target_identity(folder), runner.config, runner.embedding, runner.lm_head,
-            runner.logits_of_hidden,
+            runner.logits_of_hidden, runner.packed_lm_head, runner.kv_capacity,
         )  # fmt: skip
 
 
@@ -151,6 +157,9 @@ class Head(nn.Module, ABC):
 
     # --- training ------------------------------------------------------------------------------
 
+    def bind(self, folder: Path) -> None:
+        """Load what the loss needs of the target in ``folder``; called once, before training."""
+
     @abstractmethod
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The training loss, and numbers to plot.
@@ -160,6 +169,11 @@ class Head(nn.Module, ABC):
         """
 
     # --- drafting ------------------------------------------------------------------------------
+
+    @property
+    def max_depth(self) -> int | None:
+        """Tokens that it can draft in a row; None for any number."""
+        return None
 
     def prepare(self) -> None:
         """Bring the weights into the layout that drafting wants; called once after loading."""
@@ -191,16 +205,20 @@ class Head(nn.Module, ABC):
     def expand(self, states: Sequence[State], frontiers: Sequence[Frontier]) -> Tensor:
         """Logits after new nodes of the drafts that ``root`` began.  # [num_nodes, vocab_size]"""
 
-    def greedy_chains(self, states: Sequence[State], first: Sequence[int], depth: int) -> Any:
-        """Chains by argmax in one go, after ``root``; None where the head has no such way.
+    def greedy_chains(self, states: Sequence[State], first: Sequence[int], depth: int) -> IntArray:
+        """Chains by argmax, after ``root``. A head with a faster way than ``expand`` overrides it.
 
         Args:
             first: the first token of each chain.
 
         Returns:
-            int64 array  # [num_sessions, depth]
+            # [num_sessions, depth]
         """
-        return None
+        steps = [list(first)]
+        for node in range(depth - 1):
+            logits = self.expand(states, [[(node, token, node - 1)] for token in steps[-1]])
+            steps.append(logits.argmax(-1).tolist())
+        return np.array(steps, np.int64).T
 
     # --- on disk -------------------------------------------------------------------------------
 
@@ -283,6 +301,20 @@ def load_head(cls: type[AnyHead], folder: Path, target: Target) -> AnyHead:
     head.eval()
     head.prepare()
     return head
+
+
+def draw(count: int, generator: torch.Generator) -> int:
+    """A random number below ``count``."""
+    return int(torch.randint(count, (), generator=generator, device=generator.device))
+
+
+def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Cross-entropy against the target's distribution, averaged over places.  # scalar
+
+    # [..., vocab_size], [..., vocab_size]
+    """
+    q = target_logits.detach().float().softmax(-1)
+    return -(q * logits.float().log_softmax(-1)).sum(-1).mean()
 
 
 def shifted_agreement(logits: Tensor, target_logits: Tensor, ahead: int) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,14 +14,33 @@ from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama import LlamaConfig, rope_table
 from paceline.models.ops import (
+    Fuse,
     Layer,
     NativeOps,
     Ops,
     Rows,
     Stack,
     TorchOps,
+    append_chains,
     append_rows,
 )
+from paceline.types import IntArray
+
+if TYPE_CHECKING:
+    from paceline.models.heads.base import Target
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)``, the identity at first."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
 
 
 class DecoderLayer(nn.Module):
@@ -75,7 +96,8 @@ class LayerStack:
 
     Args:
         layers: their weights are packed here; later changes of them have no effect.
-        kv_tokens: capacity over all sessions.
+        kv_tokens: tokens that the target's sessions hold at most; there is room for as many that
+            are drafted.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], kv_tokens: int | None = None) -> None:
@@ -92,7 +114,8 @@ class LayerStack:
             eps=config.rms_norm_eps,
             cos_sin=rope_table(config).to(weight.device).contiguous(),
         )
-        tokens = kv_tokens or min(16 * config.context_length, 65536)
+        # A tree has more nodes while it grows than the target has reserved room for.
+        tokens = 2 * (kv_tokens or min(16 * config.context_length, 65536))
         self.pool = KVPool(
             len(layers), tokens, config.num_kv_heads, config.head_dim, weight.dtype, weight.device
         )
@@ -117,6 +140,37 @@ class LayerStack:
             self.stack, 0, len(self.stack.layers), x, self.pool.keys, self.pool.values, rows
         )
         return x
+
+    def greedy_chain(
+        self,
+        sequences: Sequence[PooledSequence],
+        tokens: Sequence[int],
+        num_steps: int,
+        target: Target,
+        fuse: Fuse,
+    ) -> IntArray | None:
+        """Continue sequences by argmax of the target's output layer, all steps in one call.
+
+        The new entries are pending, after pending ones that are a chain.
+
+        Args:
+            tokens: what follows the last entry of each sequence.
+            fuse: makes the input of a step from the token and the state of the step before.
+
+        Returns:
+            ``tokens`` and after it the new ones; the last of them gets no entry. None where the C
+            kernels are not there; nothing is appended then.  # [num_steps + 1, num_sequences]
+        """
+        if not isinstance(self.ops, NativeOps) or target.packed_lm_head is None:
+            return None
+        result = np.empty((num_steps + 1, len(sequences)), np.int64)
+        result[0] = tokens
+        rows = append_chains(self.pool, sequences, num_steps)
+        self.ops.greedy_chain(
+            self.stack, len(self.stack.layers), target.embedding, None, target.packed_lm_head,
+            self.pool.keys, self.pool.values, rows, result, fuse=fuse,
+        )  # fmt: skip
+        return result
 
     def commit(self, sequence: PooledSequence, entries: Sequence[int]) -> None:
         """Keep a path of pending entries, free the other ones."""

@@ -8,14 +8,16 @@ nodes of a depth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Frontier, Head, HeadBatch, Target, shifted_agreement
+from paceline.models.heads.base import HeadBatch, Target, shifted_agreement
+from paceline.models.heads.layer import ResidualBlock
+from paceline.models.heads.parallel import ParallelHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +34,7 @@ class MedusaOptions:
     decay: float = 0.8
 
 
-class _State:
-    """Guesses of all heads for the current round."""
-
-    def __init__(self) -> None:
-        self.logits: Tensor = torch.empty(0)  # [num_heads, vocab_size]
-        self.depth = {-1: 0}  # of each node; -1 is the last committed token
-
-
-class ResidualBlock(nn.Module):
-    """``x + SiLU(W x + b)``, the identity at first."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
-
-
-class Medusa(Head):
+class Medusa(ParallelHead):
     """See the module."""
 
     kind = "medusa"
@@ -70,8 +51,11 @@ class Medusa(Head):
                 output.weight.data = target.lm_head.detach().clone()
                 self.outputs.append(output)
 
+    @property
+    def max_depth(self) -> int:
+        return len(self.blocks)
+
     def guesses(self, hidden: Tensor) -> list[Tensor]:
-        """Logits of each head.  # [..., hidden_size] -> num_heads x [..., vocab_size]"""
         states = [block(hidden) for block in self.blocks]
         if not self.options.own_output:
             return list(self.target.logits(torch.stack(states)))
@@ -88,28 +72,3 @@ class Medusa(Head):
             total = total + self.options.decay**i * entropy
             agreement.append(shifted_agreement(logits, batch.logits, i))
         return total, {"agreement": torch.stack(agreement)}
-
-    def new_state(self) -> _State:
-        return _State()
-
-    def root(
-        self,
-        states: Sequence[_State],
-        features: Sequence[Tensor],
-        token_ids: Sequence[Sequence[int]],
-    ) -> Tensor:
-        last = torch.stack([rows[-1] for rows in features])
-        logits = torch.stack(self.guesses(last), 1)  # [num_sessions, num_heads, vocab_size]
-        for state, rows in zip(states, logits, strict=True):
-            state.logits, state.depth = rows, {-1: 0}
-        return logits[:, 0]
-
-    def expand(self, states: Sequence[_State], frontiers: Sequence[Frontier]) -> Tensor:
-        rows = []
-        for state, frontier in zip(states, frontiers, strict=True):
-            for node, _, parent in frontier:
-                depth = state.depth[node] = state.depth[parent] + 1
-                known = depth < len(state.logits)
-                # Beyond the last head nothing is known: all tokens are equally likely.
-                rows.append(state.logits[depth] if known else torch.zeros_like(state.logits[0]))
-        return torch.stack(rows)

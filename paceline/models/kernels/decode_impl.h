@@ -274,12 +274,15 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
  * states: the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
  * fuse: with it a layer's input is fuse * [embedding of the token, feature], where the feature is
  * the state of the step before, and features ([count, hidden], given) that of the first step.
+ * stop_below: [steps, count] or NULL. With it a sequence ends after a token whose probability is
+ * less, and lengths ([count], given as `steps`) is how many tokens it got.
  * Returns non-zero when memory runs out. */
 EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
                               const ELEM *embedding, const ELEM *final_norm, const ELEM *head,
                               int vocab, ELEM *keys, ELEM *values, const struct rows *rows,
                               int count, int steps, int64_t *tokens, ELEM *states,
-                              const ELEM *fuse, const ELEM *fuse_bias, const ELEM *features)
+                              const ELEM *fuse, const ELEM *fuse_bias, const ELEM *features,
+                              const float *stop_below, int32_t *lengths)
 {
     const size_t hidden = m->hidden;
     ELEM *x = aligned_alloc(64, (count * (4 * hidden + vocab) * sizeof(ELEM) + 63) & ~(size_t)63);
@@ -287,8 +290,8 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
         return 1;
     ELEM *normed = x + count * hidden, *both = normed + count * hidden;
     ELEM *logits = both + count * 2 * hidden;
-    int failed = 0;
-    for (int s = 0; s < steps && !failed; s++) {
+    int failed = 0, left = count;
+    for (int s = 0; s < steps && left && !failed; s++) {
         const int at = s * count;
         const struct rows step = {
             count, rows->longest, rows->positions + at, rows->slots + at, rows->prefix_length + at,
@@ -321,6 +324,15 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             while (first < vocab - 1 && LOAD(row[first]) != best)
                 first++;
             tokens[at + count + r] = first;
+            if (stop_below && lengths[r] == steps) {
+                float sum = 0.0f;
+                for (int i = 0; i < vocab; i++)
+                    sum += fast_exp(LOAD(row[i]) - best);
+                if (1.0f / sum < stop_below[at + r]) {
+                    lengths[r] = s + 1;
+                    left--;
+                }
+            }
         }
     }
     free(x);

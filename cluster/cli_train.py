@@ -1,0 +1,418 @@
+"""`paceline train KIND`: the parts of a method that learn."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cluster.cli_output import Command, err, print_json, require, set_threads, show_tree
+
+
+class Kinds(TyperGroup):
+    """The commands below, and one for each kind of draft head, whose list needs torch."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        from paceline.models.heads import HEADS
+
+        return [*super().list_commands(ctx), *HEADS]  # type: ignore[arg-type]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        found = super().get_command(ctx, cmd_name)  # type: ignore[arg-type]
+        if found is None:
+            from paceline.models.heads import HEADS
+
+            if cmd_name in HEADS:
+                found = _head_command(cmd_name)
+        return found
+
+
+train = typer.Typer(
+    cls=Kinds,
+    help="Train the parts of a method that learn.",
+    epilog="All kinds resume: the same command goes on where an interrupted one was.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+_command = partial(train.command, cls=Command)
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
+]
+Target = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
+]
+Drafter = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Drafter to start from. A folder with only a config.json gives random weights. "
+        "Default: the demo's drafter with the demo target, else the target's first layers.",
+    ),
+]
+Layers = Annotated[
+    int,
+    typer.Option(metavar="N", help="Layers of a drafter that is made from the target's first."),
+]
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", help="With the demo target: do not start from the demo's drafter."),
+]
+Divergence = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="forward_kl, reverse_kl, jsd, tvd, tvdpp, or ce: plain fine-tuning on the text.",
+    ),
+]
+DataSource = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Text to learn on: corpus, target (it writes), on_policy (the drafter writes), or "
+        "mixed (the drafter writes a share `--mix` of the rows).",
+    ),
+]
+Mix = Annotated[float, typer.Option(metavar="SHARE", help="Of `--data-source mixed`.")]
+Beta = Annotated[float, typer.Option(metavar="B", help="Weight of the target in jsd.")]
+
+
+def _shared(
+    target: Target = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text: .txt, or .jsonl with `text`, or `prompt` and `completion`. Repeatable. "
+            "Default: the demo corpus.",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder of the result. Default: trained/KIND."),
+    ] = None,
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens of a row of text.")] = 256,
+    held_out_rows: Annotated[
+        int, typer.Option(metavar="N", help="Rows of held-out text to measure on.")
+    ] = 32,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps in all.")] = 500,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "-b", metavar="N", help="Rows of a step, of all workers.")
+    ] = 8,
+    learning_rate: Annotated[
+        float, typer.Option("--lr", metavar="X", help="After the warm-up; a cosine follows.")
+    ] = 2e-4,
+    warmup: Annotated[int, typer.Option(metavar="N", help="Steps of the warm-up.")] = 20,
+    weight_decay: Annotated[float, typer.Option(metavar="X", help="Of AdamW.")] = 0.01,
+    clip: Annotated[float, typer.Option(metavar="X", help="Largest norm of the gradient.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Equal seeds give equal weights.")] = 0,
+    eval_every: Annotated[
+        int, typer.Option(metavar="N", help="Steps between measurements on held-out text.")
+    ] = 50,
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Stop after N measurements without a better acceptance, and keep the best "
+            "weights. Default: train to the end and keep the last.",
+        ),
+    ] = None,
+    checkpoint_steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps between checkpoints, at most.")
+    ] = 200,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(metavar="S", help="Seconds between checkpoints, about.")
+    ] = 60.0,
+    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    bfloat16: Annotated[
+        bool, typer.Option("--bfloat16", help="Compute in bfloat16; weights stay in float32.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="CPU threads. Default: what torch chooses.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Train as a Ray Train job with N workers (gloo)."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="With `--workers`: the Ray to use. Default: RAY_ADDRESS, else a local one.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """What every kind that reads text can be told."""
+    return locals()
+
+
+def _kind(
+    name: str, app: typer.Typer = train, **defaults: Any
+) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
+    """Make a command out of a function that returns a kind's own knobs.
+
+    The command has the options of the function and those of :func:`_shared`; Typer reads them from
+    the signature, which is put together here so that each option is written down once.
+
+    Args:
+        defaults: of shared options, where this kind has its own.
+    """
+
+    def wrap(own: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+        def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+            hints = typing.get_type_hints(function, include_extras=True)
+            signature = inspect.signature(function).parameters
+            return {n: p.replace(annotation=hints[n]) for n, p in signature.items()}
+
+        ours, shared = parameters(own), parameters(_shared)
+
+        @wraps(own)
+        def command(**given: Any) -> None:
+            knobs = own(**{name: given[name] for name in ours})
+            _run(name, knobs, {name: given[name] for name in shared})
+
+        both = [p.replace(default=defaults.get(n, p.default)) for n, p in shared.items()]
+        both += ours.values()
+        ordered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in both]
+        command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in ordered}
+        return app.command(name, cls=Command)(command)
+
+    return wrap
+
+
+def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
+    workers, address = shared.pop("workers"), shared.pop("address")
+    as_json, threads = shared.pop("as_json"), shared.pop("threads")
+    if workers is not None:
+        require("train", "ray", "pyarrow", "pandas")
+    with err.status("loading torch ..."):
+        from cluster import train_job
+        from paceline.errors import InvalidArgument
+        from paceline.train.trainer import TrainOptions
+
+    if workers is not None and not 1 <= workers <= 1024:
+        raise InvalidArgument("workers", workers, "1 to 1024")
+    if address is not None and workers is None:
+        raise InvalidArgument("address", address, "only with --workers")
+    if threads is not None:
+        set_threads(threads, None)
+    text = {name: shared.pop(name) for name in ("target", "length", "held_out_rows")}
+    text["data"] = shared.pop("data") or []
+    out = shared.pop("folder") or Path("trained") / kind
+    job = train_job.TrainJob(
+        kind=kind,
+        knobs=train_job.absolute({**text, **knobs}),
+        options=TrainOptions(out=out, **shared),
+    )
+    if workers is None:
+        result = train_job.train_here(job)
+    else:
+        result = train_job.train_on_ray(job, workers, address)
+    if as_json:
+        print_json(result)
+    else:
+        show_tree(result)
+
+
+@_kind("exits")
+def exits(
+    exits: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--exit",
+            metavar="LAYER",
+            help="Exit to measure. Repeatable. Default: a quarter, a third and half of the layers.",
+        ),
+    ] = None,
+    layer_dropout: Annotated[
+        float, typer.Option(metavar="P", help="How often the last layer is left out.")
+    ] = 0.1,
+    exit_scale: Annotated[float, typer.Option(metavar="X", help="Weight of the exits.")] = 0.2,
+    curriculum: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Which exits learn in a step: rotational, gradual or all."
+        ),
+    ] = "rotational",
+    period: Annotated[
+        int, typer.Option(metavar="N", help="Of rotational: one exit in N learns in a step.")
+    ] = 4,
+) -> dict[str, Any]:
+    """Teach a Llama-type model to predict from its early layers (LayerSkip).
+
+    Layer dropout and early-exit losses. The result is a complete model folder for `--method
+    layer_skip` and its relatives.
+
+    Examples:
+
+    - `paceline train exits --target ./model --data text.jsonl --out ./model-exits`
+    - `paceline train exits --steps 200 --workers 2`
+    """
+    return {
+        "exits": exits or [],
+        "layer_dropout": layer_dropout,
+        "exit_scale": exit_scale,
+        "curriculum": curriculum,
+        "period": period,
+    }
+
+
+@_kind("distill")
+def distill(
+    drafter: Drafter = None,
+    layers: Layers = 2,
+    fresh: Fresh = False,
+    divergence: Divergence = "forward_kl",
+    data_source: DataSource = "corpus",
+    mix: Mix = 0.5,
+    beta: Beta = 0.5,
+) -> dict[str, Any]:
+    """Train a draft model to say what its target says (DistillSpec).
+
+    Examples:
+
+    - `paceline train distill --target ./big --drafter ./small --data text.jsonl --out ./better`
+    - `paceline train distill --divergence tvd --data-source mixed --patience 3`
+    """
+    return locals()
+
+
+@_kind("align")
+def align(
+    drafter: Drafter = None,
+    layers: Layers = 2,
+    fresh: Fresh = False,
+    divergence: Divergence = "tvdpp",
+    data_source: DataSource = "target",
+    mix: Mix = 0.5,
+    beta: Beta = 0.5,
+) -> dict[str, Any]:
+    """Align a draft model with what its target writes, by TVD++ (direct alignment).
+
+    The target writes answers after the first quarter of each row; the drafter learns on them with
+    the policy gradient of the total variation, its reward normalised.
+    """
+    return locals()
+
+
+@_kind("sorted")
+def nested(
+    exits: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--exit", metavar="LAYER", help="Nested sub-model, in layers. Repeatable. Default: 1."
+        ),
+    ] = None,
+    drafter: Drafter = None,
+    layers: Layers = 2,
+    fresh: Fresh = False,
+    divergence: Divergence = "ce",
+    data_source: DataSource = "corpus",
+    mix: Mix = 0.5,
+    beta: Beta = 0.5,
+) -> dict[str, Any]:
+    """Train a draft model whose first layers are draft models themselves (SoFT, for S2D)."""
+    return {**locals(), "exits": exits or [1]}
+
+
+def _head_command(kind: str) -> Any:
+    """`paceline train KIND` for a draft head."""
+    import json
+    import sys
+    from dataclasses import fields
+
+    from paceline.models.heads import HEADS
+
+    options = fields(HEADS[kind].Options)
+    names = ", ".join(f"{field.name} ({json.dumps(field.default)})" for field in options)
+
+    def own(
+        settings: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set", metavar="NAME=VALUE", help="Option of the head (above). Repeatable."
+            ),
+        ] = None,
+        data_source: Annotated[
+            str,
+            typer.Option(
+                metavar="NAME",
+                help="Text to learn on: corpus, or target: it writes, greedily and at "
+                "temperature 1, after the first quarter of each row.",
+            ),
+        ] = "corpus",
+    ) -> dict[str, Any]:
+        from paceline.errors import InvalidArgument
+
+        given = {}
+        for item in settings or []:
+            name, separator, value = item.partition("=")
+            if not separator:
+                raise InvalidArgument("set", item, "NAME=VALUE")
+            given[name] = value
+        return {"options": given, "data_source": data_source}
+
+    paper = (sys.modules[HEADS[kind].__module__].__doc__ or kind).splitlines()[0]
+    own.__doc__ = f"""Train a head that drafts from what the target computes. {paper}
+
+    An engine finds it in the folder of its heads, which by default is `heads` in the target's.
+
+    Options of the head, with their defaults: {names}.
+
+    Example:
+
+    - `paceline train {kind} --target ./model --data text.jsonl --out ./model/heads/{kind}`
+    """
+    app = typer.Typer(rich_markup_mode="markdown")
+    _kind(kind, app, learning_rate=1e-3)(own)
+    return typer.main.get_command(app)
+
+
+@_command("length-head")
+def length_head(
+    kind: Annotated[
+        str, typer.Option(metavar="KIND", help="specdecpp, disco, ldlp or all.")
+    ] = "all",
+    target: Target = None,
+    drafter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Default: `length_heads` beside the target."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Texts to learn from.")] = 160,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each text.")] = 128,
+    seed: Annotated[int, typer.Option(metavar="S", help="Equal seeds give equal weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train the length controllers that learn, on text that the target writes (a minute)."""
+    with err.status("loading torch ..."):
+        from paceline.loading import load_engine
+        from paceline.train import length_heads
+
+    set_threads(None, target)
+    engine = load_engine(target, drafter)
+    out_folder = folder or engine.length_context.heads
+    assert out_folder is not None
+    result = length_heads.train_length_head(
+        engine,
+        kind,
+        out_folder,
+        length_heads.training_prompts(engine, prompts),
+        num_tokens=max_tokens,
+        seed=seed,
+    )
+    if as_json:
+        print_json(result)
+    else:
+        show_tree(result)

@@ -1,0 +1,224 @@
+"""EAGLE: one decoder layer that drafts the target's next feature.
+
+Li et al. 2024 (arXiv 2401.15077). A feature is the target's last hidden state, after its final
+norm. The head's input at a place is ``fc([embedding of the token that follows; feature])``, its
+output the next place's feature, from which the target's own output layer makes logits. While it
+drafts, the head goes on from features of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.heads.base import Frontier, Head, HeadBatch, Target, soft_cross_entropy
+from paceline.models.heads.layer import DecoderLayer, LayerStack
+from paceline.models.kv_cache import PooledSequence
+from paceline.models.llama import rope_table
+from paceline.models.ops import Fuse
+from paceline.types import IntArray
+
+MEASURED_DEPTH = 5  # of the agreement on held-out text
+
+
+@dataclass(frozen=True, slots=True)
+class EagleOptions:
+    """Attributes:
+    num_layers: decoder layers; the paper has one.
+    noise: half the width of the uniform noise on features in training.
+    feature_weight, token_weight: of the feature's smooth L1 loss and the cross-entropy.
+    unroll: drafting steps that training follows; 1 as in the paper, more let the head see
+        features of its own, as in HASS (Zhang et al. 2024, arXiv 2408.15766).
+    """
+
+    num_layers: int = 1
+    noise: float = 0.1
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    unroll: int = 1
+
+
+class EagleState:
+    """KV entries of the committed pairs, and the nodes of the current round.
+
+    Attributes:
+        feature: what was drafted for each node; -1 is the last committed token.  # [hidden_size]
+        entry: pending KV entry of each node; -1 is the committed prefix.
+    """
+
+    def __init__(self, sequence: PooledSequence) -> None:
+        self.sequence = sequence
+        self.feature: dict[int, Tensor] = {}
+        self.entry = {-1: -1}
+
+
+class Eagle(Head):
+    """See the module."""
+
+    kind = "eagle"
+    Options = EagleOptions
+
+    def __init__(self, target: Target, options: EagleOptions) -> None:
+        super().__init__(target, options)
+        size = target.config.hidden_size
+        self.fc = nn.Linear(2 * size, size)
+        self.layers = nn.ModuleList(DecoderLayer(target.config) for _ in range(options.num_layers))
+        self._cos_sin = rope_table(target.config)  # [context_length, head_dim]
+
+    def inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """What enters the first layer.  # 2 x [..., hidden_size] -> [..., hidden_size]"""
+        result: Tensor = self.fc(torch.cat([embedded, features], -1))
+        return result
+
+    def logits(self, drafted: Tensor) -> Tensor:
+        """What comes after drafted features.  # [..., hidden_size] -> [..., vocab_size]"""
+        return self.target.logits(drafted)
+
+    # --- training ------------------------------------------------------------------------------
+
+    def forward(self, features: Tensor, token_ids: Tensor, steps: int = 1) -> list[Tensor]:
+        """What drafting computes from every place on, fed the tokens of the text.
+
+        Step 0 reads the target's features. In step k a place reads the feature that step k - 1
+        drafted for it, attends to the target's up to k places before it, and to those of the
+        earlier steps from there on: as a chain that was drafted from k places before.
+
+        Args:
+            features: of places 0, 1, ...  # [batch, length, hidden_size]
+            token_ids: the token after each place.  # [batch, length]
+
+        Returns:
+            For each step the features of places 1, 2, ...; step k has none for the first k.
+            # steps x [batch, length, hidden_size]
+        """
+        length = features.shape[1]
+        cos_sin = self._cos_sin[:length].to(features.device)
+        embedded = self.target.embed(token_ids)
+        inputs, outputs = [], []
+        for step in range(steps):
+            inputs.append(self.inputs(embedded, features))
+            x = torch.cat(inputs, 1)
+            mask = unrolled_mask(length, step + 1).to(x.device) if step else None
+            for layer in self.layers:
+                x = layer(x, cos_sin.repeat(step + 1, 1), mask)
+            outputs.append(x[:, step * length :])
+            # What was drafted for a place is read where that place is.
+            features = F.pad(outputs[-1][:, :-1], (0, 0, 1, 0))
+        return outputs
+
+    def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Smooth L1 to the target's features and cross-entropy to its distribution (eq. 4 to 6).
+
+        In training mode the agreement is that of the steps that are trained, otherwise that of
+        the first five.
+        """
+        options, features = self.options, batch.hidden[:, :-1]
+        if self.training and options.noise:
+            noise = torch.rand(features.shape, generator=batch.generator, device=features.device)
+            features = features + options.noise * (2 * noise - 1).to(features.dtype)
+        steps = options.unroll if self.training else MEASURED_DEPTH
+        steps = min(steps, features.shape[1])
+        total, agreement = batch.hidden.new_zeros(()), []
+        for step, drafted in enumerate(self(features, batch.token_ids[:, 1:], steps)):
+            drafted = drafted[:, step:]
+            logits = self.logits(drafted)
+            if step < options.unroll:
+                feature = F.smooth_l1_loss(drafted.float(), batch.hidden[:, step + 1 :].float())
+                token = soft_cross_entropy(logits, batch.logits[:, step + 1 :])
+                total = total + options.feature_weight * feature + options.token_weight * token
+            right = logits.argmax(-1) == batch.logits[:, step + 1 :].argmax(-1)
+            agreement.append(right.float().mean())
+        return total / options.unroll, {"agreement": torch.stack(agreement)}
+
+    # --- drafting ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        self.stack = LayerStack(layers, self.target.kv_tokens)
+        weight = self.stack.ops.pack(self.fc.weight.detach().contiguous())
+        self._fc = weight, self.fc.bias.detach().contiguous()
+
+    def new_state(self) -> EagleState:
+        return EagleState(self.stack.new_sequence())
+
+    def free(self, state: EagleState) -> None:
+        self.stack.free(state.sequence)
+
+    def root(
+        self,
+        states: Sequence[EagleState],
+        features: Sequence[Tensor],
+        token_ids: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Take in the new pairs of a feature and the token after it, all of them committed."""
+        parts = []
+        for state, ids in zip(states, token_ids, strict=True):
+            # What was drafted had features of the head's own: the target's take their place.
+            self.stack.commit(state.sequence, ())
+            parts.append((state.sequence, range(-1, len(ids) - 1)))
+        drafted = self._run(parts, [t for ids in token_ids for t in ids], torch.cat([*features]))
+        last, end = [], 0
+        for state, ids in zip(states, token_ids, strict=True):
+            self.stack.commit(state.sequence, range(len(ids)))
+            end += len(ids)
+            last.append(drafted[end - 1])
+            state.feature, state.entry = {-1: last[-1]}, {-1: -1}
+        return self.logits(torch.stack(last))
+
+    def expand(self, states: Sequence[EagleState], frontiers: Sequence[Frontier]) -> Tensor:
+        parts, tokens, features = [], [], []
+        for state, frontier in zip(states, frontiers, strict=True):
+            first = state.sequence.num_pending
+            parts.append((state.sequence, [state.entry[parent] for _, _, parent in frontier]))
+            for entry, (node, token, parent) in enumerate(frontier, first):
+                state.entry[node] = entry
+                tokens.append(token)
+                features.append(state.feature[parent])
+        drafted = self._run(parts, tokens, torch.stack(features))
+        nodes = (
+            (state, node)
+            for state, frontier in zip(states, frontiers, strict=True)
+            for node, _, _ in frontier
+        )
+        for (state, node), row in zip(nodes, drafted, strict=True):
+            state.feature[node] = row
+        return self.logits(drafted)
+
+    def _run(
+        self,
+        parts: Sequence[tuple[PooledSequence, Sequence[int]]],
+        token_ids: Sequence[int],
+        features: Tensor,
+    ) -> Tensor:
+        """The features after new pairs.  # [num_pairs, hidden_size]"""
+        embedded = self.target.embed(torch.tensor(token_ids, device=features.device))
+        return self.stack.run(self.inputs(embedded, features), self.stack.append(parts))
+
+    def greedy_chains(
+        self, states: Sequence[EagleState], first: Sequence[int], depth: int
+    ) -> IntArray:
+        if depth < 2:
+            return super().greedy_chains(states, first, depth)
+        features = torch.stack([state.feature[-1] for state in states])
+        tokens = self.stack.greedy_chain(
+            [state.sequence for state in states], first, depth - 1, self.target,
+            Fuse(*self._fc, features),
+        )  # fmt: skip
+        return super().greedy_chains(states, first, depth) if tokens is None else tokens.T
+
+
+def unrolled_mask(length: int, steps: int) -> Tensor:
+    """Which inputs the drafts from all places see, step by step (see :meth:`Eagle.forward`).
+
+    # bool [steps * length, steps * length]
+    """
+    step = torch.arange(steps).repeat_interleave(length)
+    place = torch.arange(length).repeat(steps)
+    row_step, row_place = step[:, None], place[:, None]
+    from_target = (step == 0) & (place <= row_place - row_step)
+    of_own_chain = (step > 0) & (step <= row_step) & (place == row_place - row_step + step)
+    return from_target | of_own_chain

@@ -1,0 +1,235 @@
+"""One kind for each draft head: its own loss, on what the frozen target computes for text."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine
+from paceline.errors import InvalidArgument
+from paceline.models.base import Segment
+from paceline.models.heads import HEADS
+from paceline.models.heads.base import Head, HeadBatch, Target
+from paceline.models.llama import LlamaRunner
+from paceline.sampling import SamplingParams
+from paceline.target import ModelTarget
+from paceline.train.data import Text
+from paceline.train.trainer import Batch
+from paceline.types import IntArray, Need
+
+DataSource = Literal["corpus", "target"]
+DATA_SOURCES: tuple[str, ...] = get_args(DataSource)
+
+_ROWS = 4  # that the target reads at once
+_TEMPERATURES = (0.0, 1.0)  # of what the target writes, row after row
+
+
+class HeadTask:
+    """Trains a head of any kind; the target stays as it is.
+
+    Held-out measurements, from the agreement a_1, a_2, ... of the head with the target's argmax at
+    each depth: ``accepted_length`` is 1 + a_1 + a_1 a_2 + ..., the tokens of a round with a chain
+    of the deepest measured depth if depths were independent; ``acceptance`` is the share of the
+    drafted tokens in it.
+
+    Args:
+        target: folder of a Llama-type model.
+        kind: one of :data:`paceline.models.heads.HEADS`.
+        options: of the head, by name; what is missing has the kind's default.
+        data_source: ``corpus`` trains on the text as it is. ``target`` lets the target write the
+            rows after their first quarter, every other one greedily, the rest at temperature 1:
+            what a head sees when it serves.
+        device: of the training.
+        seed: of the head's first weights and of what the target writes.
+
+    Raises:
+        InvalidArgument, ModelNotFound: what does not fit or is missing.
+    """
+
+    criterion = "acceptance"
+
+    def __init__(
+        self,
+        target: Path,
+        text: Text,
+        *,
+        kind: str,
+        options: Mapping[str, Any] | None = None,
+        data_source: str = "corpus",
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        if kind not in HEADS:
+            raise InvalidArgument("kind", kind, f"one of {', '.join(HEADS)}")
+        if data_source not in DATA_SOURCES:
+            raise InvalidArgument("data_source", data_source, f"one of {', '.join(DATA_SOURCES)}")
+        parts = Target.from_folder(target, device=device)
+        context = parts.config.context_length
+        if text.length >= context:
+            raise InvalidArgument("length", text.length, f"below the target's context, {context}")
+        chosen = read_options(HEADS[kind], options or {})
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.head: Head = HEADS[kind](parts, chosen)
+        self.head.bind(target)
+        self.name, self.model = kind, typing.cast(nn.Module, self.head)
+        # A row that is written needs room for its draft, too.
+        self._runner = LlamaRunner(target, device=device, kv_tokens=2 * _ROWS * (text.length + 8))
+        self._text, self._seed, self._device = text, seed, device
+        self._writes = data_source == "target"
+        self._written: dict[int, Tensor] = {}
+        self._held_out = text.held_out
+        if self._writes:
+            self._held_out = self._continued(text.held_out, range(-len(text.held_out), 0))
+        self.num_rows = len(text.training)
+        self.settings: Mapping[str, Any] = {
+            "target": parts.identity, "data": text.digest, "options": asdict(chosen),
+            "data_source": data_source, "model_seed": seed,
+        }  # fmt: skip
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss, _ = self.head.loss(self._read(self._rows(batch.rows), batch.generator))
+        return loss
+
+    def evaluate(self) -> dict[str, float]:
+        generator = torch.Generator(self._device).manual_seed(0)
+        loss, sums = 0.0, dict[str, Tensor]()
+        for rows in self._held_out.split(_ROWS):
+            share = len(rows) / len(self._held_out)
+            value, metrics = self.head.loss(self._read(rows, generator))
+            loss += share * float(value)
+            for name, metric in metrics.items():
+                sums[name] = sums.get(name, torch.zeros(())) + share * metric.double().cpu()
+        agreement = sums.pop("agreement")
+        accepted = agreement.cumprod(0)
+        each = {f"agreement_{i}": float(value) for i, value in enumerate(agreement, 1)}
+        others = {name: float(value) for name, value in sums.items() if value.dim() == 0}
+        return {
+            "acceptance": float(accepted.mean()),
+            "accepted_length": 1 + float(accepted.sum()),
+            **each,
+            "loss": loss,
+            **others,
+        }
+
+    def save(self, folder: Path) -> None:
+        self.head.save(folder)
+
+    def describe_rows(self, rows: IntArray) -> str:
+        return self._text.describe(rows)
+
+    # --- what the target says -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _read(self, rows: Tensor, generator: torch.Generator) -> HeadBatch:
+        """What the target computes for rows of text.  # int64 [batch, length + 1]"""
+        wants = self.head.needs & {Need.HIDDEN_STATES, Need.LAYER_STATES}
+        wants |= {Need.HIDDEN_STATES}
+        hidden, logits, states = [], [], []
+        for part in rows.split(_ROWS):
+            segments = [
+                Segment(self._runner.new_sequence(), row) for row in part.numpy().astype(np.int64)
+            ]
+            try:
+                result = self._runner.forward(segments, wants)
+            finally:
+                for segment in segments:
+                    self._runner.free(segment.sequence)
+            shape = tuple(part.shape)
+            hidden.append(result.extras[Need.HIDDEN_STATES].unflatten(0, shape))
+            logits.append(result.logits.unflatten(0, shape))
+            if Need.LAYER_STATES in wants:
+                states.append(result.extras[Need.LAYER_STATES].unflatten(0, shape))
+        return HeadBatch(
+            rows.to(self._device), torch.cat(hidden), torch.cat(logits),
+            torch.cat(states) if states else None, generator,
+        )  # fmt: skip
+
+    def _rows(self, chosen: IntArray) -> Tensor:
+        """Rows of the training text, or what the target makes of them.  # [batch, length + 1]"""
+        if not self._writes:
+            return self._text.training[chosen]
+        new = [row for row in chosen.tolist() if row not in self._written]
+        if new:
+            rows = self._continued(self._text.training[new], new)
+            self._written |= dict(zip(new, rows, strict=True))
+        return torch.stack([self._written[row] for row in chosen.tolist()])
+
+    def _continued(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
+        """Rows whose first quarter is kept, and the rest written by the target.
+
+        A row's text depends on its number and the seed alone, so that a training that is
+        interrupted finds the same.  # [batch, length + 1]
+        """
+        engine = Engine(ModelTarget(self._runner))
+        size = rows.shape[1]
+        prompt = max(2, size // 4)
+        plain = SamplingParams(max_tokens=size - prompt, ignore_eos=True)
+        params = [
+            replace(plain, temperature=_TEMPERATURES[n % 2], seed=(self._seed << 32) + n % 2**32)
+            for n in numbers
+        ]
+        ar = SpeculationConfig(method="ar")
+        sessions = engine.generate(rows[:, :prompt].tolist(), params, ar)
+        return torch.tensor([session.token_ids for session in sessions])
+
+
+def read_options(head: type[Head], given: Mapping[str, Any]) -> Any:
+    """The options of a head, from values or from their JSON.
+
+    Raises:
+        InvalidArgument: an option that the head does not have, or a value of another type.
+    """
+    hints = typing.get_type_hints(head.Options)
+    names = [f.name for f in fields(head.Options)]
+    values = {}
+    for name, value in given.items():
+        if name not in names:
+            raise InvalidArgument("set", name, f"an option of {head.kind}: {', '.join(names)}")
+        values[name] = _value(f"set {name}", value, hints[name])
+    return head.Options(**values)
+
+
+def _value(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type ``hint``: a bool, a number, a string, a tuple of these, or None."""
+    if isinstance(value, str) and hint is not str:
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise InvalidArgument(name, value, _described(hint)) from None
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # a type or None
+        if value is None:
+            return None
+        (hint,) = (kind for kind in get_args(hint) if kind is not types.NoneType)
+    if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(_value(name, item, get_args(hint)[0]) for item in value)
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint:
+        raise InvalidArgument(name, value, _described(hint))
+    return value
+
+
+def _described(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        return f"a list of values: each {_described(get_args(hint)[0])}"
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(map(_described, get_args(hint)))
+    words = {
+        types.NoneType: "null",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+    }
+    return words.get(hint, str(hint))

@@ -1,0 +1,102 @@
+"""The kinds of ``paceline train``: a name, and a function that builds its task.
+
+The functions take plain values, so that a worker on another machine can build the same task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.errors import InvalidArgument
+from paceline.models.heads import HEADS
+from paceline.train.data import load_text
+from paceline.train.draft_models import DraftTask
+from paceline.train.early_exit import ExitsTask
+from paceline.train.heads import HeadTask
+from paceline.train.trainer import Task
+
+
+def exits(
+    *,
+    target: Path | None = None,
+    data: Sequence[Path] = (),
+    length: int = 256,
+    held_out_rows: int = 32,
+    device: str = "cpu",
+    seed: int = 0,
+    **knobs: Any,
+) -> Task:
+    """Layer dropout and early-exit losses on ``target``, by default the demo's."""
+    target = target or TARGET_DIR
+    return ExitsTask(target, load_text(target, data, length, held_out_rows), **knobs)
+
+
+def distill(
+    *,
+    target: Path | None = None,
+    drafter: Path | None = None,
+    fresh: bool = False,
+    data: Sequence[Path] = (),
+    length: int = 256,
+    held_out_rows: int = 32,
+    **knobs: Any,
+) -> Task:
+    """DistillSpec. Without ``target`` the demo pair is taken, its drafter to start from.
+
+    Args:
+        fresh: start from the target's first layers although there is a drafter.
+    """
+    if target is None:
+        target, drafter = TARGET_DIR, drafter or (None if fresh else DRAFTER_DIR)
+    text = load_text(target, data, length, held_out_rows)
+    return DraftTask(target, text, drafter=drafter, **knobs)
+
+
+def align(**knobs: Any) -> Task:
+    """Direct alignment: TVD++ on what the target writes."""
+    chosen = {"name": "align", "divergence": "tvdpp", "data_source": "target"}
+    return distill(**(chosen | knobs))
+
+
+def nested(*, exits: Sequence[int] = (1,), **knobs: Any) -> Task:
+    """Sorted fine-tuning: the losses of the drafter's nested sub-models added up."""
+    return distill(**({"name": "sorted", "divergence": "ce"} | knobs), exits=exits)
+
+
+def head(
+    kind: str,
+    *,
+    target: Path | None = None,
+    data: Sequence[Path] = (),
+    length: int = 256,
+    held_out_rows: int = 32,
+    **knobs: Any,
+) -> Task:
+    """A draft head for ``target``, by default the demo's."""
+    target = target or TARGET_DIR
+    text = load_text(target, data, length, held_out_rows)
+    return HeadTask(target, text, kind=kind, **knobs)
+
+
+KINDS: Mapping[str, Callable[..., Task]] = {
+    "exits": exits,
+    "distill": distill,
+    "align": align,
+    "sorted": nested,
+    **{kind: partial(head, kind) for kind in HEADS},
+}
+
+
+def build(kind: str, **knobs: Any) -> Task:
+    """The task of a kind.
+
+    Raises:
+        InvalidArgument: an unknown kind, or a knob with a bad value.
+    """
+    if kind not in KINDS:
+        raise InvalidArgument("kind", kind, f"one of {', '.join(KINDS)}")
+    return KINDS[kind](**knobs)

@@ -1,0 +1,82 @@
+"""`paceline train`: options become a training; bad ones become one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.loading import load_engine
+from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    file = tmp_path / "text.jsonl"
+    records = [{"prompt": f"What is {i}?", "completion": f" It is {i}.\n" * 9} for i in range(60)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+SHORT = ("--length", "24", "--steps", "3", "--eval-every", "3", "--held-out-rows", "2", "-b", "2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("exits", ("--exit", "1", "--curriculum", "all")),
+        ("distill", ("--layers", "1", "--divergence", "jsd", "--beta", "0.3")),
+        ("align", ("--layers", "1")),
+        ("sorted", ("--exit", "1", "--layers", "2")),
+    ],
+)
+def test_each_kind_writes_a_model(
+    cli: Cli, target_folder: Path, text_file: Path, tmp_path: Path, kind: str,
+    options: tuple[str, ...],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    common = ("--target", target_folder, "--data", text_file, "--out", out, *SHORT)
+    result = cli("train", kind, *common, *options, "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary["steps"] == 3 and summary["out"] == str(out)
+    assert 0 < summary["after"]["acceptance"] <= 1
+    assert Path(summary["plot"]).is_file()
+    load_engine(target_folder, None if kind == "exits" else out)
+    load_engine(out)
+    if kind != "distill":
+        return
+    again = cli("train", kind, *common, *options)
+    assert again.exit_code == 0 and "kept_step: 3" in again.stdout
+    other = cli("train", kind, *common, *options, "--lr", "0.1")
+    assert other.exit_code == 2
+    assert "made with learning_rate=0.0002, now it is 0.1" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--divergence", "kl"), "divergence: got 'kl', expected one of forward_kl"),
+        (("--steps", "0"), "steps: got 0"),
+        (("--length", "4096"), "length: got 4096, expected at most 512"),
+        (("--address", "127.0.0.1:1"), "address: got '127.0.0.1:1', expected only with --workers"),
+        (("--workers", "0"), "workers: got 0"),
+        (("--workers", "3"), "batch_size: got 2, expected a multiple of 3"),
+        (("--data", "missing.txt"), "missing.txt"),
+        (("--drafter", "missing"), "missing"),
+        (("--device", "tpu"), "device: got 'tpu'"),
+    ],
+)
+def test_bad_options_are_one_line(
+    cli: Cli, target_folder: Path, text_file: Path, tmp_path: Path,
+    options: tuple[str, ...], message: str,
+) -> None:  # fmt: skip
+    common = ("--target", target_folder, "--data", text_file, "--out", tmp_path / "out", *SHORT)
+    if options[0] == "--length":
+        text_file.write_text(text_file.read_text() * 40)
+    result = cli("train", "distill", *common, *options)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert message in line
+    assert not (tmp_path / "out" / "config.json").exists()

@@ -1,0 +1,376 @@
+"""Draft heads: what holds for every kind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.head import HeadDrafter
+from paceline.engine import RoundEvent
+from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
+from paceline.methods import METHODS
+from paceline.models.heads import HEADS, HeadLibrary
+from paceline.models.heads.base import Head, HeadBatch, Target, load_head
+from paceline.models.heads.layer import LayerStack
+from paceline.models.llama import LlamaRunner
+from paceline.models.transformers import TransformersRunner
+from paceline.sampling import SamplingParams
+from paceline.target import ModelTarget
+from paceline.types import Need
+from tests.core.engines import Reference, WatchedEngine, find_session
+from tests.core.toy_heads import read
+from tests.heads import save_untrained, untrained
+from tests.modelzoo import make_model
+
+# Those that draft from the states of committed tokens alone.
+READERS = tuple(k for k, head in HEADS.items() if head.needs == {Need.HIDDEN_STATES})
+ROWS = tuple(name for name, method in METHODS.items() if method.head in READERS)
+PROMPTS = [list(b"a first prompt"), list(b"def f(x):"), list(b"ab"), list(b"z")]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained head of each kind for the small random model."""
+    result = tmp_path_factory.mktemp("heads")
+    save_untrained(result, tiny_folder)
+    return result
+
+
+@pytest.fixture(scope="module")
+def texts(tiny: LlamaRunner) -> HeadBatch:
+    """Two texts and what the small random model computes for them."""
+    ids = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
+    return read(tiny, ids)
+
+
+@cache
+def _loaded(kind: str, tiny_folder: Path, tiny: LlamaRunner) -> Head:
+    head = untrained(kind, Target.of_runner(tiny_folder, tiny), noise=0.05)
+    head.eval().requires_grad_(False)
+    head.prepare()
+    return head
+
+
+def heads_engine(folder: Path, tiny_folder: Path, **options: Any) -> WatchedEngine:
+    runner = LlamaRunner(tiny_folder, kv_tokens=4000)
+    heads = HeadLibrary(folder, tiny_folder, runner)
+    return WatchedEngine(ModelTarget(runner), heads=heads, **options)
+
+
+# --- drafting -------------------------------------------------------------------------------------
+
+
+def read_up_to(head: Head, state: Any, texts: HeadBatch, row: int, first: int, end: int) -> Any:
+    """``root`` with the features of places ``first`` to ``end - 1``."""
+    ids = texts.token_ids[row, first + 1 : end + 1].tolist()
+    return head.root([state], [texts.hidden[row, first:end]], [ids])
+
+
+@pytest.mark.parametrize("kind", READERS)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_nodes_of_a_tree_equal_their_paths_as_chains(
+    kind: str, data: st.DataObject, tiny_folder: Path, tiny: LlamaRunner, texts: HeadBatch
+) -> None:
+    head = _loaded(kind, tiny_folder, tiny)
+    depth = min(head.max_depth or 4, 4)
+    paths = data.draw(
+        st.lists(
+            st.lists(st.integers(0, 3), min_size=1, max_size=depth - 1), min_size=1, max_size=5
+        )
+    )
+    levels = [
+        sorted({tuple(p[:level]) for p in paths if len(p) >= level}) for level in range(1, depth)
+    ]
+    numbers = {(): -1} | {path: i for i, path in enumerate(p for level in levels for p in level)}
+    tokens = [7, 60, 130, 200]
+    state = head.new_state()
+    read_up_to(head, state, texts, 0, 0, 10)
+    found = {}
+    for level in filter(None, levels):
+        frontier = [(numbers[p], tokens[p[-1]], numbers[p[:-1]]) for p in level]
+        found |= dict(zip(level, head.expand([state], [frontier]), strict=True))
+    head.free(state)
+    for path, logits in found.items():
+        alone = head.new_state()
+        read_up_to(head, alone, texts, 0, 0, 10)
+        for i, choice in enumerate(path):
+            expected = head.expand([alone], [[(i, tokens[choice], i - 1)]])
+        head.free(alone)
+        torch.testing.assert_close(logits[None], expected, atol=1e-4, rtol=1e-4)
+    assert not _kept_entries(head)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_drafting_leaves_nothing_in_what_was_committed(
+    kind: str, tiny_folder: Path, tiny: LlamaRunner, texts: HeadBatch
+) -> None:
+    """Reading in pieces, with drafts that were rejected in between, equals reading at once."""
+    head = _loaded(kind, tiny_folder, tiny)
+    state, fresh = head.new_state(), head.new_state()
+    ends = [3, 4, 9, 12]
+    for first, end in zip([0, *ends], ends, strict=False):
+        pieces = read_up_to(head, state, texts, 1, first, end)
+        head.expand([state], [[(0, 5, -1), (1, 9, -1)]])
+        head.expand([state], [[(2, 5, 0), (3, 9, 1), (4, 5, 1)]])
+    whole = read_up_to(head, fresh, texts, 1, 0, ends[-1])
+    torch.testing.assert_close(pieces, whole, atol=1e-4, rtol=1e-4)
+    stack = getattr(head, "stack", None)
+    if isinstance(stack, LayerStack):
+        # Both are asked for the next token, so that all of these entries are committed.
+        for each in (state, fresh):
+            read_up_to(head, each, texts, 1, ends[-1], ends[-1] + 1)
+        slots = [s.sequence.slots[: ends[-1]].astype(np.int64) for s in (state, fresh)]
+        for cache in (stack.pool.keys, stack.pool.values):
+            kept, expected = (cache[:, torch.from_numpy(each)] for each in slots)
+            torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
+    head.free(state)
+    head.free(fresh)
+    assert not _kept_entries(head)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_sessions_of_a_batch_draft_as_they_do_alone(
+    kind: str, tiny_folder: Path, tiny: LlamaRunner, texts: HeadBatch
+) -> None:
+    head = _loaded(kind, tiny_folder, tiny)
+    depth = min(head.max_depth or 5, 5)
+    sizes = (8, 13)
+
+    def draft(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        states = [head.new_state() for _ in rows]
+        features = [texts.hidden[row, : sizes[row]] for row in rows]
+        following = [texts.token_ids[row, 1 : sizes[row] + 1].tolist() for row in rows]
+        root = head.root(states, features, following)
+        below = head.expand(states, [[(0, 3 + row, -1)] for row in rows])
+        head.root(states, [texts.hidden[r, sizes[r] : sizes[r] + 1] for r in rows], [
+            texts.token_ids[r, sizes[r] + 1 : sizes[r] + 2].tolist() for r in rows
+        ])  # fmt: skip
+        chains = head.greedy_chains(states, [11] * len(rows), depth)
+        for state in states:
+            head.free(state)
+        return root, below, chains
+
+    together = draft([0, 1])
+    for row in (0, 1):
+        alone = draft([row])
+        for whole, own in zip(together, alone, strict=True):
+            np.testing.assert_allclose(whole[row], own[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_chains_in_one_go_equal_chains_step_by_step(
+    kind: str, tiny_folder: Path, tiny: LlamaRunner, texts: HeadBatch
+) -> None:
+    head = _loaded(kind, tiny_folder, tiny)
+    for depth in range(1, min(head.max_depth or 6, 6) + 1):
+        states = [head.new_state(), head.new_state()]
+        features = [texts.hidden[0, :9], texts.hidden[1, :5]]
+        following = [texts.token_ids[0, 1:10].tolist(), texts.token_ids[1, 1:6].tolist()]
+        first = head.root(states, features, following).argmax(-1).tolist()
+        chains = head.greedy_chains(states, first, depth)
+        for state in states:
+            head.free(state)
+        states = [head.new_state(), head.new_state()]
+        head.root(states, features, following)
+        expected = Head.greedy_chains(head, states, first, depth)
+        for state in states:
+            head.free(state)
+        assert chains.shape == (2, depth)
+        assert chains.tolist() == expected.tolist()
+
+
+def _kept_entries(head: Head) -> int:
+    stack = getattr(head, "stack", None)
+    return stack.pool.capacity - stack.pool.num_free if isinstance(stack, LayerStack) else 0
+
+
+# --- in an engine ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_tokens_in_a_batch_are_those_of_ar_and_nothing_is_left(
+    method: str, folder: Path, tiny_folder: Path, reference: Reference
+) -> None:
+    engine = heads_engine(folder, tiny_folder)
+    params = [
+        SamplingParams(max_tokens=24, temperature=t, seed=i, ignore_eos=True)
+        for i, t in enumerate((0.0, 0.8, 0.0, 1.0))
+    ]
+    config = SpeculationConfig(method=method, length="fixed")
+    cancelled = engine.submit(PROMPTS[0], params[0], config)
+    engine.step()
+    engine.step()
+    engine.cancel(cancelled.session_id)
+    sessions = engine.generate(PROMPTS, params, config)
+    for session, prompt, wanted in zip(sessions, PROMPTS, params, strict=True):
+        assert session.output_ids == reference(prompt, wanted)
+        assert session.stats.num_drafted > 0
+        assert not session.stats.drafter_lost
+    drafter = engine.drafters[METHODS[method].drafter]
+    assert isinstance(drafter, HeadDrafter)
+    assert not drafter._readings
+    assert not _kept_entries(drafter._head)
+    assert find_session(drafter, engine.session_ids) is None
+    assert engine.target.num_free == engine.target.kv_capacity
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_no_draft_is_deeper_than_the_head_can(method: str, folder: Path, tiny_folder: Path) -> None:
+    engine = heads_engine(folder, tiny_folder)
+    config = SpeculationConfig(method=method, length="fixed", num_speculative_tokens=9)
+    (session,) = engine.generate(
+        PROMPTS[:1], SamplingParams(max_tokens=16, ignore_eos=True), config
+    )
+    drafter = engine.drafters[METHODS[method].drafter]
+    assert isinstance(drafter, HeadDrafter)
+    assert 0 < len(session.stats.drafted_by_depth) <= (drafter._head.max_depth or 9)
+
+
+def test_medusa_accepts_typically(folder: Path, tiny_folder: Path) -> None:
+    """Threshold 0 accepts every draft whole, one that no probability exceeds accepts none."""
+    for epsilon, expected in ((0.0, 3.0), (1.0, 0.0)):
+        events: list[RoundEvent] = []
+        engine = heads_engine(folder, tiny_folder)
+        config = SpeculationConfig(
+            method="medusa", shape="chain", num_speculative_tokens=3, node_budget=3,
+            length="fixed", acceptance="typical", allow_lossy=True,
+            typical_epsilon=epsilon, typical_delta=1e6,
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
+        engine.submit(PROMPTS[0], params, config, on_event=events.append)
+        while engine.has_work:
+            engine.step()
+        whole = [e for e in events if e.outcome and e.outcome.draft.num_nodes == 3]
+        assert len(whole) > 2
+        assert {float(e.num_accepted) for e in whole} == {expected}
+
+
+def test_heads_are_refused_on_the_general_path(folder: Path, tiny_folder: Path, zoo: Path) -> None:
+    gpt2 = TransformersRunner(make_model("gpt2", zoo))
+    for runner, where in ((gpt2, "gpt2"), (TransformersRunner(tiny_folder), "llama")):
+        heads = HeadLibrary(folder, tiny_folder, runner)
+        engine = WatchedEngine(ModelTarget(runner), heads=heads)
+        for method in ROWS:
+            with pytest.raises(InvalidArgument, match="fast path") as caught:
+                engine.submit(PROMPTS[0], None, SpeculationConfig(method=method))
+            assert caught.value.field == "method", where
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_missing_head_says_how_to_make_it(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
+    engine = heads_engine(tmp_path, tiny_folder)
+    rows = [method for method in METHODS.values() if method.head == kind]
+    assert rows
+    for row in rows:
+        with pytest.raises(InvalidArgument, match=f"paceline train {kind}"):
+            engine.submit(PROMPTS[0], None, SpeculationConfig(method=row.name))
+        refusal = engine.refusal(row)
+        assert refusal is not None
+        assert f"paceline train {kind}" in refusal
+
+
+# --- on disk --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_save_and_load(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
+    target = Target.from_folder(tiny_folder)
+    head = untrained(kind, target, seed=4)
+    head.save(tmp_path / kind)
+    loaded = load_head(HEADS[kind], tmp_path / kind, target)
+    assert loaded.options == head.options
+    before, after = head.state_dict(), loaded.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert sorted(p.name for p in (tmp_path / kind).iterdir()) == [
+        "config.json", "model.safetensors",
+    ]  # fmt: skip
+    # Weights of the target are not part of it.
+    assert all(target.config.vocab_size not in value.shape for value in after.values())
+
+
+def _other_tokenizer(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    a, b = list(vocabulary)[:2]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    file.write_text(json.dumps(content))
+
+
+OTHER_TARGETS = {
+    "hidden_size": {"hidden_size": 32, "num_hidden_layers": 2},
+    "num_layers": {"num_hidden_layers": 3},
+    "vocab_size": {"vocab_size": 300, "num_hidden_layers": 2},
+    "other weights": {"seed": 1, "num_hidden_layers": 2},
+    "another tokenizer": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("difference", OTHER_TARGETS)
+def test_a_head_for_another_target_is_refused(
+    difference: str, folder: Path, zoo: Path, tmp_path: Path
+) -> None:
+    other: dict[str, Any] = OTHER_TARGETS[difference]
+    target = make_model("llama_gqa", zoo, **other)
+    if difference == "another tokenizer":
+        target = shutil.copytree(target, tmp_path / "target")
+        _other_tokenizer(target)
+    library = HeadLibrary(folder, target, LlamaRunner(target, kv_tokens=64))
+    for kind in HEADS:
+        with pytest.raises(InvalidArgument, match=difference) as caught:
+            library.load(kind)
+        assert caught.value.field == "head"
+        assert str(folder / kind) in str(caught.value)
+
+
+def _rewrite(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _smaller(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(str(folder / "model.safetensors"))
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, folder / "model.safetensors")
+
+
+DAMAGE = {
+    "has no model.safetensors": lambda folder: (folder / "model.safetensors").unlink(),
+    "model.safetensors is damaged": lambda folder: _truncate(folder / "model.safetensors"),
+    "does not fit its config.json": _smaller,
+    "config.json is not valid JSON": lambda folder: _truncate(folder / "config.json"),
+    "config.json does not describe a head": lambda folder: _rewrite(folder, options={"nose": 1}),
+    "a strange head": lambda folder: _rewrite(folder, kind="strange"),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGE)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_damaged_head_says_which_file_and_why(
+    kind: str, reason: str, folder: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(folder / kind, tmp_path / kind)
+    DAMAGE[reason](copied)
+    with pytest.raises(PacelineError, match=reason) as caught:
+        load_head(HEADS[kind], copied, Target.from_folder(tiny_folder))
+    assert str(copied) in str(caught.value)
+    assert isinstance(caught.value, InvalidArgument if "strange" in reason else ModelNotFound)

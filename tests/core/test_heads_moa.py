@@ -1,0 +1,194 @@
+"""Mixture of Attentions: nothing after the last verified token is ever read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine
+from paceline.errors import InvalidArgument
+from paceline.models.heads import HeadLibrary
+from paceline.models.heads.base import Target, load_head
+from paceline.models.heads.moa import (
+    MixtureOfAttentions,
+    MixtureOptions,
+    staircase_mask,
+    step_starts,
+)
+from paceline.models.llama import LlamaRunner
+from paceline.sampling import SamplingParams
+from paceline.target import ModelTarget
+from tests.core.toy_heads import (
+    accepted_length,
+    check_end_of_context,
+    decode,
+    demo_runner,
+    demo_target,
+    drafted_logits,
+    evaluate,
+    random_head,
+    read,
+    texts,
+    train,
+)
+
+IDS = list(range(40, 54))
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder: Path) -> Target:
+    return Target.from_folder(tiny_folder)
+
+
+@pytest.fixture
+def states(target: Target) -> torch.Tensor:
+    """# [length, num_layers, hidden_size]"""
+    shape = len(IDS), target.config.num_layers, target.config.hidden_size
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def head(target: Target, tmp_path: Path) -> MixtureOfAttentions:
+    """A random head as it is loaded to draft, with a target of which only the ends are there."""
+    random_head(MixtureOfAttentions, target, MixtureOptions(horizon=4)).save(tmp_path)
+    return load_head(MixtureOfAttentions, tmp_path, target)
+
+
+@pytest.mark.parametrize("phase", range(4))
+def test_drafts_depend_on_nothing_after_the_last_verified_token(
+    phase: int, head: MixtureOfAttentions, states: torch.Tensor
+) -> None:
+    length, ids = len(IDS), torch.tensor([IDS])
+    starts = step_starts(length, 4, phase).tolist()
+    assert all(place - 3 <= start <= place for place, start in enumerate(starts))
+    assert len(set(starts)) == len({(place + phase) // 4 for place in range(length)})
+    mask = staircase_mask(length, 4, phase)
+    before = head(states[None], ids, phase)[0]
+    for place in range(length):
+        other = states.clone()
+        other[place] += 1.0
+        after = head(other[None], ids, phase)[0]
+        for row in range(length):
+            assert mask[row, place] == (place <= starts[row])
+            assert torch.equal(before[row], after[row]) == (place > starts[row])
+
+
+def test_drafting_computes_what_training_does(
+    head: MixtureOfAttentions, states: torch.Tensor, target: Target
+) -> None:
+    for last in range(len(IDS) - 4):
+        phase = -last % 4  # a step begins with the last verified place
+        drafted = head(states[None], torch.tensor([IDS]), phase)[0, last : last + 4]
+        state = head.new_state()
+        logits = [head.root([state], [states[: last + 1]], [IDS[: last + 1]])[0]]
+        for node in range(3):
+            step = (node, IDS[last + 1 + node], node - 1)
+            logits.append(head.expand([state], [[step]])[0])
+        head.free(state)
+        assert torch.allclose(torch.stack(logits), target.logits(drafted), atol=1e-4)
+
+
+def test_rounds_leave_no_trace_of_their_drafts(
+    head: MixtureOfAttentions, states: torch.Tensor
+) -> None:
+    state, done = head.new_state(), 0
+    for count in (5, 1, 2, 1, 4):
+        rows, ids = states[done : done + count], IDS[done : done + count]
+        logits = head.root([state], [rows], [ids])
+        head.greedy_chains([state], [3], 4)
+        done += count
+        fresh = head.new_state()
+        at_once = head.root([fresh], [states[:done]], [IDS[:done]])
+        assert torch.allclose(logits, at_once, atol=1e-4)
+        head.free(fresh)
+    head.free(state)
+    assert head.stack.pool.num_free == head.stack.pool.capacity
+
+
+def test_a_node_of_a_tree_is_as_on_its_path_alone(
+    head: MixtureOfAttentions, states: torch.Tensor
+) -> None:
+    paths = [[60, 61, 62], [60, 63, 64], [65, 66, 67]]
+    together = drafted_logits(head, states, IDS, paths)
+    alone = torch.cat([drafted_logits(head, states, IDS, [path]) for path in paths])
+    assert torch.allclose(together, alone, atol=1e-4)
+
+
+def test_sessions_do_not_mix(head: MixtureOfAttentions, states: torch.Tensor) -> None:
+    pair = [head.new_state(), head.new_state()]
+    features, ids = [states[:9], states[3:7]], [IDS[:9], IDS[3:7]]
+    together = [head.root(pair, features, ids)]
+    together.append(head.expand(pair, [[(0, 60, -1), (1, 61, -1)], [(0, 62, -1)]]))
+    apart: list[list[torch.Tensor]] = [[], []]
+    for i, frontier in enumerate([[(0, 60, -1), (1, 61, -1)], [(0, 62, -1)]]):
+        state = head.new_state()
+        apart[0].append(head.root([state], [features[i]], [ids[i]]))
+        apart[1].append(head.expand([state], [frontier]))
+    for whole, parts in zip(together, apart, strict=True):
+        assert torch.allclose(whole, torch.cat(parts), atol=1e-4)
+
+
+def test_all_layers_count(head: MixtureOfAttentions, states: torch.Tensor) -> None:
+    """And the layers are told apart: swapping two of them changes the summary."""
+    summary = head.summary(states)
+    assert summary.shape == (len(IDS), states.shape[-1])
+    for layer in range(states.shape[1]):
+        other = states.clone()
+        other[:, layer] += torch.randn_like(other[:, layer])
+        assert not torch.allclose(head.summary(other), summary, atol=1e-3)
+    assert not torch.allclose(head.summary(states.flip(1)), summary, atol=1e-4)
+
+
+def test_drafting_needs_no_layer_of_the_target(tiny_folder: Path, tmp_path: Path) -> None:
+    """The target itself runs once in a round, to verify, and its layers are no part of the head."""
+    target = Target.from_folder(tiny_folder)
+    random_head(MixtureOfAttentions, target, MixtureOptions()).save(tmp_path / "moa")
+    runner = LlamaRunner(tiny_folder, kv_tokens=500)
+    forwards = []
+    forward = runner.forward
+    runner.forward = lambda *a, **k: forwards.append(0) or forward(*a, **k)  # type: ignore
+    engine = Engine(ModelTarget(runner), heads=HeadLibrary(tmp_path, tiny_folder, runner))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    config = SpeculationConfig(method="moa", length="fixed")
+    (session,) = engine.generate([list(b"prompt")], params, config)
+    assert session.stats.num_draft_nodes > session.stats.num_rounds
+    assert len(forwards) == session.stats.num_rounds + 1  # and once to read the prompt
+
+
+def test_what_a_drafter_elsewhere_would_be_sent(
+    head: MixtureOfAttentions, states: torch.Tensor
+) -> None:
+    """One vector for each token: a share of ``1 / num_layers`` of what the layers computed."""
+    state, done = head.new_state(), 0
+    for count in (6, 1, 3):
+        rows = states[done : done + count]
+        head.root([state], [rows], [IDS[done : done + count]])
+        done += count
+        assert state.payload_bytes == count * states.shape[-1] * 4
+        assert state.payload_bytes * states.shape[1] == rows.numel() * 4
+
+
+def test_training_makes_drafts_right(tmp_path: Path) -> None:
+    batch = read(demo_runner(), texts())
+    torch.manual_seed(0)
+    head = MixtureOfAttentions(demo_target(), MixtureOptions(horizon=6))
+    before, _ = evaluate(head, batch)
+    train(head, batch, 40, rate=2e-3)
+    after, agreement = evaluate(head, batch)
+    assert after < 0.5 * before
+    assert agreement.shape == (6,) and agreement.min() > 0.5
+    assert accepted_length(decode(head, tmp_path, "moa")) > 2.5
+
+
+def test_exact_to_the_end_of_the_context(zoo: Path, tmp_path: Path) -> None:
+    check_end_of_context(
+        MixtureOfAttentions, MixtureOptions(), zoo, tmp_path, num_speculative_tokens=12
+    )
+
+
+def test_a_horizon_is_at_least_one_token(target: Target) -> None:
+    with pytest.raises(InvalidArgument, match="horizon"):
+        MixtureOfAttentions(target, MixtureOptions(horizon=0))

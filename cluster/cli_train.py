@@ -373,7 +373,7 @@ def _head_command(kind: str) -> Any:
     - `paceline train {kind} --target ./model --data text.jsonl --out ./model/heads/{kind}`
     """
     app = typer.Typer(rich_markup_mode="markdown")
-    _kind(kind, app, learning_rate=1e-3)(own)
+    _kind(kind, app, learning_rate=3e-3)(own)
     return typer.main.get_command(app)
 
 

@@ -904,8 +904,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             name="blockwise",
-            paper="Stern, Shazeer, Uszkoreit: Blockwise Parallel Decoding, 2018, "
-            "arXiv 1811.03115",
+            paper="Stern, Shazeer, Uszkoreit: Blockwise Parallel Decoding, 2018, arXiv 1811.03115",
             summary="A layer on the target's hidden state predicts a block of next tokens.",
             drafter="blockwise",
             shape="chain",
@@ -995,7 +994,7 @@ METHODS: Mapping[str, Method] = {
             shape="sequoia",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 6, "node_budget": 12, "branching": None},
+            defaults={"num_speculative_tokens": 6, "node_budget": 12},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="falcon",
         ),

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from paceline.demo import TARGET_DIR
 from paceline.models.heads import HEADS
 from paceline.models.heads.base import Head, Target
 
@@ -36,9 +35,9 @@ def save_untrained(folder: Path, target_folder: Path, seed: int = 0) -> None:
 
 
 @cache
-def untrained_demo_heads() -> Path:
-    """For the demo target; made once, removed at exit."""
+def untrained_heads(target_folder: Path) -> Path:
+    """For a target; made once, removed at exit."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-heads-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    save_untrained(folder, TARGET_DIR)
+    save_untrained(folder, target_folder)
     return folder

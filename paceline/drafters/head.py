@@ -71,10 +71,10 @@ class HeadDrafter:
         if not depth:
             return None
         first = self.root(sessions).argmax(-1).tolist()
-        chains = self._head.greedy_chains(self._states(sessions), first, depth)
+        chains = self._head.greedy_chains(self._states_of(sessions), first, depth)
         return [Draft.chain(chain) for chain in chains]
 
-    def _states(self, sessions: Sequence[Session]) -> list[State]:
+    def _states_of(self, sessions: Sequence[Session]) -> list[State]:
         return [self._readings[session.session_id].state for session in sessions]
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:
@@ -87,12 +87,12 @@ class HeadDrafter:
             following.append(session.token_ids[end - len(rows) : end])
             features.append(rows)
             reading.features = []
-        return self._head.root(self._states(sessions), features, following)
+        return self._head.root(self._states_of(sessions), features, following)
 
     def expand(
         self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
-        return self._head.expand(self._states(sessions), frontiers)
+        return self._head.expand(self._states_of(sessions), frontiers)
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         """Keep the features of the tokens whose KV entries were committed."""

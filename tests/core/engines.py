@@ -13,12 +13,14 @@ from paceline.drafters.base import AsyncDrafter, Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
 from paceline.methods import METHODS, Method
+from paceline.models.heads import HeadLibrary
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
 from tests.fakes import WITH_FAKES
+from tests.heads import untrained_heads
 
 # Every row that promises AR's tokens or AR's law; the small engine has all that they need.
 LOCAL_METHODS = tuple(name for name, method in METHODS.items() if method.lossless)
@@ -115,6 +117,7 @@ def small_engine(
         eos_token_ids=eos_token_ids,
         limits=limits,
         catalogue=catalogue,
+        heads=HeadLibrary(untrained_heads(folder), folder, target),
     )
     return Small(engine, target, drafter)
 

@@ -15,7 +15,7 @@ from paceline.session import Session
 from paceline.target import ModelTarget
 from tests.core.prompts import code_prompts
 from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
-from tests.heads import untrained_demo_heads
+from tests.heads import untrained_heads
 
 BASE = SamplingParams(ignore_eos=True)
 SAMPLED = replace(BASE, temperature=1.0)
@@ -103,7 +103,7 @@ class Suite:
             tokenizer=self.demo.tokenizer,
             limits=EngineLimits(max_sessions=batch),
             catalogue=catalogue,
-            heads=HeadLibrary(untrained_demo_heads(), TARGET_DIR, self.demo.target.runner),
+            heads=HeadLibrary(untrained_heads(TARGET_DIR), TARGET_DIR, self.demo.target.runner),
         )
 
     def speculation(self, method: str) -> SpeculationConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.models.base import PseudoTokens, Segment
 from paceline.models.heads import HEADS, HeadLibrary
-from paceline.models.heads.base import Target, load_head
+from paceline.models.heads.base import HeadBatch, Target, load_head
 from paceline.models.heads.hidden_transfer import HiddenTransfer, TransferOptions
 from paceline.models.heads.ppd import PromptDecoding, PromptOptions
-from paceline.models.heads.pseudo import PseudoHead
+from paceline.models.heads.pseudo import RANKS, PseudoHead
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.shapes.dynamic_sparse import (
@@ -62,10 +63,17 @@ BEHIND = np.array([0, 5, 3], np.int32)
 KINDS = ("ppd", "hidden_transfer")
 
 
-@pytest.fixture(scope="module", params=[load_runner, load_runner_without_kernels])
+RUNNERS = {
+    "kernels": load_runner,
+    "kernels-bfloat16": partial(load_runner, dtype=torch.bfloat16),
+    "torch": load_runner_without_kernels,
+}
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
 def runner(request: pytest.FixtureRequest, zoo: Path) -> LlamaRunner:
     """With the kernels, and in plain torch; three layers."""
-    load: Callable[..., LlamaRunner] = request.param
+    load: Callable[..., LlamaRunner] = RUNNERS[request.param]
     return load(make_model("llama_gqa", zoo), kv_tokens=500, batch_invariant=True)
 
 
@@ -314,29 +322,64 @@ def random_head(kind: str, target: Target, **options: int) -> PseudoHead:
     return head.requires_grad_(False)
 
 
+MODELS: dict[str, dict[str, object]] = {
+    "llama_gqa": {},
+    "mistral_sliding": {},  # a window of 16
+    "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", ["llama_gqa", "qwen3"])
+@pytest.mark.parametrize("model", MODELS)
 def test_training_computes_what_verification_does(kind: str, model: str, zoo: Path) -> None:
-    folder = make_model(model, zoo)
+    folder = make_model(model, zoo, **MODELS[model])
     head = random_head(kind, Target.from_folder(folder), num_guesses=2)
     head.bind(folder)
-    ids = torch.arange(30, 42)[None]
-    places = torch.tensor([2, 7])
+    ids = torch.arange(30, 60)[None]
+    places = torch.tensor([2, 7, 27])
     trained = head.guesses(ids, places)[0]  # [num_places, num_guesses, vocab_size]
     runner = LlamaRunner(folder, kv_tokens=200)
+    index = torch.tensor([0, 1])
     for i, place in enumerate(places.tolist()):
-        pseudo = PseudoTokens(
-            np.array([place, 12], np.int32),
-            head.first_layer,
-            lambda stream, place=place: head.inputs(
-                stream, torch.tensor([place, place]), torch.tensor([0, 1])
-            ),
-        )
+        owners = torch.tensor([place, place])
+        inputs = partial(head.inputs, owners=owners, index=index)
+        pseudo = PseudoTokens(np.array([place, 30], np.int32), head.first_layer, inputs)
         sequence = runner.new_sequence()
-        logits = runner.forward([Segment(sequence, ids[0].numpy(), pseudo=pseudo)]).logits[12:]
+        logits = runner.forward([Segment(sequence, ids[0].numpy(), pseudo=pseudo)]).logits[30:]
         runner.free(sequence)
         assert torch.allclose(trained[i], logits, atol=1e-3, rtol=1e-3)
         assert trained[i].argmax(-1).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accuracies_are_measured_in_training(kind: str) -> None:
+    """For each distance and rank, how often the guess is the target's argmax at that place."""
+    batch = read(demo_runner(), texts()[:2, :24])
+    head = HEADS[kind](demo_target(), HEADS[kind].Options(places=0))
+    assert isinstance(head, PseudoHead)
+    head.bind(TARGET_DIR)
+    head.eval()
+    assumed = head.accuracy.clone()
+    head.loss(batch)
+    assert torch.equal(head.accuracy, assumed)
+    expected = measured(head, batch)
+    head.train()
+    head.loss(batch)
+    assert torch.allclose(head.accuracy, 0.95 * assumed + 0.05 * expected, atol=1e-5)
+
+
+@torch.no_grad()
+def measured(head: PseudoHead, batch: HeadBatch) -> torch.Tensor:
+    """The same, one by one.  # [num_guesses, RANKS]"""
+    places = range(batch.token_ids.shape[1] - head.num_guesses)
+    logits = head.guesses(batch.token_ids, torch.tensor(places))
+    result = torch.zeros_like(head.accuracy)
+    for row, place, i in product(range(len(logits)), places, range(head.num_guesses)):
+        right = int(batch.logits[row, place + 1 + i].argmax())
+        ranked = logits[row, place, i].argsort(descending=True).tolist()
+        if ranked.index(right) < RANKS:
+            result[i, ranked.index(right)] += 1
+    return result / (len(logits) * len(places))
 
 
 @pytest.mark.parametrize("kind", KINDS)

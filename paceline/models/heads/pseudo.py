@@ -129,12 +129,20 @@ class PseudoHead(Head):
         embedded = model.get_input_embeddings()(token_ids)
         # What the rows are before they come in is seen by nobody.
         blank = embedded.new_zeros(len(embedded), len(owners), embedded.shape[-1])
-        mask = training_mask(length, owners, index)
+        # transformers takes a mask for each kind of attention where a model has several.
+        masks: Any = {
+            "full_attention" if window is None else "sliding_attention": training_mask(
+                length, owners, index, window
+            )[None, None]
+            for window in set(self.target.config.windows)
+        }
+        if len(masks) == 1:
+            (masks,) = masks.values()
         hook = model.layers[self.first_layer].register_forward_pre_hook(come_in)
         try:
             hidden = model(
                 inputs_embeds=torch.cat([embedded, blank], 1),
-                attention_mask=mask[None, None],
+                attention_mask=masks,
                 position_ids=positions[None],
                 use_cache=False,
             ).last_hidden_state
@@ -190,16 +198,23 @@ class PseudoHead(Head):
         return torch.stack(rows)
 
 
-def training_mask(length: int, owners: Tensor, index: Tensor) -> Tensor:
+def training_mask(length: int, owners: Tensor, index: Tensor, window: int | None = None) -> Tensor:
     """What rows of text followed by pseudo tokens see: 0 there, else the lowest number.
 
-    # float32 [length + num_pseudo, length + num_pseudo]
+    Args:
+        window: positions that attention sees, None for all.
+
+    Returns:
+        # float32 [length + num_pseudo, length + num_pseudo]
     """
-    device = owners.device
-    text = torch.arange(length, device=device)
-    sees = torch.zeros(length + len(owners), length + len(owners), dtype=torch.bool, device=device)
+    text = torch.arange(length, device=owners.device)
+    size = length + len(owners)
+    sees = torch.zeros(size, size, dtype=torch.bool, device=text.device)
     sees[:length, :length] = text[None] <= text[:, None]
     sees[length:, :length] = text[None] <= owners[:, None]
     sees[length:, length:] = (owners[None] == owners[:, None]) & (index[None] <= index[:, None])
-    mask = torch.zeros(sees.shape, device=device)
+    if window is not None:
+        positions = torch.cat([text, owners + 1 + index])
+        sees &= positions[None] > positions[:, None] - window
+    mask = torch.zeros(sees.shape, device=text.device)
     return mask.masked_fill_(~sees, torch.finfo(torch.float32).min)

@@ -130,7 +130,10 @@ class Engine:
         self.length_context = length_context or LengthContext(vocab_size=target.vocab_size)
         if target.num_layers:
             self.length_context = replace(
-                self.length_context, num_layers=target.num_layers, exit_logits=target.exit_logits
+                self.length_context,
+                num_layers=target.num_layers,
+                head_layers=target.head_layers,
+                exit_logits=target.exit_logits,
             )
         self.catalogue = {**catalogue, CLIENT_METHOD.name: CLIENT_METHOD}
         self.sessions: dict[str, Session] = {}

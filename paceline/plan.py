@@ -203,7 +203,12 @@ def _parts(
     names = tuple(given.get("drafters", method.defaults["drafters"]))
     rows: dict[str, Method] = {}
     for row in catalogue.values():  # a drafter's first row says which knobs it has
-        if row.drafter not in ("none", "client") and "drafters" not in row.defaults:
+        # What a head reads belongs to its own draft: it cannot be a part of another one.
+        if (
+            row.drafter not in ("none", "client")
+            and "drafters" not in row.defaults
+            and not row.head
+        ):
             rows.setdefault(row.drafter, row)
     for i, name in enumerate(names):
         _one_of(f"drafters[{i}]", name, rows)

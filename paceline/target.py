@@ -39,6 +39,11 @@ class ModelTarget:
         return self.runner.config.num_layers if isinstance(self.runner, LlamaRunner) else 0
 
     @property
+    def head_layers(self) -> float:
+        """Weight of the output layer in layers; 0 where ``num_layers`` is."""
+        return self.runner.config.head_layers if isinstance(self.runner, LlamaRunner) else 0.0
+
+    @property
     def provides(self) -> frozenset[Need]:
         """What drafters may want from this target."""
         return self.runner.provides

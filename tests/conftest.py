@@ -24,10 +24,14 @@ def _one_thread() -> Iterator[None]:
     """Models this small are slower on several threads, and much slower on busy cores."""
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    from paceline.loading import limit_threads
+    from paceline.models import kernels
+
+    threads, kernel_threads = torch.get_num_threads(), kernels.num_threads()
+    limit_threads(1)
     yield
     torch.set_num_threads(threads)
+    kernels.set_num_threads(kernel_threads)
 
 
 @pytest.fixture(scope="session")

@@ -24,49 +24,117 @@ if TYPE_CHECKING:
     from paceline.session import Session
 
 DECAY = 0.95  # weight of a round relative to the one after it
+COMMON_DECAY = 0.99  # the same, for what all sessions of an engine know
+DEEPEST_EXIT = 0.6  # share of the layers
 NUM_EXITS = 6  # each costs a head for every verified token, so not all layers are watched
+# Shadow tokens cost a head for each exit: after so many rounds only every so many are looked at.
+WATCH_ALL, WATCH_EVERY = 4, 2
+COST_MEMORY = 0.9  # of seconds, for each round
 PRIOR_WEIGHT = 1.0  # tokens that the first guess of an acceptance rate counts as
 
 Floats = npt.NDArray[np.float64]
 
 
 def tokens_per_layer(
-    acceptance: npt.ArrayLike, exit_layers: Sequence[int], num_layers: int, longest: int
+    acceptance: npt.ArrayLike,
+    exit_layers: Sequence[int],
+    num_layers: float,
+    longest: int,
+    head_layers: float = 0.0,
 ) -> Floats:
     """TPL(l, d) = (1 - a^(d+1)) / (1 - a) / (d l + L) for every exit l and length d = 0, 1, ...
 
     Args:
         acceptance: rate a of each exit, in [0, 1].  # [num_exits]
+        num_layers: L, what a verification loads.
+        head_layers: weight of the output layer in layers, which every exit loads as well. The
+            paper leaves it out; in a small model it is most of a shallow exit.
 
     Returns:
         # [longest + 1, num_exits] tokens for each layer that is loaded
     """
     depth = np.arange(longest + 1)[:, None]
     tokens = np.cumsum(np.asarray(acceptance, np.float64) ** depth, axis=0)
-    values: Floats = tokens / (depth * np.asarray(exit_layers) + num_layers)
+    loaded = depth * (np.asarray(exit_layers) + head_layers) + num_layers
+    values: Floats = tokens / loaded
     return values
 
 
 def best_exit(
     acceptance: npt.ArrayLike,
     exit_layers: Sequence[int],
-    num_layers: int,
+    num_layers: float,
     shortest: int,
     longest: int,
+    head_layers: float = 0.0,
 ) -> tuple[int, int]:
     """The exit and the length in [shortest, longest] with the highest TPL.
 
     Of equal ones the shortest draft, and then the first exit.
     """
-    values = tokens_per_layer(acceptance, exit_layers, num_layers, longest)[shortest:]
+    values = tokens_per_layer(acceptance, exit_layers, num_layers, longest, head_layers)[shortest:]
     depth, place = np.unravel_index(int(values.argmax()), values.shape)
     return exit_layers[int(place)], shortest + int(depth)
 
 
 def evenly_spread(num_layers: int, count: int = NUM_EXITS) -> tuple[int, ...]:
-    """Up to ``count`` exits before the last layer, at even distances."""
-    places = {round(i * num_layers / (count + 1)) for i in range(1, count + 1)}
+    """Up to ``count`` exits at even distances in the first part of the model.
+
+    An exit beyond that costs most of a verification for each drafted token.
+    """
+    places = {round(i * DEEPEST_EXIT * num_layers / count) for i in range(1, count + 1)}
     return tuple(sorted(place for place in places if 1 <= place < num_layers))
+
+
+class Rates:
+    """Decayed sums of how often the exits were right.
+
+    Args:
+        guess: acceptance of each exit, which counts as ``PRIOR_WEIGHT`` tokens.  # [num_exits]
+    """
+
+    def __init__(self, guess: Floats, decay: float) -> None:
+        self._decay = decay
+        self._weight = PRIOR_WEIGHT
+        self._accepted = PRIOR_WEIGHT * guess
+
+    def observe(self, right: Floats, count: int) -> None:
+        """So many of ``count`` shadow tokens were right at each exit.  # [num_exits]"""
+        self._weight = self._decay * self._weight + count
+        self._accepted = self._decay * self._accepted + right
+
+    @property
+    def values(self) -> Floats:
+        """# [num_exits]"""
+        rates: Floats = self._accepted / self._weight
+        return rates
+
+
+class Costs:
+    """What a verification costs, in layers of drafting: measured, for all sessions of an engine.
+
+    Args:
+        layers: the first guess, and the paper's number: all layers of the model.
+    """
+
+    def __init__(self, layers: float) -> None:
+        self._guess = layers
+        self._draft = self._verify = 0.0  # seconds of a drafting layer, of a verification
+
+    @property
+    def verification(self) -> float:
+        """In layers of drafting."""
+        return self._verify / self._draft if self._draft and self._verify else self._guess
+
+    def observe(self, layers: float, draft_seconds: float, verify_seconds: float) -> None:
+        """A round that drafted with so many layers in all."""
+        self._draft = _near(self._draft, draft_seconds / layers)
+        self._verify = _near(self._verify, verify_seconds)
+
+
+def _near(known: float, new: float) -> float:
+    """A moving average; a value far above it (somebody else had the machine) counts as twice it."""
+    return known + (1 - COST_MEMORY) * (min(new, 2 * known) - known) if known else new
 
 
 class Del:
@@ -87,16 +155,19 @@ class Del:
         self, bounds: LengthBounds, exit_layers: Sequence[int] | None, context: LengthContext
     ) -> None:
         self._bounds = bounds
-        self._num_layers = context.num_layers
+        self._num_layers, self._head_layers = context.num_layers, context.head_layers
         self._exit_logits = context.exit_logits
         self.exit_layers = tuple(exit_layers or evenly_spread(context.num_layers))
         self._temperature = 0.0
         # An exit is the more often right the later it is.
         guess = np.asarray(self.exit_layers, np.float64) / max(1, context.num_layers)
-        self._weight = PRIOR_WEIGHT
-        self._accepted = PRIOR_WEIGHT * guess
+        # A session begins with what the engine's sessions before it found.
+        self._common = context.shared(("del", self.exit_layers), lambda: Rates(guess, COMMON_DECAY))
+        self._rates = Rates(self._common.values, DECAY)
         # Of each exit that was taken: [wrong, right shadow tokens; sum of confidences, number].
         self._confidence = np.zeros((2, 2, len(self.exit_layers)))
+        self._rounds = self._asked = 0
+        self._costs = context.shared(("del", bounds), lambda: Costs(context.num_layers))
         self._taken = 0  # place of the exit of this round
         self._stop = ConfidenceStop(bounds.shortest, 0.0)
         self.stop_rule: StopRule | None = self._stop
@@ -104,18 +175,18 @@ class Del:
     @property
     def acceptance(self) -> Floats:
         """Estimated acceptance rate of each exit.  # [num_exits]"""
-        rates: Floats = self._accepted / self._weight
-        return rates
+        return self._rates.values
 
     def budget(self, session: Session, load: Load) -> Budget:
         self._temperature = session.params.temperature
         if not self.exit_layers or not self._num_layers:
             return Budget(0, 0)
         exit_layer, depth = best_exit(
-            self.acceptance, self.exit_layers, self._num_layers,
-            self._bounds.shortest, self._bounds.longest,
+            self.acceptance, self.exit_layers, self._costs.verification,
+            self._bounds.shortest, self._bounds.longest, self._head_layers,
         )  # fmt: skip
         self._taken = self.exit_layers.index(exit_layer)
+        self._asked = depth
         self._stop.threshold = self.stop_threshold(exit_layer)
         budget = self._bounds.budget(depth)
         return Budget(budget.depth, budget.nodes, exit_layer if depth else None)
@@ -137,6 +208,13 @@ class Del:
         Above temperature 0 no shadow token is drawn: the overlap of the two distributions is the
         chance that a draw would be accepted.
         """
+        drafted = outcome.draft.num_nodes
+        if drafted and drafted == self._asked:  # where a draft was stopped, its steps are not known
+            loaded = drafted * (self.exit_layers[self._taken] + self._head_layers)
+            self._costs.observe(loaded, draft_seconds, verify_seconds)
+        self._rounds += 1
+        if self._rounds > WATCH_ALL and self._rounds % WATCH_EVERY:
+            return
         verification = outcome.verification
         states = verification.extras.get(Need.LAYER_STATES)
         if states is None or self._exit_logits is None or not self.exit_layers:
@@ -155,8 +233,9 @@ class Del:
             right = logits.argmax(-1) == target.argmax(-1)[:, None]
             taken = logits[:, self._taken].softmax(-1).amax(-1)
             self._learn_confidence(_numpy(taken), _numpy(right[:, self._taken]))
-        self._weight = DECAY * self._weight + len(rows)
-        self._accepted = DECAY * self._accepted + _numpy(right.sum(0))
+        found = _numpy(right.sum(0))
+        self._rates.observe(found, len(rows))
+        self._common.observe(found, len(rows))
 
     def _learn_confidence(self, confidence: Floats, right: Floats) -> None:
         """How sure the round's exit was of each shadow token.  # both [rows]"""

@@ -61,6 +61,13 @@ class LlamaConfig:
     rope: dict[str, Any]
     windows: tuple[int | None, ...]  # sliding window of each layer, None = full attention
 
+    @property
+    def head_layers(self) -> float:
+        """Weights of the output layer over those of one decoder layer."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 2 * (q_size + kv_size) + 3 * self.intermediate_size  # each times hidden_size
+        return self.vocab_size / layer
+
     @staticmethod
     def from_folder(folder: Path) -> LlamaConfig:
         """Read config.json.

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, RoundEvent
 from paceline.lengths.base import LengthBounds, LengthContext
-from paceline.lengths.del_ import DECAY, Del, best_exit, evenly_spread, tokens_per_layer
+from paceline.lengths.del_ import (
+    DECAY,
+    DEEPEST_EXIT,
+    WATCH_ALL,
+    WATCH_EVERY,
+    Del,
+    best_exit,
+    evenly_spread,
+    tokens_per_layer,
+)
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
 from paceline.plan import resolve
@@ -103,7 +112,8 @@ def test_exits_are_spread_over_the_model(num_layers: int, count: int) -> None:
     assert len(exits) <= count
     assert list(exits) == sorted(set(exits))
     assert all(1 <= layer < num_layers for layer in exits)
-    assert len(exits) == count or num_layers <= count
+    assert all(layer <= DEEPEST_EXIT * num_layers + 0.5 for layer in exits)
+    assert len(exits) == count or DEEPEST_EXIT * num_layers < count
 
 
 # --- shadow tokens --------------------------------------------------------------------------------
@@ -152,9 +162,10 @@ def test_the_rates_are_how_often_an_exit_has_the_targets_token(
     accepted, weight = np.asarray(exits) / NUM_LAYERS, 1.0
     place = len(prompt) - 1
     assert place + sum(run.sizes) == session.length - 1, "a stop cut a round: choose another seed"
-    for size in run.sizes:
-        accepted = DECAY * accepted + right[place : place + size].sum(0)
-        weight = DECAY * weight + size
+    for number, size in enumerate(run.sizes, 1):
+        if number <= WATCH_ALL or number % WATCH_EVERY == 0:
+            accepted = DECAY * accepted + right[place : place + size].sum(0)
+            weight = DECAY * weight + size
         place += size
     assert isinstance(controller, Del)
     assert controller.acceptance == pytest.approx(accepted / weight, rel=1e-12)
@@ -233,7 +244,8 @@ class Text:
             outcome = Outcome(
                 Draft.chain([0] * depth), path, 0, (0,) * (accepted + 1), accepted, verification
             )
-            session.length_controller.observe(outcome, 0.001, 0.001)
+            # Each layer takes as long as any other, as in the paper.
+            session.length_controller.observe(outcome, 1e-4 * depth * exit_layer, 1e-4 * 20)
             tokens += accepted + 1
             layers += depth * exit_layer + 20
             chosen.append((budget.exit_layer, depth))
@@ -242,7 +254,7 @@ class Text:
 
 LAYERS = np.arange(1, 21)
 EASY = 1.0 - 0.3 * 0.7**LAYERS  # nearly always right from the first layers on
-HARD = 0.1 + 0.1 * LAYERS / 20
+HARD = 0.02 + 0.1 * LAYERS / 20
 LATE = 1.0 / (1.0 + np.exp(8.0 - LAYERS))  # right from layer 8 on
 
 
@@ -278,11 +290,11 @@ def test_easy_and_hard_contexts_get_other_exits_and_lengths() -> None:
         session = new_session()
         rounds = Text(rates).play(session, 200)[1][100:]
         chosen[name] = max(set(rounds), key=rounds.count)
-    assert chosen["easy"] == (3, 8), "the first exit, the longest draft"
+    assert chosen["easy"] in ((2, 8), (4, 8)), "an early exit, the longest draft"
     assert chosen["hard"] == (None, 0)
     exit_layer, depth = chosen["late"]
     assert exit_layer is not None
-    assert exit_layer > 3
+    assert exit_layer > 4
     assert depth >= 3
 
 
@@ -290,8 +302,8 @@ def test_bounds_of_the_length() -> None:
     session = new_session(length_min=2, length_max=5)
     hopeless, perfect = Text(np.zeros(20)), Text(np.ones(20))
     assert {depth for _, depth in hopeless.play(session, 100)[1]} <= set(range(2, 6))
-    assert hopeless.play(session, 20)[1][-1] == (3, 2), "the cheapest exit"
-    assert perfect.play(session, 100)[1][-1] == (3, 5)
+    assert hopeless.play(session, 20)[1][-1] == (2, 2), "the cheapest exit"
+    assert perfect.play(session, 100)[1][-1] == (2, 5)
 
 
 # --- dynamic draft exiting ------------------------------------------------------------------------

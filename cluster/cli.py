@@ -47,6 +47,14 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
 ]
 
+Heads = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder with trained heads, one folder each. Default: the demo's, or `heads` in the "
+        "target's.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(
@@ -157,6 +165,7 @@ def generate(
     drafter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
     ] = None,
+    heads: Heads = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="D", help="float32 (default), bfloat16 or float16."),
@@ -219,6 +228,7 @@ def generate(
             request,
             target=target,
             drafter=drafter,
+            heads=heads,
             dtype=dtype or "float32",
             device=device or "auto",
             batch_invariant=batch_invariant,
@@ -229,6 +239,7 @@ def generate(
             dtype=dtype,
             device=device,
             drafter=drafter,
+            heads=heads,
             batch_invariant=batch_invariant,
             threads=threads,
         )
@@ -404,6 +415,7 @@ def bench(
     drafter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
     ] = None,
+    heads: Heads = None,
     dtype: Annotated[
         str, typer.Option(metavar="D", help="float32, bfloat16 or float16.")
     ] = "float32",
@@ -431,6 +443,7 @@ def bench(
     options = BenchOptions(
         target=target,
         drafter=drafter,
+        heads=heads,
         prompts=prompts,
         methods=methods,
         batch=batch,

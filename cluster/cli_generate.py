@@ -134,6 +134,7 @@ def run_here(
     *,
     target: Path | None,
     drafter: Path | None,
+    heads: Path | None,
     dtype: str,
     device: str,
     batch_invariant: bool | None,
@@ -156,7 +157,12 @@ def run_here(
         set_threads(threads, target)
 
         engine = load_engine(
-            target, drafter, dtype=dtype, device=device, batch_invariant=batch_invariant
+            target,
+            drafter,
+            heads=heads,
+            dtype=dtype,
+            device=device,
+            batch_invariant=batch_invariant,
         )
     assert engine.tokenizer is not None  # load_engine always has one
     splitter = PieceSplitter(engine.tokenizer)

@@ -388,7 +388,7 @@ def length_head(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Default: `length_heads` beside the target."),
+        typer.Option("--out", metavar="DIR", help="Default: `heads` in the target's folder."),
     ] = None,
     prompts: Annotated[int, typer.Option(metavar="N", help="Texts to learn from.")] = 160,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each text.")] = 128,

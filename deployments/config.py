@@ -36,6 +36,10 @@ class ModelConfig(_Block):
     name: str = Field("paceline", min_length=1, description="What clients are told it is called.")
     target: str | None = Field(None, description="Hugging Face folder of the target.")
     drafter: str | None = Field(None, description="Hugging Face folder of the drafter.")
+    heads: str | None = Field(
+        None,
+        description="Folder of the target's trained heads; null: `heads` in the target's folder.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     batch_invariant: bool | None = Field(
@@ -167,7 +171,8 @@ def parse_config(args: Mapping[str, Any] | None) -> DeploymentConfig:
             "a method that needs no draft model ('prompt_lookup', 'ar'), or a model.drafter",
         )  # fmt: skip
     folders: dict[str, str] = {}
-    for role, given in (("target", config.model.target), ("drafter", config.model.drafter)):
+    for role in ("target", "drafter", "heads"):
+        given = getattr(config.model, role)
         if given is not None:
             folder = Path(given).expanduser().resolve()
             if not folder.is_dir():

@@ -33,6 +33,7 @@ def _load(config: DeploymentConfig) -> Engine:
     return load_engine(
         config.target_folder,
         config.drafter_folder if config.topology == "colocated" else None,
+        heads=model.heads,
         dtype=model.dtype,
         device=model.device,
         batch_invariant=model.batch_invariant,

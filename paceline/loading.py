@@ -10,7 +10,7 @@ from paceline.demo import DRAFTER_DIR, HEADS_DIR, TARGET_DIR
 from paceline.drafters.base import AsyncDrafter, Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.lengths.base import LengthContext
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
@@ -153,6 +153,8 @@ def load_engine(
             drafter, target, dtype=dtype, device=device, kv_tokens=kv_tokens
         )
     is_demo = Path(target).resolve() == TARGET_DIR.resolve()
+    if heads and not Path(heads).is_dir():
+        raise ModelNotFound(f"folder of heads {str(heads)!r} does not exist")
     heads = Path(heads) if heads else HEADS_DIR if is_demo else Path(target) / "heads"
     return Engine(
         ModelTarget(runner),

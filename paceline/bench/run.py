@@ -47,6 +47,7 @@ class BenchOptions:
 
     Attributes:
         target, drafter: model folders; without a target, the demo pair.
+        heads: folder of trained heads; see :func:`paceline.loading.load_engine`.
         prompts: a JSONL file in Spec-Bench's format; without one, the built-in prompts.
         methods: "all", or rows of the catalogue, as a sequence or separated by commas. Knobs
             follow a row's name: ``draft_model:num_speculative_tokens=6``. AR always runs.
@@ -64,6 +65,7 @@ class BenchOptions:
 
     target: str | Path | None = None
     drafter: str | Path | None = None
+    heads: str | Path | None = None
     prompts: str | Path | None = None
     methods: str | Sequence[str] = "all"
     batch: int = 1
@@ -245,6 +247,7 @@ def _load_backend(options: BenchOptions, *, batch_invariant: bool | None) -> Loc
     engine = load_engine(
         options.target,
         options.drafter,
+        heads=options.heads,
         dtype=options.dtype,
         device=options.device,
         batch_invariant=batch_invariant,

@@ -19,8 +19,10 @@ from paceline.target import ModelTarget
 from tests.core.suite import (
     BASE,
     CASES,
+    CORE_CASES,
     LOSSY,
     OTHER_CASES,
+    OTHER_LOSSLESS_CASES,
     SAMPLED,
     VARIANTS,
     Suite,
@@ -32,19 +34,34 @@ def suite(demo: Engine) -> Suite:
     return Suite(demo, 16, 64, batch=8)
 
 
+@pytest.fixture(scope="module")
+def short_suite(demo: Engine) -> Suite:
+    """Each of the sampling parameters twice."""
+    return Suite(demo, 8, 40, batch=8)
+
+
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("method", "variant"), CASES)
+@pytest.mark.parametrize(("method", "variant"), CORE_CASES)
 def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Suite) -> None:
     suite.check(method, variant, batch)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
+def test_tokens_of_every_row_are_those_of_ar(
+    method: str, variant: str, batch: int, short_suite: Suite
+) -> None:
+    """`make test-nightly` has ten times the tokens and more."""
+    short_suite.check(method, variant, batch)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_CASES)
 def test_rows_with_other_tokens_run_to_the_end(
-    method: str, variant: str, batch: int, suite: Suite
+    method: str, variant: str, batch: int, short_suite: Suite
 ) -> None:
     """Lossy rows, and sampling rules that promise AR's law: tests of the rules show the law."""
-    suite.check_progress(method, variant, batch, 4 if batch == 1 else None)
+    short_suite.check_progress(method, variant, batch, 4 if batch == 1 else None)
 
 
 def test_no_row_is_forgotten() -> None:

@@ -958,7 +958,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="fixed",
-            defaults={"num_speculative_tokens": 5, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 7, "node_budget": None, "branching": None},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="eagle",
         ),

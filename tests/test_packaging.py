@@ -65,6 +65,7 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
         "paceline/demo/target/*",
         "paceline/demo/drafter/*",
         "paceline/demo/heads/*",
+        "paceline/demo/heads/*/*",
         "paceline/models/kernels/*.[ch]",
         "rpc/proto/**/*.proto",
         "rpc/gen/**/*.py*",

@@ -275,8 +275,9 @@ def methods(
         print_json(rows)
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="underline")
-    table.add_column("method", style="bold", overflow="fold")
-    for column in ("drafter", "shape", "acceptance", "lossless"):
+    table.add_column("method", style="bold", no_wrap=True)
+    table.add_column("drafter", no_wrap=True)
+    for column in ("shape", "acceptance", "lossless"):
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(

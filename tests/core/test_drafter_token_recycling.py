@@ -40,9 +40,9 @@ class Watched(TokenRecycling):
                 self.latest[token] = row.clone()
             self.num_rejected += outcome.draft.num_nodes - outcome.num_accepted
         super().observe(sessions, outcomes)
-        self.check()
+        self.compare()
 
-    def check(self) -> None:
+    def compare(self) -> None:
         for token, row in self.latest.items():
             assert self.matrix[token].tolist() == torch.topk(row, 8).indices.tolist()
         unseen = np.setdiff1d(np.arange(len(self.matrix)), list(self.latest))

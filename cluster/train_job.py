@@ -66,7 +66,9 @@ def _worker(config: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def train_on_ray(job: TrainJob, workers: int, address: str | None) -> dict[str, Any]:
+def train_on_ray(
+    job: TrainJob, workers: int, address: str | None, cpus: float = 1.0
+) -> dict[str, Any]:
     """Train with ``workers`` processes, each on its share of every batch.
 
     A worker that dies is replaced, and the training goes on from its last checkpoint.
@@ -74,10 +76,12 @@ def train_on_ray(job: TrainJob, workers: int, address: str | None) -> dict[str, 
     Args:
         address: of a Ray to join; None takes the one that this process belongs to (a job of
             ``ray job submit``), or starts one on this machine for as long as it takes.
+        cpus: that each worker takes of the cluster's.
 
     Raises:
         InvalidArgument: the batch does not divide among the workers.
-        ClusterError: no Ray, or the training failed; the message says why.
+        ClusterError: no Ray, a cluster without so many CPUs, or the training failed; the message
+            says why.
     """
     from cluster.local import ClusterError, join_ray, prepare_environment
 
@@ -104,6 +108,7 @@ def train_on_ray(job: TrainJob, workers: int, address: str | None) -> dict[str, 
         )
     else:
         join_ray(address or "auto")
+    _check_room(workers * cpus)
     folder = job.options.out.resolve()
     # What is said in other processes passes through here: Ray's own log is not for users.
     progress = Queue()
@@ -117,7 +122,9 @@ def train_on_ray(job: TrainJob, workers: int, address: str | None) -> dict[str, 
                 "progress": progress,
             },
             scaling_config=ScalingConfig(
-                num_workers=workers, use_gpu=job.options.device.startswith("cuda")
+                num_workers=workers,
+                use_gpu=job.options.device.startswith("cuda"),
+                resources_per_worker={"CPU": cpus},
             ),
             torch_config=TorchConfig(backend="gloo"),
             run_config=RunConfig(
@@ -140,6 +147,23 @@ def train_on_ray(job: TrainJob, workers: int, address: str | None) -> dict[str, 
         raise ClusterError(result["error"])
     assert isinstance(result, dict)
     return result
+
+
+def _check_room(cpus: float) -> None:
+    """That the workers can start; a line where they have to wait for others to end."""
+    import ray
+    from tqdm import tqdm
+
+    from cluster.local import ClusterError
+
+    total = float(ray.cluster_resources().get("CPU", 0.0))
+    if cpus > total:
+        raise ClusterError(
+            f"the workers want {cpus:g} CPUs and the cluster has {total:g}: take fewer workers"
+        )
+    free = float(ray.available_resources().get("CPU", 0.0))
+    if cpus > free:
+        tqdm.write(f"waiting for {cpus:g} CPUs, {free:g} are free in the cluster", file=sys.stderr)
 
 
 def _show_progress(queue: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cluster.local import ClusterError
 from cluster.train_job import TrainJob, train_here, train_on_ray
 from paceline.errors import InvalidArgument
 from paceline.train.trainer import TrainOptions, read_checkpoint
@@ -34,7 +35,8 @@ def test_two_workers_follow_the_path_of_one(
 ) -> None:
     alone = replace(job, options=replace(job.options, out=tmp_path / "alone"))
     expected = train_here(alone)
-    result = train_on_ray(job, 2, None)
+    # Other tests' deployments hold parts of the machine's two CPUs.
+    result = train_on_ray(job, 2, None, cpus=0.1)
     assert result["steps"] == 12
     assert result["after"]["acceptance"] == pytest.approx(expected["after"]["acceptance"], abs=1e-4)
     losses = [
@@ -46,6 +48,13 @@ def test_two_workers_follow_the_path_of_one(
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=2e-3)
     assert "step 12: acceptance" in capsys.readouterr().err
+
+
+def test_more_workers_than_the_cluster_has_room_for_are_refused(
+    ray_cluster: None, job: TrainJob
+) -> None:
+    with pytest.raises(ClusterError, match="the workers want 8000 CPUs and the cluster has"):
+        train_on_ray(job, 8, None, cpus=1000)
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_anything_starts(job: TrainJob) -> None:

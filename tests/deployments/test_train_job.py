@@ -30,6 +30,7 @@ def job(zoo: Path, tmp_path: Path) -> TrainJob:
     )
 
 
+@pytest.mark.nightly
 def test_two_workers_follow_the_path_of_one(
     ray_cluster: None, job: TrainJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

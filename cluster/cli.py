@@ -21,6 +21,9 @@ from rich.text import Text
 from cluster.cli_output import (
     DEBUG_VARIABLE,
     Command,
+    Drafter,
+    Json,
+    Target,
     err,
     out,
     print_error,
@@ -42,10 +45,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _command = partial(app.command, cls=Command)
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
-]
 
 Heads = Annotated[
     Path | None,
@@ -158,13 +157,8 @@ def generate(
             "Repeatable; also one JSON object with several knobs.",
         ),
     ] = None,
-    target: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
-    ] = None,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
     heads: Heads = None,
     dtype: Annotated[
         str | None,
@@ -409,13 +403,8 @@ def bench(
             "takes), or both. Default: colocated; both with `--server`.",
         ),
     ] = None,
-    target: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
-    ] = None,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
     heads: Heads = None,
     dtype: Annotated[
         str, typer.Option(metavar="D", help="float32, bfloat16 or float16.")
@@ -471,13 +460,8 @@ def bench(
 
 @_command()
 def profile(
-    target: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
-    ] = None,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
     server: Annotated[
         str | None,
         typer.Option(

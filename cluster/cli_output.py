@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,6 +27,19 @@ _SMALL_MODEL_BYTES = 100e6
 _width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
 out = Console(width=_width)
 err = Console(stderr=True, width=_width)
+
+
+# Options that several commands have.
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
+]
+Target = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
+]
+Drafter = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
+]
 
 
 class MissingExtra(PacelineError):

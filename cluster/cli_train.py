@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cluster.cli_output import Command, err, print_json, require, set_threads, show_tree
+from cluster.cli_output import (
+    Command,
+    Drafter,
+    Json,
+    Target,
+    err,
+    print_json,
+    require,
+    set_threads,
+    show_tree,
+)
 
 
 class Kinds(TyperGroup):
@@ -42,14 +52,7 @@ train = typer.Typer(
 )
 _command = partial(train.command, cls=Command)
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
-]
-Target = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
-]
-Drafter = Annotated[
+Student = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
@@ -268,7 +271,7 @@ def exits(
 
 @_kind("distill")
 def distill(
-    drafter: Drafter = None,
+    drafter: Student = None,
     layers: Layers = 2,
     fresh: Fresh = False,
     divergence: Divergence = "forward_kl",
@@ -288,7 +291,7 @@ def distill(
 
 @_kind("align")
 def align(
-    drafter: Drafter = None,
+    drafter: Student = None,
     layers: Layers = 2,
     fresh: Fresh = False,
     divergence: Divergence = "tvdpp",
@@ -312,7 +315,7 @@ def nested(
             "--exit", metavar="LAYER", help="Nested sub-model, in layers. Repeatable. Default: 1."
         ),
     ] = None,
-    drafter: Drafter = None,
+    drafter: Student = None,
     layers: Layers = 2,
     fresh: Fresh = False,
     divergence: Divergence = "ce",
@@ -383,9 +386,7 @@ def length_head(
         str, typer.Option(metavar="KIND", help="specdecpp, disco, ldlp or all.")
     ] = "all",
     target: Target = None,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
-    ] = None,
+    drafter: Drafter = None,
     folder: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Default: `heads` in the target's folder."),

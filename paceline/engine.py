@@ -256,7 +256,7 @@ class Engine:
         for name in plan.drafters:
             drafter = self.drafters.get(name)
             if drafter is not None and checks_knobs(drafter):
-                drafter.check(plan.config)
+                drafter.check_knobs(plan.config)
 
     def sibling(self) -> Engine:
         """An engine over the same models whose drafters have learnt nothing yet."""

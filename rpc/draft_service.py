@@ -416,7 +416,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         for row in (plan.method, *plan.parts):
             drafter = self._local(row.drafter)
             if checks_knobs(drafter):
-                drafter.check(plan.config)
+                drafter.check_knobs(plan.config)
         return plan
 
     # --- drafters ---------------------------------------------------------------------------------

@@ -516,7 +516,7 @@ def test_rows_that_cannot_run_are_listed_with_the_reason(target: Path, questions
         missing = "draft_model" if entry["method"] in wants else "no trained head in"
         assert missing in entry["reason"]
     assert {entry["method"] for entry in result["unavailable"]} == wants | headed
-    assert "not run, draft_model: drafter not loaded here: draft_model" in _printed(result, 160)
+    assert "not run (drafter not loaded here: draft_model): draft_model, " in _printed(result, 160)
 
 
 def test_the_table_has_the_fastest_first(target: Path, questions: Path) -> None:

@@ -143,7 +143,9 @@ class LocalBackend:
     ) -> BatchRun:
         overheads, rounds = [], []
         # Rows can share a drafter, and one must not profit from what it learnt for another.
-        engine = self._engines.setdefault(speculation, self.engine.sibling())
+        if speculation not in self._engines:
+            self._engines[speculation] = self.engine.sibling()
+        engine = self._engines[speculation]
         started = time.perf_counter()
         sessions = [engine.submit(prompt, params, speculation) for prompt in prompts]
         while not all(session.finished for session in sessions):

@@ -75,8 +75,11 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
                 f"(× {cost['cost']:.2f}); "
                 f"on in plain torch {cost['torch_on_ms']:.2f} ms (× {cost['cost_in_torch']:.2f})"
             )
+    reasons: dict[str, list[str]] = {}
     for row in result["unavailable"]:
-        console.print(f"[dim]not run, {escape(row['method'])}: {escape(row['reason'])}[/]")
+        reasons.setdefault(row["reason"], []).append(row["method"])
+    for reason, names in reasons.items():
+        console.print(f"[dim]not run ({escape(reason)}): {escape(', '.join(names))}[/]")
     remarks = dict.fromkeys(f"{row['method']}: {row['note']}" for row in rows if row["note"])
     for note in [*result["notes"], *remarks]:
         console.print(f"[dim]{escape(note)}[/]")

@@ -107,14 +107,14 @@ def is_remote(drafter: Drafter | AsyncDrafter) -> TypeGuard[AsyncDrafter]:
 class KnobChecker(Protocol):
     """A drafter whose knobs depend on the models that are loaded."""
 
-    def check(self, config: SpeculationConfig) -> None:
+    def check_knobs(self, config: SpeculationConfig) -> None:
         """Raises InvalidArgument for a request that its model cannot serve."""
         ...
 
 
 def checks_knobs(drafter: object) -> TypeGuard[KnobChecker]:
-    """Whether a drafter has :meth:`KnobChecker.check`."""
-    return hasattr(drafter, "check")
+    """Whether a drafter has :meth:`KnobChecker.check_knobs`."""
+    return hasattr(drafter, "check_knobs")
 
 
 class PromptReader(Drafter, Protocol):

@@ -115,7 +115,7 @@ class S2D:
         self._padding = context.vocab_size - runner.vocab_size
         self._states: dict[str, _State] = {}
 
-    def check(self, config: SpeculationConfig) -> None:
+    def check_knobs(self, config: SpeculationConfig) -> None:
         """Raises InvalidArgument for an exit that the draft model does not have."""
         check_exits(config, self.runner.config.num_layers, "the draft model")
 

@@ -34,7 +34,7 @@ class SelfDrafter:
         self._layers: dict[str, Sequence[int]] = {}  # of this round
         self._entries: dict[str, dict[int, int]] = {}  # KV entry of each node; -1 is the root's
 
-    def check(self, config: SpeculationConfig) -> None:
+    def check_knobs(self, config: SpeculationConfig) -> None:
         """Raises InvalidArgument for an exit that the target does not have."""
         check_exits(config, self._target.num_layers, "the target")
 

@@ -104,32 +104,30 @@ class Wire:
         self._stack.close()
 
 
-@pytest.fixture(scope="module")
-def wire(suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
+def open_wire(suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
     wire = Wire(suite, drafter_server.address, batch=8)
     yield wire
     wire.close()
 
 
 @pytest.fixture(scope="module")
+def wire(suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
+    yield from open_wire(suite, drafter_server)
+
+
+@pytest.fixture(scope="module")
 def short_wire(short_suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
-    wire = Wire(short_suite, drafter_server.address, batch=8)
-    yield wire
-    wire.close()
+    yield from open_wire(short_suite, drafter_server)
 
 
 @pytest.fixture(scope="module")
 def long_wire(long_suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
-    wire = Wire(long_suite, drafter_server.address, batch=8)
-    yield wire
-    wire.close()
+    yield from open_wire(long_suite, drafter_server)
 
 
 @pytest.fixture(scope="module")
 def shorter_wire(shorter_suite: Suite, drafter_server: RpcServer) -> Iterator[Wire]:
-    wire = Wire(shorter_suite, drafter_server.address, batch=8)
-    yield wire
-    wire.close()
+    yield from open_wire(shorter_suite, drafter_server)
 
 
 def complete(

@@ -1,0 +1,323 @@
+"""What a sweep leaves behind: a folder of small JSON files, on any storage that fsspec reaches.
+
+::
+
+    sweep.json        the manifest: space, models, workload, environment, state
+    trials/KEY.json   one record for each trial that ended, written when it ends
+    predictions.json  what the simulator says of every point of the space
+    best.yaml         the fastest exact configuration, a file for `paceline up --config`
+    pareto/KEY.yaml   with several objectives: every configuration that none beats in all
+    report.html       the pictures
+    tune/             what Ray Tune keeps for itself
+
+The records are the truth about what is finished: a sweep that was killed goes on from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import fsspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.config import SpeculationConfig
+from paceline.errors import InvalidArgument
+from paceline.plan import resolve
+
+VERSION = 1
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Point(_Value):
+    """One configuration: what a trial measures.
+
+    Attributes:
+        speculation: the knobs that the space sets; the method's defaults fill in the rest.
+        topology: "colocated" or "actors".
+        dtype: of the target.
+    """
+
+    speculation: SpeculationConfig
+    topology: str = "colocated"
+    dtype: str = "float32"
+
+    @cached_property
+    def key(self) -> str:
+        """Short name of what is decoded: equal for points that differ in spelling only."""
+        resolved = resolve(self.speculation).config.model_dump(mode="json")
+        text = json.dumps([resolved, self.topology, self.dtype], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def is_ar(self) -> bool:
+        config = resolve(self.speculation).config
+        return config.method == "ar" or config.num_speculative_tokens == 0
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The knobs that the space sets beside the method, as JSON values."""
+        dumped = self.speculation.model_dump(mode="json", exclude_defaults=True)
+        return {name: value for name, value in dumped.items() if name != "method"}
+
+    @property
+    def label(self) -> str:
+        """One line for tables: the method and its knobs."""
+        words = [self.speculation.method]
+        words += [
+            f"{name}={json.dumps(value).strip(chr(34))}" for name, value in self.knobs.items()
+        ]
+        words += [] if self.topology == "colocated" else [self.topology]
+        words += [] if self.dtype == "float32" else [self.dtype]
+        return " ".join(words)
+
+
+class Interval(_Value):
+    """An estimate with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class ExampleDraft(_Value):
+    """A draft that was verified while measuring: the largest of them, for a picture.
+
+    Attributes:
+        parent_indices: as in a Draft.
+        texts: what each node's token says.
+        accepted: the nodes of the accepted path.
+    """
+
+    parent_indices: tuple[int, ...]
+    texts: tuple[str, ...]
+    accepted: tuple[int, ...]
+
+
+class Metrics(_Value):
+    """What was measured in pairs: the same prompts with the configuration and with AR.
+
+    Ratios above 1 are in favour of the configuration: AR's latency is over its own.
+
+    Attributes:
+        goodput_ratio: tokens per second over AR's; 1 means no gain.
+        latency_p50_ratio, latency_p99_ratio: AR's latency of a request over this one's.
+        accepted_by_depth, drafted_by_depth: raw counters, see SessionStatistics.
+        memory_mb: peak resident memory of the measuring process.
+    """
+
+    goodput_ratio: Interval
+    latency_p50_ratio: Interval
+    latency_p99_ratio: Interval
+    tokens_per_second: float
+    ar_tokens_per_second: float
+    latency_p50_ms: float
+    latency_p99_ms: float
+    mean_accepted_length: float
+    acceptance_rate: float
+    accepted_by_depth: tuple[int, ...] = ()
+    drafted_by_depth: tuple[int, ...] = ()
+    memory_mb: float
+    identical_to_ar: bool | None = Field(
+        description="None where the rule promises AR's distribution and not its tokens."
+    )
+    num_pairs: int
+    num_prompts: int
+    example: ExampleDraft | None = None
+
+
+OBJECTIVES: Mapping[str, str] = {
+    "goodput": "goodput_ratio",
+    "latency_p50": "latency_p50_ratio",
+    "latency_p99": "latency_p99_ratio",
+}
+"""What a sweep may maximise, and the field of Metrics that says it."""
+
+Status = Literal["finished", "stopped", "failed"]
+
+
+class TrialRecord(_Value):
+    """A trial that ended.
+
+    Attributes:
+        key: of its point.
+        number: in the order in which trials were started, AR is 0.
+        status: "finished"; "stopped" before all pairs were measured, because it could not win;
+            "failed", and then it counts as no result.
+        reason: why it was stopped or failed.
+        metrics: None where it failed.
+        refused: the constraint that it breaks, with the value; such a trial is never the best.
+        predicted: the simulator's goodput ratio; None where it was not simulated.
+        seconds: that it took, loading included.
+        node: host that ran it.
+    """
+
+    key: str
+    number: int
+    point: Point
+    status: Status
+    reason: str | None = None
+    metrics: Metrics | None = None
+    refused: str | None = None
+    predicted: float | None = None
+    seconds: float = 0.0
+    node: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may be the best: measured, and within the constraints."""
+        return self.metrics is not None and self.refused is None
+
+    def objective(self, name: str) -> Interval:
+        """The ratio that the objective ``name`` maximises."""
+        assert self.metrics is not None
+        found: Interval = getattr(self.metrics, OBJECTIVES[name])
+        return found
+
+
+class Prediction(_Value):
+    """What the simulator says of a point."""
+
+    key: str
+    point: Point
+    goodput_ratio: float
+    mean_accepted_length: float
+
+
+class Manifest(_Value):
+    """What the sweep is about.
+
+    Attributes:
+        space: the YAML document, with its defaults filled in.
+        objectives: names of OBJECTIVES, the first one decides.
+        environment: machine, versions, commit; see paceline.bench.environment.
+        seconds: spent in each stage ("traces", "simulation", "trials"), over all runs.
+    """
+
+    version: int = VERSION
+    name: str
+    state: Literal["running", "finished", "interrupted", "failed"] = "running"
+    started: str
+    finished: str | None = None
+    space: dict[str, Any]
+    objectives: tuple[str, ...]
+    environment: dict[str, Any]
+    num_points: int | None = None
+    seconds: dict[str, float] = {}
+
+
+class Results:
+    """A result folder.
+
+    Args:
+        url: a local path, or any URL that fsspec understands (``s3://bucket/sweeps/x``).
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = str(url).rstrip("/")
+        self._fs, self._root = fsspec.core.url_to_fs(self.url)
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def path(self, name: str) -> str:
+        """Where a file of the folder lies, as users write it."""
+        return f"{self.url}/{name}"
+
+    def exists(self, name: str = "sweep.json") -> bool:
+        return bool(self._fs.exists(f"{self._root}/{name}"))
+
+    def read(self, name: str) -> str:
+        with self._fs.open(f"{self._root}/{name}", "r", encoding="utf-8") as file:
+            text: str = file.read()
+        return text
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file whole or not at all: a reader never sees half of it."""
+        target = f"{self._root}/{name}"
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        part = f"{target}.part"
+        with self._fs.open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+        self._fs.mv(part, target)
+
+    # --- contents ---------------------------------------------------------------------------------
+
+    def save_manifest(self, manifest: Manifest) -> None:
+        self.write("sweep.json", manifest.model_dump_json(indent=1) + "\n")
+
+    def manifest(self) -> Manifest:
+        """The manifest.
+
+        Raises:
+            InvalidArgument: there is no sweep, or one of another version.
+        """
+        if not self.exists():
+            raise InvalidArgument("result", self.url, "a folder that a sweep wrote")
+        return _parse(Manifest, self.read("sweep.json"), self.path("sweep.json"))
+
+    def save_trial(self, record: TrialRecord) -> None:
+        self.write(f"trials/{record.key}.json", record.model_dump_json(indent=1) + "\n")
+
+    def trials(self) -> list[TrialRecord]:
+        """Every trial that ended, in the order in which they were started."""
+        if not self.exists("trials"):
+            return []
+        names = sorted(n for n in self._fs.ls(f"{self._root}/trials", detail=False))
+        records = [
+            _parse(TrialRecord, self.read(f"trials/{name}"), self.path(f"trials/{name}"))
+            for name in (str(n).rpartition("/")[2] for n in names)
+            if name.endswith(".json")
+        ]
+        return sorted(records, key=lambda record: record.number)
+
+    def save_predictions(self, predictions: Iterable[Prediction]) -> None:
+        values = [p.model_dump(mode="json", exclude_defaults=True) for p in predictions]
+        self.write("predictions.json", json.dumps(values) + "\n")
+
+    def predictions(self) -> list[Prediction]:
+        if not self.exists("predictions.json"):
+            return []
+        return [Prediction.model_validate(v) for v in json.loads(self.read("predictions.json"))]
+
+
+def _parse(kind: type[T], text: str, where: str) -> T:
+    try:
+        return kind.model_validate_json(text)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidArgument("result", where, f"a file that a sweep wrote ({reason})") from None
+
+
+def best_trial(records: Iterable[TrialRecord], objective: str) -> TrialRecord | None:
+    """The trial with the highest ratio among those that count."""
+    counting = [record for record in records if record.counts]
+    return max(counting, key=lambda r: r.objective(objective).value, default=None)
+
+
+def pareto_front(records: Iterable[TrialRecord], objectives: Iterable[str]) -> list[TrialRecord]:
+    """The trials that no other one beats or equals in every objective, the first one's best first.
+
+    Of trials that are equal in all objectives, the one that was started first stays.
+    """
+    names = list(objectives)
+    counting = [record for record in records if record.counts]
+    values = [tuple(record.objective(name).value for name in names) for record in counting]
+
+    def beaten(i: int) -> bool:
+        return any(
+            all(theirs >= mine for theirs, mine in zip(values[j], values[i], strict=True))
+            and (values[j] != values[i] or j < i)
+            for j in range(len(counting))
+            if j != i
+        )
+
+    front = [i for i in range(len(counting)) if not beaten(i)]
+    return [counting[i] for i in sorted(front, key=lambda i: values[i], reverse=True)]

@@ -91,7 +91,6 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     parts = _parts(method, given, catalogue)
     # A row that is made of others has their knobs as well; its own defaults count first.
     defaults = {key: value for row in (*parts, method) for key, value in row.defaults.items()}
-    has_shape = method.shape is not None
     length = given.get("length", method.length)
     _one_of("length", length, LENGTHS)
     if length == "del" and method.drafter != "early_exit":
@@ -105,16 +104,12 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     acceptance = given.get("acceptance", method.acceptance)
     _one_of("acceptance", acceptance, ACCEPTANCE_RULES)
     rule = ACCEPTANCE_RULES[acceptance]
-    rule_knobs = knobs_of(rule)
-    if rule.draws.needs_q and has_shape:
-        rule_knobs["draft_support"] = DRAFT_SUPPORT
-    known = COMMON_KNOBS | LENGTH_KNOBS[length].keys() | rule_knobs.keys() | defaults.keys()
+    rule_knobs = _rule_knobs(rule, method)
     shape_name = given.get("shape", method.shape)
-    if has_shape:
+    if method.shape is not None:
         _one_of("shape", shape_name, SHAPES)
     shape_knobs = SHAPE_KNOBS[shape_name] if shape_name else {}
-    if has_shape:
-        known |= {"shape", "branching"} | shape_knobs.keys()
+    known = _known_knobs(method, defaults, length, rule_knobs, shape_knobs)
     for key in given:
         if key not in known:
             raise InvalidArgument(
@@ -155,6 +150,52 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
             + ", ".join(sorted(fitting)),
         )
     return Plan(resolved, method, shape, rule, parts)
+
+
+def _rule_knobs(rule: AcceptanceRule, method: Method) -> dict[str, Any]:
+    knobs = knobs_of(rule)
+    if rule.draws.needs_q and method.shape is not None:
+        knobs["draft_support"] = DRAFT_SUPPORT
+    return knobs
+
+
+def _known_knobs(
+    method: Method,
+    defaults: Mapping[str, Any],
+    length: str,
+    rule_knobs: Mapping[str, Any],
+    shape_knobs: Mapping[str, Any],
+) -> frozenset[str]:
+    known = COMMON_KNOBS | LENGTH_KNOBS[length].keys() | rule_knobs.keys() | defaults.keys()
+    if method.shape is not None:
+        known |= {"shape", "branching"} | shape_knobs.keys()
+    return frozenset(known)
+
+
+def known_knobs(
+    given: Mapping[str, Any], catalogue: Mapping[str, Method] = METHODS
+) -> frozenset[str]:
+    """The knobs that exist for a method with the shape, rule and controller in ``given``.
+
+    Args:
+        given: knobs of a request; ``method`` is among them, and names that are unknown are left
+            to :func:`resolve`.
+    """
+    method = catalogue.get(given["method"])
+    if method is None:
+        return frozenset()
+    parts = _parts(method, given, catalogue)
+    defaults = {key: value for row in (*parts, method) for key, value in row.defaults.items()}
+    rule = ACCEPTANCE_RULES.get(given.get("acceptance", method.acceptance))
+    length = given.get("length", method.length)
+    shape = given.get("shape", method.shape)
+    return _known_knobs(
+        method,
+        defaults,
+        length if length in LENGTH_KNOBS else "fixed",
+        _rule_knobs(rule, method) if rule is not None else {},
+        SHAPE_KNOBS.get(shape, {}) if shape else {},
+    )
 
 
 def _check_rule(

@@ -2,8 +2,8 @@
 
 Ankner et al. 2024 (arXiv 2402.05109). Head i reads the last hidden state and the embeddings of the
 last committed token and of the i - 1 drafted ones, and predicts the token that follows them. It is
-here a residual layer that starts as the identity on the hidden state, and further residual blocks.
-Hydra++ has more blocks for each head, reads the hidden states through a decoder layer of its own
+a residual layer whose skip connection is a matrix, too (it starts as the identity on the hidden
+state), and further residual blocks. All heads share the target's output layer. Hydra++ has more blocks for each head, reads the hidden states through a decoder layer of its own
 ("prefix attention"), and learns the target's distribution instead of the text.
 """
 
@@ -77,19 +77,21 @@ class HydraState:
 
 
 class _HydraHead(nn.Module):
-    """One head: ``x + SiLU(W [x; e_1; ..; e_i] + b)``, where W starts at zero, then blocks."""
+    """One head: ``V y + SiLU(W y + b)`` with y = [x; e_1; ..; e_i], then blocks. First V y is x."""
 
     def __init__(self, size: int, num_tokens: int, options: HydraOptions) -> None:
         super().__init__()
-        self.join = nn.Linear((1 + num_tokens) * size, size)
+        # Both products in one. SiLU is never below -0.28: only V can take from x what is wrong.
+        self.join = nn.Linear((1 + num_tokens) * size, 2 * size)
         nn.init.zeros_(self.join.weight)
         nn.init.zeros_(self.join.bias)
+        nn.init.eye_(self.join.weight.data[:size, :size])
         self.blocks = nn.ModuleList(ResidualBlock(size) for _ in range(options.num_layers - 1))
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        joined = self.join(self.dropout(torch.cat([*inputs], -1)))
-        x = inputs[0] + F.silu(joined)
+        skip, gated = self.join(self.dropout(torch.cat([*inputs], -1))).chunk(2, -1)
+        x = skip + F.silu(gated)
         for block in self.blocks:
             x = block(self.dropout(x))
         return x

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import HeadBatch, Target, shifted_agreement
+from paceline.models.heads.base import HeadBatch, Target, shifted_agreement, soft_cross_entropy
 from paceline.models.heads.layer import ResidualBlock
 from paceline.models.heads.parallel import ParallelHead
 
@@ -26,11 +26,15 @@ class MedusaOptions:
     num_heads: tokens guessed beyond the target's own.
     own_output: each head has an output layer of its own, as in the paper, that starts as the
         target's; otherwise all share the target's, which keeps the head small.
+    text_weight, teacher_weight: of the cross-entropy against the text and against the target's
+        distribution.
     decay: weight of head i in the loss is ``decay ** i``.
     """
 
     num_heads: int = 5
     own_output: bool = False
+    text_weight: float = 1.0
+    teacher_weight: float = 0.0
     decay: float = 0.8
 
 
@@ -62,13 +66,21 @@ class Medusa(ParallelHead):
         return [output(x) for output, x in zip(self.outputs, states, strict=True)]
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Cross-entropy of each head against the text, weighted ``decay ** i`` (Medusa-1)."""
-        total = batch.hidden.new_zeros(())
-        agreement = []
+        """Cross-entropy of each head, weighted ``decay ** i`` (Medusa-1).
+
+        Against the text, the target's distribution (self-distillation), or both.
+        """
+        options, total, agreement = self.options, batch.hidden.new_zeros(()), []
+        length = batch.hidden.shape[1]
         for i, logits in enumerate(self.guesses(batch.hidden), 1):
-            labels = batch.token_ids[:, i + 1 :]
-            guesses = logits[:, : labels.shape[1]]
-            entropy = F.cross_entropy(guesses.flatten(0, 1).float(), labels.flatten())
-            total = total + self.options.decay**i * entropy
+            loss = batch.hidden.new_zeros(())
+            if options.text_weight:
+                labels = batch.token_ids[:, i + 1 :]
+                guesses = logits[:, : length - i - 1].flatten(0, 1).float()
+                loss = loss + options.text_weight * F.cross_entropy(guesses, labels.flatten())
+            if options.teacher_weight:
+                entropy = soft_cross_entropy(logits[:, : length - i], batch.logits[:, i:])
+                loss = loss + options.teacher_weight * entropy
+            total = total + options.decay**i * loss
             agreement.append(shifted_agreement(logits, batch.logits, i))
         return total, {"agreement": torch.stack(agreement)}

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from typing import Any, cast
 
 import grpc
@@ -257,6 +258,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             wire = self._wires.get(session_id)
             early.append(event) if wire is None else wire.on_event(event)
 
+        self._drafter.expect(session_id)  # its first draft may come before its turn does
         submitted = self._thread.submit(
             prompt_ids,
             params,
@@ -269,7 +271,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             opened = True
         finally:
             if not opened:
-                self._thread.cancel(session_id)
+                self._cancel(session_id)
         wire = self._wires[session_id] = _Wire(session)
         for event in early:  # it failed before it was known here
             wire.on_event(event)
@@ -363,13 +365,19 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
     async def _close(self, wire: _Wire) -> verify_pb2.CloseResult:
         self._wires.pop(wire.session_id, None)
-        await asyncio.wrap_future(self._thread.cancel(wire.session_id))
+        await asyncio.wrap_future(self._cancel(wire.session_id))
         return verify_pb2.CloseResult(statistics=statistics_to_message(wire.session.stats))
 
     def _forget(self, wire: _Wire) -> None:
         """Free a session without waiting for it."""
         if self._wires.pop(wire.session_id, None) is not None:
-            self._thread.cancel(wire.session_id)
+            self._cancel(wire.session_id)
             if wire.answer is not None and not wire.answer.done():
                 wire.answer.set_exception(InternalError("the session was closed"))
                 wire.answer.exception()
+
+    def _cancel(self, session_id: str) -> Future[bool]:
+        cancelled = self._thread.cancel(session_id)
+        # After the cancellation: the engine may have opened the session just now.
+        cancelled.add_done_callback(lambda _: self._drafter.forget(session_id))
+        return cancelled

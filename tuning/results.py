@@ -154,6 +154,8 @@ class TrialRecord(_Value):
             "failed", and then it counts as no result.
         reason: why it was stopped or failed.
         metrics: None where it failed.
+        confirmed: measured once more at the end, side by side with the other best ones: an
+            estimate that being chosen for being high has not lifted.
         refused: the constraint that it breaks, with the value; such a trial is never the best.
         predicted: the simulator's goodput ratio; None where it was not simulated.
         seconds: that it took, loading included.
@@ -166,6 +168,7 @@ class TrialRecord(_Value):
     status: Status
     reason: str | None = None
     metrics: Metrics | None = None
+    confirmed: Metrics | None = None
     refused: str | None = None
     predicted: float | None = None
     seconds: float = 0.0
@@ -178,8 +181,9 @@ class TrialRecord(_Value):
 
     def objective(self, name: str) -> Interval:
         """The ratio that the objective ``name`` maximises."""
-        assert self.metrics is not None
-        found: Interval = getattr(self.metrics, OBJECTIVES[name])
+        metrics = self.confirmed or self.metrics
+        assert metrics is not None
+        found: Interval = getattr(metrics, OBJECTIVES[name])
         return found
 
 
@@ -297,9 +301,20 @@ def _parse(kind: type[T], text: str, where: str) -> T:
 
 
 def best_trial(records: Iterable[TrialRecord], objective: str) -> TrialRecord | None:
-    """The trial with the highest ratio among those that count."""
+    """The fastest trial: AR, unless another one is surely faster.
+
+    Of the trials that count, those that were confirmed go before those that were not. A trial
+    whose confidence interval reaches down to AR is no gain that anybody could rely on.
+    """
     counting = [record for record in records if record.counts]
-    return max(counting, key=lambda r: r.objective(objective).value, default=None)
+    confirmed = [record for record in counting if record.confirmed is not None]
+    better = [
+        record
+        for record in confirmed or counting
+        if not record.point.is_ar and record.objective(objective).low > 1
+    ]
+    baseline = next((record for record in counting if record.point.is_ar), None)
+    return max(better, key=lambda r: r.objective(objective).value, default=baseline)
 
 
 def pareto_front(records: Iterable[TrialRecord], objectives: Iterable[str]) -> list[TrialRecord]:

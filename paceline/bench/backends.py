@@ -33,6 +33,8 @@ class SequenceRun:
         num_drafted, num_accepted: drafted tokens along one path of each draft, and how many of
             them were accepted; None where nobody counts them.
         decode_tokens_per_second: after the first token; None where it is not known.
+        seconds: from handing over the prompt to the last token.
+        accepted_by_depth, drafted_by_depth: see SessionStatistics; empty where nobody counts.
     """
 
     token_ids: tuple[int, ...]
@@ -40,6 +42,9 @@ class SequenceRun:
     num_drafted: int | None = None
     num_accepted: int | None = None
     decode_tokens_per_second: float | None = None
+    seconds: float | None = None
+    accepted_by_depth: tuple[int, ...] = ()
+    drafted_by_depth: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +205,14 @@ def _computed(session: Session) -> float:
 def _sequence_run(session: Session) -> SequenceRun:
     assert session.state is SessionState.FINISHED
     stats = session.stats
+    assert stats.finished_at is not None
     return SequenceRun(
         token_ids=tuple(session.output_ids),
         num_target_forwards=stats.num_target_forwards,
         num_drafted=stats.num_drafted,
         num_accepted=stats.num_accepted,
         decode_tokens_per_second=stats.decode_tokens_per_second,
+        seconds=stats.finished_at - stats.started_at,
+        accepted_by_depth=tuple(stats.accepted_by_depth),
+        drafted_by_depth=tuple(stats.drafted_by_depth),
     )

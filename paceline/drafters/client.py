@@ -25,23 +25,41 @@ class ClientDrafter:
         self._waiting: dict[str, Future[Draft]] = {}
         self._offered: dict[str, Draft] = {}
 
-    def open(self, session: Session) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is kept for anybody."""
         with self._lock:
-            self._open.add(session.session_id)
+            return not (self._open or self._waiting or self._offered)
 
-    def close(self, session: Session) -> None:
+    def expect(self, session_id: str) -> None:
+        """Keep drafts for a session that waits for its place in the engine; thread-safe.
+
+        Whoever calls it also calls :meth:`forget`, as a session that ends while it waits is never
+        opened nor closed.
+        """
         with self._lock:
-            self._open.discard(session.session_id)
-            self._offered.pop(session.session_id, None)
-            future = self._waiting.pop(session.session_id, None)
+            self._open.add(session_id)
+
+    def forget(self, session_id: str) -> None:
+        """Drop what is kept for a session that has ended or is about to; thread-safe."""
+        with self._lock:
+            self._open.discard(session_id)
+            self._offered.pop(session_id, None)
+            future = self._waiting.pop(session_id, None)
         if future is not None:
             future.cancel()
+
+    def open(self, session: Session) -> None:
+        self.expect(session.session_id)
+
+    def close(self, session: Session) -> None:
+        self.forget(session.session_id)
 
     def offer(self, session_id: str, draft: Draft) -> None:
         """Hand a draft over; thread-safe.
 
         Raises:
-            SessionNotFound: no such session is open.
+            SessionNotFound: no such session is open or expected.
             FailedPrecondition: its previous draft has not been verified yet.
         """
         with self._lock:

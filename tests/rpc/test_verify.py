@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.client import ClientDrafter
 from paceline.engine import Engine, EngineThread
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.models.base import ModelRunner
@@ -342,6 +343,33 @@ def test_unary_calls_of_an_old_epoch_are_fenced(stub: Any) -> None:
 
 
 # --- ends ---------------------------------------------------------------------------------------
+
+
+async def test_the_first_draft_of_a_waiting_session_is_kept(
+    server: RpcServer, runner: ModelRunner, engine: EngineThread
+) -> None:
+    """Its place comes later; until then its client waits for the answer, and gets it."""
+    truth = ar(runner, SamplingParams(max_tokens=1))[len(PROMPT) :]
+    async with AsyncClient(server.address) as client:
+        running = [await client.open_session(PROMPT) for _ in range(8)]  # as many as there may be
+        for session in running:
+            await session.verify()
+        late = await client.open_session(PROMPT)
+        answer = asyncio.create_task(late.verify())
+        await asyncio.sleep(0.05)
+        assert not answer.done()
+        await running[0].close()
+        assert list((await answer).token_ids) == truth[:1]
+
+        gone = await client.open_session(PROMPT)  # ends before its turn comes
+        waiting = asyncio.create_task(gone.verify())
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert await asyncio.to_thread(eventually, lambda: not engine.engine.sessions, 0.5)
+    drafter = engine.engine.drafters["client"]
+    assert isinstance(drafter, ClientDrafter)
+    assert await asyncio.to_thread(eventually, lambda: drafter.is_idle, 0.5)
 
 
 async def test_the_streams_end_frees_the_session(server: RpcServer, engine: EngineThread) -> None:

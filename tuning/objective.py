@@ -1,0 +1,333 @@
+"""What a trial measures: a configuration against AR, in pairs, until the answer is sure enough.
+
+A pair is a group of prompts that is decoded together, with the configuration and with AR right
+before or after it, in one process. The prompts are the workload and do not vary: the confidence
+intervals say what repeating the measurement would change, not what other prompts would.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.bench.backends import BatchRun, LocalBackend
+from paceline.config import SpeculationConfig
+from paceline.plan import resolve
+from paceline.sampling import SamplingParams
+from paceline.types import Outcome
+from tuning.results import ExampleDraft, Interval, Metrics, Point
+from tuning.space import Space
+
+if TYPE_CHECKING:
+    from paceline.engine import Engine
+    from paceline.session import Session
+
+AR = SpeculationConfig(method="ar")
+_RESAMPLES = 400
+_WARMUP_TOKENS = 8
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One group of prompts, decoded twice.
+
+    Attributes:
+        seconds, ar_seconds: of the group.
+        latencies, ar_latencies: of each request.  # [concurrency]
+    """
+
+    seconds: float
+    ar_seconds: float
+    latencies: tuple[float, ...]
+    ar_latencies: tuple[float, ...]
+
+
+class PairedMeasurement:
+    """A configuration against AR on the prompts of a space.
+
+    Args:
+        engine: runs the configuration.
+        baseline: runs AR; another engine where the configuration has another dtype.
+        groups: token ids of the prompts that are decoded together.
+    """
+
+    def __init__(
+        self,
+        point: Point,
+        space: Space,
+        engine: Engine,
+        baseline: Engine,
+        groups: Sequence[Sequence[Sequence[int]]],
+    ) -> None:
+        self._settings = space.document.measurement
+        self._objectives = space.objectives
+        self._params = space.document.workload.sampling_params()
+        self._speculation = point.speculation
+        self._plan = resolve(point.speculation)
+        self._groups = groups
+        self._backend = LocalBackend(engine)
+        self._baseline = self._backend if engine is baseline else LocalBackend(baseline)
+        self._pairs: list[list[Pair]] = [[] for _ in groups]
+        self._runs: list[BatchRun] = []
+        self._mismatches = 0
+        self._truth: dict[int, tuple[tuple[int, ...], ...]] = {}
+        reset_peak_memory()
+        for backend, speculation in ((self._backend, self._speculation), (self._baseline, AR)):
+            backend.generate(speculation, groups[0], self._short_params())
+        self._backend.forget()
+
+    def _short_params(self) -> SamplingParams:
+        return replace(self._params, max_tokens=min(_WARMUP_TOKENS, self._params.max_tokens))
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(map(len, self._pairs))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of prompts that were measured."""
+        return sum(1 for pairs in self._pairs if pairs)
+
+    @property
+    def covers_all(self) -> bool:
+        return self.num_groups == len(self._groups)
+
+    def step(self) -> None:
+        """Measure twice what the next rung adds; when all prompts are in, each of them once."""
+        start = self.num_groups
+        if self.covers_all:
+            self._backend.forget()  # the same prompts come again: nothing may know their answers
+            for group in range(len(self._groups)):
+                self._measure(group)
+            return
+        rung = self._settings.prompts_per_rung or -(-len(self._groups) // 4)
+        added = range(start, min(start + rung, len(self._groups)))
+        for _ in range(2):
+            self._backend.forget()
+            for group in added:
+                self._measure(group)
+
+    def _measure(self, group: int) -> None:
+        prompts = self._groups[group]
+        if (group + len(self._pairs[group])) % 2:
+            ar = self._baseline.generate(AR, prompts, self._params)
+            run = self._backend.generate(self._speculation, prompts, self._params)
+        else:
+            run = self._backend.generate(self._speculation, prompts, self._params)
+            ar = self._baseline.generate(AR, prompts, self._params)
+        self._pairs[group].append(Pair(run.seconds, ar.seconds, _latencies(run), _latencies(ar)))
+        self._runs.append(run)
+        self._mismatches += sum(
+            ours.token_ids != theirs
+            for ours, theirs in zip(run.sequences, self._expected(group, ar), strict=True)
+        )
+
+    def _expected(self, group: int, ar: BatchRun) -> tuple[tuple[int, ...], ...]:
+        """AR's tokens, by the same engine: another dtype has other ones."""
+        if self._baseline is self._backend:
+            return tuple(sequence.token_ids for sequence in ar.sequences)
+        if group not in self._truth:
+            own = self._backend.generate(AR, self._groups[group], self._params)
+            self._truth[group] = tuple(sequence.token_ids for sequence in own.sequences)
+        return self._truth[group]
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether all prompts are in, and another pair would not change the answer."""
+        if not self.covers_all:
+            return False
+        if min(map(len, self._pairs)) >= self._settings.repetitions:
+            return True
+        interval = self._intervals()[self._objectives[0]]
+        return interval.high - interval.low < self._settings.min_effect * interval.value
+
+    # --- what it says -----------------------------------------------------------------------------
+
+    def _intervals(self) -> dict[str, Interval]:
+        return estimate([pairs for pairs in self._pairs if pairs], self._settings.confidence)
+
+    def metrics(self, example: ExampleDraft | None = None) -> Metrics:
+        """What the pairs measured so far say."""
+        intervals = self._intervals()
+        sequences = [sequence for run in self._runs for sequence in run.sequences]
+        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        num_forwards = sum(sequence.num_target_forwards for sequence in sequences)
+        drafted = sum(sequence.num_drafted or 0 for sequence in sequences)
+        accepted = sum(sequence.num_accepted or 0 for sequence in sequences)
+        pairs = [pair for group in self._pairs for pair in group]
+        latencies = [1e3 * seconds for pair in pairs for seconds in pair.latencies]
+        return Metrics(
+            goodput_ratio=intervals["goodput"],
+            latency_p50_ratio=intervals["latency_p50"],
+            latency_p99_ratio=intervals["latency_p99"],
+            tokens_per_second=num_tokens / sum(pair.seconds for pair in pairs),
+            ar_tokens_per_second=num_tokens / sum(pair.ar_seconds for pair in pairs),
+            latency_p50_ms=float(np.percentile(latencies, 50)),
+            latency_p99_ms=float(np.percentile(latencies, 99)),
+            mean_accepted_length=num_tokens / num_forwards,
+            acceptance_rate=accepted / drafted if drafted else 0.0,
+            accepted_by_depth=_summed(s.accepted_by_depth for s in sequences),
+            drafted_by_depth=_summed(s.drafted_by_depth for s in sequences),
+            memory_mb=peak_memory_mb(),
+            identical_to_ar=self._mismatches == 0 if self._promises_tokens else None,
+            num_pairs=self.num_pairs,
+            num_prompts=sum(
+                len(group) for group, pairs in zip(self._groups, self._pairs, strict=True) if pairs
+            ),
+            example=example,
+        )
+
+    @property
+    def _promises_tokens(self) -> bool:
+        if not (self._plan.rule.lossless and self._plan.method.lossless):
+            return False
+        return self._params.temperature == 0 or self._plan.rule.name == "coupled"
+
+    def example_draft(self) -> ExampleDraft | None:
+        """Decode the first prompts once more and keep the largest draft that was verified."""
+        engine = self._backend.engine.sibling()
+        name = self._plan.method.drafter
+        if name == "none":
+            return None
+        session = engine.submit(self._groups[0][0], self._short_params(), self._speculation)
+        watch = _Watch(engine.drafters[name])
+        engine.drafters[name] = watch  # type: ignore[assignment]
+        while not session.finished:
+            engine.step()
+        if watch.largest is None or not len(watch.largest.draft.token_ids):
+            return None
+        draft, tokenizer = watch.largest.draft, self._backend.tokenizer
+        return ExampleDraft(
+            parent_indices=tuple(int(parent) for parent in draft.parent_indices),
+            texts=tuple(tokenizer.decode([int(token)]) for token in draft.token_ids),
+            accepted=tuple(int(node) for node in watch.largest.path),
+        )
+
+
+class _Watch:
+    """A drafter whose outcomes are seen; everything else is the drafter's."""
+
+    def __init__(self, drafter: object) -> None:
+        self._drafter = drafter
+        self.largest: Outcome | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            best = self.largest
+            size = (len(outcome.draft.token_ids), len(outcome.path))
+            if best is None or size > (len(best.draft.token_ids), len(best.path)):
+                self.largest = outcome
+        self._drafter.observe(sessions, outcomes)  # type: ignore[attr-defined]
+
+
+def _latencies(run: BatchRun) -> tuple[float, ...]:
+    return tuple(s.seconds if s.seconds is not None else run.seconds for s in run.sequences)
+
+
+def _summed(counts: Any) -> tuple[int, ...]:
+    total: list[int] = []
+    for row in counts:
+        total += [0] * (len(row) - len(total))
+        for depth, count in enumerate(row):
+            total[depth] += count
+    return tuple(total)
+
+
+def estimate(groups: Sequence[Sequence[Pair]], confidence: float) -> dict[str, Interval]:
+    """Ratios over AR with their confidence intervals, by objective.
+
+    The noise of a measurement is how far the logarithms of a group's times lie from their mean,
+    all groups together, the configuration's and AR's of a pair jointly; the interval is what
+    drawing that noise anew would give (a residual bootstrap: Efron, Tibshirani 1993, chapter 9).
+    With a single pair of each group nothing is known of the noise, and the interval is wide open.
+
+    Args:
+        groups: the pairs of each group of prompts; equally many requests in each.
+    """
+    residuals, centres, repetitions = [], [], []
+    for pairs in groups:
+        times = np.log([[pair.seconds, pair.ar_seconds] for pair in pairs])  # [n, 2]
+        centre = np.median(times, axis=0)
+        centres.append(centre)
+        repetitions.append(len(pairs))
+        if len(pairs) > 1:
+            spread = np.sqrt(len(pairs) / (len(pairs) - 1))
+            residuals += list((times - times.mean(axis=0)) * spread)
+    times = np.exp(np.array(centres))  # [G, 2]
+    latencies = np.array(
+        [
+            [
+                np.median([pair.latencies for pair in pairs], axis=0),
+                np.median([pair.ar_latencies for pair in pairs], axis=0),
+            ]
+            for pairs in groups
+        ]
+    )  # [G, 2, concurrency]
+    found = _statistics(times[None], latencies[None])
+    if not residuals:
+        wide = {name: Interval(value=float(v[0]), low=0.0, high=1e9) for name, v in found.items()}
+        return wide
+    rng = np.random.default_rng(0)
+    noise = np.array(residuals)  # [R, 2]
+    factors = np.empty((_RESAMPLES, len(groups), 2))
+    for group, count in enumerate(repetitions):
+        drawn = noise[rng.integers(len(noise), size=(_RESAMPLES, count))]  # [B, n, 2]
+        factors[:, group] = np.exp(drawn.mean(axis=1))
+    resampled = _statistics(times * factors, latencies * factors[..., None])
+    tail = 50 * (1 - confidence)
+    intervals = {}
+    for name, values in resampled.items():
+        low, high = np.percentile(values, [tail, 100 - tail])
+        value = float(found[name][0])
+        intervals[name] = Interval(
+            value=value, low=min(value, float(low)), high=max(value, float(high))
+        )
+    return intervals
+
+
+def _statistics(times: Floats, latencies: Floats) -> Mapping[str, Floats]:
+    """Ratios in favour of the configuration.  # [B, G, 2], [B, G, 2, concurrency] -> [B] each"""
+    total = times.sum(axis=1)
+    result = {"goodput": total[:, 1] / total[:, 0]}
+    for name, percent in (("latency_p50", 50), ("latency_p99", 99)):
+        by_side = np.percentile(latencies, percent, axis=(1, 3))  # [B, 2]
+        result[name] = by_side[:, 1] / by_side[:, 0]
+    return result
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def reset_peak_memory() -> None:
+    """Start counting anew, where the system can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mb() -> float:
+    """Peak resident memory of this process, and what its GPU held at most."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if sys.platform == "darwin":
+        peak /= 1024
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = int(next(x for x in lines if x.startswith("VmHWM")).split()[1]) / 1024
+    import torch
+
+    if torch.cuda.is_available():
+        peak += torch.cuda.max_memory_allocated() / 2**20
+    return peak

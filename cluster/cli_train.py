@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import typing
 from collections.abc import Callable
 from functools import partial, wraps
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from typer.core import TyperGroup
 
 from cluster.cli_output import (
@@ -18,6 +20,7 @@ from cluster.cli_output import (
     Json,
     Target,
     err,
+    out,
     print_json,
     require,
     set_threads,
@@ -210,11 +213,11 @@ def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
         set_threads(threads, None)
     text = {name: shared.pop(name) for name in ("target", "length", "held_out_rows")}
     text["data"] = shared.pop("data") or []
-    out = shared.pop("folder") or Path("trained") / kind
+    folder = shared.pop("folder") or Path("trained") / kind
     job = train_job.TrainJob(
         kind=kind,
         knobs=train_job.absolute({**text, **knobs}),
-        options=TrainOptions(out=out, **shared),
+        options=TrainOptions(out=folder, **shared),
     )
     if workers is None:
         result = train_job.train_here(job)
@@ -223,7 +226,44 @@ def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
     if as_json:
         print_json(result)
     else:
-        show_tree(result)
+        _show(kind, result, text["target"])
+
+
+def _show(kind: str, result: dict[str, Any], target: Path | None) -> None:
+    """What was measured before and after, where the result is, and how to use it."""
+    table = Table("held out", box=None, header_style="bold", pad_edge=False)
+    for title in ("before", "after"):
+        table.add_column(title, justify="right")
+    for name, value in result["after"].items():
+        table.add_row(name, f"{result['before'][name]:.4f}", f"{value:.4f}")
+    out.print(table)
+    folder = Path(result["out"])
+    early = ", no better since" if result["stopped_early"] else ""
+    lines = [
+        f"steps: {result['steps']}, kept_step: {result['kept_step']}{early}",
+        f"out: {folder}",
+        f"plot: {result['plot']}",
+    ]
+    use = _use(kind, folder, target)
+    if use:
+        lines.append(f"use: paceline generate 'def add(a, b):' {use}")
+    for line in lines:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _use(kind: str, folder: Path, target: Path | None) -> str | None:
+    """Options of a command that runs the result, if there is one line for it."""
+    chosen = f"--target {shlex.quote(str(target))} " if target else ""
+    place = shlex.quote(str(folder))
+    if kind == "exits":
+        return f"--target {place} --method layer_skip"
+    if kind == "sorted":
+        return f"{chosen}--drafter {place} --method s2d"
+    if kind in ("distill", "align"):
+        return f"{chosen}--drafter {place}"
+    if folder.name == kind:  # as a library of heads has it
+        return f"{chosen}--method {kind} --heads {shlex.quote(str(folder.parent))}"
+    return None
 
 
 @_kind("exits")

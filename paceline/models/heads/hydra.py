@@ -2,9 +2,10 @@
 
 Ankner et al. 2024 (arXiv 2402.05109). Head i reads the last hidden state and the embeddings of the
 last committed token and of the i - 1 drafted ones, and predicts the token that follows them. It is
-a residual layer whose skip connection is a matrix, too (it starts as the identity on the hidden
-state), and further residual blocks. All heads share the target's output layer. Hydra++ has more blocks for each head, reads the hidden states through a decoder layer of its own
-("prefix attention"), and learns the target's distribution instead of the text.
+a residual layer whose skip connection is a matrix, too, and further residual blocks; all heads
+share the target's output layer. Hydra++ has more blocks for each head, reads the hidden states
+through a decoder layer of its own ("prefix attention"), and learns the target's distribution
+instead of the text.
 """
 
 from __future__ import annotations
@@ -110,12 +111,19 @@ class Hydra(Head):
             _HydraHead(config.hidden_size, i, options) for i in range(1, count + 1)
         )
         self.prefix = DecoderLayer(config) if options.prefix_attention else None
+        # Embeddings are much smaller than hidden states; at equal size the heads learn faster.
+        self._scale = float(target.embedding.float().square().mean().rsqrt())
         self._cos_sin = rope_table(config)  # [context_length, head_dim]
         self.stack: LayerStack | None = None
 
     @property
     def max_depth(self) -> int:
         return len(self.heads)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """What heads read of tokens.  # [...] -> [..., hidden_size]"""
+        result: Tensor = self._scale * self.target.embed(token_ids)
+        return result
 
     # --- training ------------------------------------------------------------------------------
 
@@ -133,7 +141,7 @@ class Hydra(Head):
         length = hidden.shape[1]
         if self.prefix is not None:
             hidden = self.prefix(hidden, self._cos_sin[:length].to(hidden.device))
-        embedded = self.target.embed(token_ids)
+        embedded = self._embed(token_ids)
         result = []
         for i, head in enumerate(self.heads, 1):
             count = length - i
@@ -179,7 +187,7 @@ class Hydra(Head):
     ) -> Tensor:
         hidden = self._read(states, features)
         last = torch.tensor([ids[-1] for ids in token_ids], device=hidden.device)
-        embedded = self.target.embed(last)
+        embedded = self._embed(last)
         for state, *base in zip(states, hidden, embedded, strict=True):
             state.base, state.tokens = base, {-1: []}
         return self.target.logits(self.heads[0]([hidden, embedded]))
@@ -204,7 +212,7 @@ class Hydra(Head):
     def expand(self, states: Sequence[HydraState], frontiers: Sequence[Frontier]) -> Tensor:
         tokens = [token for frontier in frontiers for _, token, _ in frontier]
         device = self.target.embedding.device
-        embedded = iter(self.target.embed(torch.tensor(tokens, device=device)))
+        embedded = iter(self._embed(torch.tensor(tokens, device=device)))
         rows: list[list[Tensor]] = []
         for state, frontier in zip(states, frontiers, strict=True):
             for node, _, parent in frontier:

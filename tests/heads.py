@@ -24,6 +24,7 @@ def untrained(
     with torch.no_grad():
         for parameter in head.parameters():
             parameter += noise * torch.randn_like(parameter)
+            parameter.copy_(parameter.bfloat16())  # as a saved head has it
     return head
 
 

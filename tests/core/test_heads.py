@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.head import HeadDrafter
@@ -294,6 +295,8 @@ def test_save_and_load(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     before, after = head.state_dict(), loaded.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    stored = load_file(tmp_path / kind / "model.safetensors")
+    assert {stored[name].dtype for name, _ in head.named_parameters()} == {torch.bfloat16}
     assert sorted(p.name for p in (tmp_path / kind).iterdir()) == [
         "config.json", "model.safetensors",
     ]  # fmt: skip

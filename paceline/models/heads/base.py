@@ -223,13 +223,16 @@ class Head(nn.Module, ABC):
     # --- on disk -------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each whole or not at all."""
+        """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
+
+        Parameters are rounded to bfloat16: it halves the file, and a draft changes no output.
+        """
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()
-        }
+        tensors = {name: value.cpu().contiguous() for name, value in self.state_dict().items()}
+        for name, parameter in self.named_parameters():
+            tensors[name] = parameter.detach().to("cpu", torch.bfloat16).contiguous()
         part = folder / "model.safetensors.tmp"
         save_file(tensors, part)
         part.replace(folder / "model.safetensors")

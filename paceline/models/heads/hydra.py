@@ -92,7 +92,7 @@ class _HydraHead(nn.Module):
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         skip, gated = self.join(self.dropout(torch.cat([*inputs], -1))).chunk(2, -1)
-        x = skip + F.silu(gated)
+        x: Tensor = skip + F.silu(gated)
         for block in self.blocks:
             x = block(self.dropout(x))
         return x

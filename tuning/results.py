@@ -59,8 +59,9 @@ class Point(_Value):
 
     @property
     def is_ar(self) -> bool:
-        config = resolve(self.speculation).config
-        return config.method == "ar" or config.num_speculative_tokens == 0
+        plan = resolve(self.speculation)
+        drafts = plan.method.drafter != "none" and plan.config.num_speculative_tokens != 0
+        return not drafts and plan.method.lossless
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -203,7 +204,8 @@ class Manifest(_Value):
         space: the YAML document, with its defaults filled in.
         objectives: names of OBJECTIVES, the first one decides.
         environment: machine, versions, commit; see paceline.bench.environment.
-        seconds: spent in each stage ("traces", "simulation", "trials"), over all runs.
+        num_runs: how often it was started or resumed.
+        seconds: spent in each stage ("check", "simulation", "trials", "confirm"), over all runs.
     """
 
     version: int = VERSION
@@ -215,6 +217,7 @@ class Manifest(_Value):
     objectives: tuple[str, ...]
     environment: dict[str, Any]
     num_points: int | None = None
+    num_runs: int = 1
     seconds: dict[str, float] = {}
 
 
@@ -239,18 +242,28 @@ class Results:
         return bool(self._fs.exists(f"{self._root}/{name}"))
 
     def read(self, name: str) -> str:
-        with self._fs.open(f"{self._root}/{name}", "r", encoding="utf-8") as file:
-            text: str = file.read()
-        return text
+        return self.read_bytes(name).decode("utf-8")
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all: a reader never sees half of it."""
+        self.write_bytes(name, text.encode("utf-8"))
+
+    def read_bytes(self, name: str) -> bytes:
+        with self._fs.open(f"{self._root}/{name}", "rb") as file:
+            content: bytes = file.read()
+        return content
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """As :meth:`write`."""
         target = f"{self._root}/{name}"
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         part = f"{target}.part"
-        with self._fs.open(part, "w", encoding="utf-8") as file:
-            file.write(text)
+        with self._fs.open(part, "wb") as file:
+            file.write(content)
         self._fs.mv(part, target)
+
+    def remove(self, name: str) -> None:
+        self._fs.rm(f"{self._root}/{name}")
 
     # --- contents ---------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from paceline.methods import METHODS
 from paceline.plan import known_knobs, resolve
 from paceline.sampling import SamplingParams
 from rpc.draft_service import served_with
-from tuning.results import OBJECTIVES, Point
+from tuning.results import OBJECTIVES, Metrics, Point
 
 SPACES_DIR = Path(__file__).parent / "spaces"
 """The spaces that ship: ``demo``, ``exit_layers``, ``trees``, ``split``, ``everything``."""
@@ -79,6 +79,16 @@ class Constraints(_Block):
     memory_mb: float | None = Field(
         None, gt=0, description="Peak resident memory of the measuring process."
     )
+
+    def broken_by(self, metrics: Metrics) -> str | None:
+        """The constraint that a measurement breaks, with its value; None where it keeps to all."""
+        if metrics.identical_to_ar is False:
+            return "its tokens are not those of AR"
+        if self.latency_p99_ms is not None and metrics.latency_p99_ms > self.latency_p99_ms:
+            return f"latency_p99_ms: {metrics.latency_p99_ms:.1f}, at most {self.latency_p99_ms:g}"
+        if self.memory_mb is not None and metrics.memory_mb > self.memory_mb:
+            return f"memory_mb: {metrics.memory_mb:.0f}, at most {self.memory_mb:g}"
+        return None
 
 
 class Measurement(_Block):
@@ -184,7 +194,12 @@ class Space:
     document: _Document
     choices: tuple[Choice, ...]
     source: str = ""
-    _dropped: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> Space:
+        """What :meth:`as_dict` said, which was checked when the file was read."""
+        parsed = _Document.model_validate(document)
+        return Space(parsed, _parse_choices(parsed))
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -238,13 +253,19 @@ class Space:
             speculation=SpeculationConfig(method="ar"), dtype=str(self.document.model.dtype)
         )
 
-    @cached_property
+    @property
     def points(self) -> tuple[Point, ...]:
         """Every point once, AR first; a sample of ``MAX_POINTS`` where there are more.
 
         Raises:
             InvalidArgument: nothing is left of a method, with the reason.
         """
+        return self._enumerated[0]
+
+    @cached_property
+    def _enumerated(self) -> tuple[tuple[Point, ...], frozenset[str]]:
+        """The points, and the fields that some point has."""
+        used: set[str] = set()
         found: dict[str, Point] = {self.ar.key: self.ar}
         refused: dict[str, InvalidArgument] = {}
         alive = {None}
@@ -256,6 +277,7 @@ class Space:
                 refused.setdefault(str(values["method"]), error)
                 continue
             alive.add(values["method"])
+            used |= values.keys()
             found.setdefault(point.key, point)
         for method, error in refused.items():
             if method not in alive:
@@ -264,7 +286,7 @@ class Space:
                     f"a method that some point of the space fits; {error.field} = "
                     f"{error.value!r} does not: {error.allowed}",
                 )  # fmt: skip
-        return tuple(found.values())
+        return tuple(found.values()), frozenset(used)
 
     @cached_property
     def size(self) -> int:
@@ -302,14 +324,6 @@ class Space:
         if method.name == "ar":
             return False
         return choice.name in known_knobs({k: v for k, v in values.items() if v is not None})
-
-    def fingerprint(self) -> str:
-        """Equal for spaces whose trials can be compared: same models and same workload."""
-        from hashlib import sha256
-
-        parts = [self.document.model, self.document.workload, self.document.measurement]
-        text = "\n".join(part.model_dump_json() for part in parts)
-        return sha256(text.encode()).hexdigest()[:16]
 
     # --- prompts ----------------------------------------------------------------------------------
 
@@ -564,7 +578,6 @@ def _in_order(choices: Mapping[str, Choice]) -> Iterator[Choice]:
     names = [name for name in _FIRST if name in choices]
     names += [name for name in choices if name not in _FIRST]
     done: set[str] = set()
-    left = list(names)
     for choice in choices.values():
         for condition in choice.when:
             place = f"space.{choice.name}.when.{condition.field}"
@@ -576,26 +589,21 @@ def _in_order(choices: Mapping[str, Choice]) -> Iterator[Choice]:
                 if value not in possible:
                     allowed = f"values that the field has: {', '.join(map(str, possible))}"
                     raise InvalidArgument(place, value, allowed)
-    while left:
-        ready = [n for n in left if all(c.field in done for c in choices[n].when)]
+    for name in names:
+        late = [c.field for c in choices[name].when if name in _FIRST and c.field not in _FIRST]
+        if late:
+            allowed = f"conditions on {', '.join(_FIRST)}: which knobs exist hangs on this field"
+            raise InvalidArgument(f"space.{name}.when", late, allowed)
+    while names:
+        ready = [n for n in names if all(c.field in done for c in choices[n].when)]
         if not ready:
             raise InvalidArgument(
-                f"space.{left[0]}.when",
-                [c.field for c in choices[left[0]].when],
-                "conditions that do not go round in a circle: " + ", ".join(left),
-            )
-        late = [n for n in left if n in _FIRST and n not in ready]
-        chosen = ready[0]
-        if late and chosen not in _FIRST and any(n in _FIRST for n in left):
-            # A field of the first kind waits for this one: which knobs exist would be unknown.
-            needed = {c.field for n in late for c in choices[n].when}
-            raise InvalidArgument(
-                f"space.{late[0]}.when", sorted(needed - done),
-                f"conditions on {', '.join(_FIRST)} only",
+                f"space.{names[0]}.when", [c.field for c in choices[names[0]].when],
+                f"conditions that do not go round in a circle: {', '.join(names)}",
             )  # fmt: skip
-        left.remove(chosen)
-        done.add(chosen)
-        yield choices[chosen]
+        names.remove(ready[0])
+        done.add(ready[0])
+        yield choices[ready[0]]
 
 
 def _check_fields(space: Space) -> None:
@@ -610,19 +618,16 @@ def _check_fields(space: Space) -> None:
             )  # fmt: skip
         if row.drafter == "client":
             raise InvalidArgument("space.method", method, "a method that drafts by itself")
-    used: set[str] = set()
-    for point in space.points:
-        used |= point.speculation.model_fields_set
-        used |= {"topology", "dtype"}
+    points, used = space._enumerated
     methods = next(c for c in space.choices if c.name == "method").values
     for choice in space.choices:
-        if choice.name not in used and any(value is not None for value in choice.values):
+        if choice.name not in used:
             raise InvalidArgument(
-                f"space.{choice.name}", [v for v in choice.values if v is not None],
+                f"space.{choice.name}", list(choice.values),
                 f"a field that some point has: none of {', '.join(methods)} has it, or its "
                 "conditions are never met",
             )  # fmt: skip
-    if all(point.is_ar for point in space.points):
+    if all(point.is_ar for point in points):
         raise InvalidArgument("space", list(document.space), "some point beside AR")
 
 

@@ -1,0 +1,294 @@
+"""What runs on the workers of a sweep: models are loaded here, and nowhere else.
+
+A trial is a Ray Tune trainable: each step measures one more rung of prompts and reports what is
+known so far. An actor is used again for the next trial, so that models are loaded once.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import tune
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deployments.config import DeploymentConfig
+from paceline.bench.environment import describe_environment
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine, EngineLimits
+from paceline.errors import InvalidArgument, PacelineError
+from paceline.loading import limit_threads, load_drafter, load_engine
+from rpc.draft_service import DraftServicer, served_with
+from rpc.remote_drafter import RemoteDrafter
+from rpc.server import RpcServer, start_server
+from tuning.objective import PairedMeasurement
+from tuning.results import OBJECTIVES, Metrics, Point
+from tuning.space import Space
+
+DRAFTER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every worker gets: the space, and the prompts' texts by their id.
+
+    Files of prompts need not be on every node, so the texts travel; model folders have to be.
+    """
+
+    document: Mapping[str, Any]
+    prompts: tuple[tuple[str, str], ...]
+    num_cpus: float
+
+    @property
+    def space(self) -> Space:
+        return Space.from_dict(self.document)
+
+
+class Models:
+    """The engines of a worker, loaded when a point first wants them."""
+
+    def __init__(self, work: Work) -> None:
+        self.space = work.space
+        self._work = work
+        self._engines: dict[tuple[str, str], Engine] = {}
+        self._remote: RemoteDrafter | None = None
+        self._actor: Any = None
+        model = self.space.document.model
+        self._config = DeploymentConfig(model=model)
+        limit_threads(self._config.num_threads(work.num_cpus))
+
+    @property
+    def baseline(self) -> Engine:
+        """Where AR runs: the dtype of the sweep's model, everything in one process."""
+        return self._engine("colocated", str(self.space.document.model.dtype))
+
+    def engine(self, point: Point) -> Engine:
+        """The engine that a point wants."""
+        return self._engine(point.topology, point.dtype)
+
+    def _engine(self, topology: str, dtype: str) -> Engine:
+        if (topology, dtype) not in self._engines:
+            model = self.space.document.model
+            engine = load_engine(
+                self._config.target_folder,
+                self._config.drafter_folder if topology == "colocated" else None,
+                heads=model.heads,
+                dtype=dtype,
+                device=model.device,
+                batch_invariant=model.batch_invariant,
+                kv_tokens=model.kv_tokens,
+                limits=EngineLimits(max_sessions=self.space.document.workload.concurrency),
+            )
+            if topology == "actors":
+                remote = self._remote_drafter(engine.target.vocab_size)
+                for row in engine.catalogue.values():
+                    if served_with(row, "draft_model"):
+                        engine.drafters[row.drafter] = remote
+            self._engines[topology, dtype] = engine
+        return self._engines[topology, dtype]
+
+    def _remote_drafter(self, vocab_size: int) -> RemoteDrafter:
+        """The drafter in an actor of its own on this node, reached over gRPC."""
+        if self._remote is None:
+            if self._config.drafter_folder is None:
+                raise InvalidArgument("space.topology", "actors", "a model.drafter to put there")
+            here = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
+            self._actor = DrafterActor.options(scheduling_strategy=here).remote(self._work)
+            address = ray.get(self._actor.start.remote(), timeout=DRAFTER_TIMEOUT_S)
+            self._remote = RemoteDrafter(address, vocab_size=vocab_size)
+            if not self._remote.wait_ready(DRAFTER_TIMEOUT_S):
+                raise PacelineError(f"the drafter's actor at {address} does not answer")
+        return self._remote
+
+    def groups(self) -> list[list[list[int]]]:
+        """Token ids of the prompts that are decoded together.
+
+        A last group that is too small is filled up from the start, so that all of them are
+        decoded at the same concurrency.
+
+        Raises:
+            InvalidArgument: a prompt that is empty or too long for the target.
+        """
+        workload, engine = self.space.document.workload, self.baseline
+        assert engine.tokenizer is not None
+        room = engine.target.context_length - workload.max_tokens
+        encoded = []
+        for name, text in self._work.prompts:
+            ids = engine.tokenizer.encode(text)
+            if not ids:
+                raise InvalidArgument("workload.prompts", name, "a text of at least one token")
+            if len(ids) > room:
+                raise InvalidArgument(
+                    "workload.prompts", f"{name} ({len(ids)} tokens)",
+                    f"at most {max(0, room)} tokens: with {workload.max_tokens} new ones they "
+                    f"have to fit into the context of {engine.target.context_length}",
+                )  # fmt: skip
+            encoded.append(ids)
+        size = workload.concurrency
+        return [
+            [encoded[(start + i) % len(encoded)] for i in range(size)]
+            for start in range(0, len(encoded), size)
+        ]
+
+    def measurement(self, point: Point) -> PairedMeasurement:
+        return PairedMeasurement(
+            point, self.space, self.engine(point), self.baseline, self.groups()
+        )
+
+    def close(self) -> None:
+        if self._remote is not None:
+            self._remote.stop()
+        if self._actor is not None:
+            ray.kill(self._actor)
+        self._remote = self._actor = None
+        self._engines.clear()
+
+
+@ray.remote(num_cpus=0)
+class DrafterActor:
+    """A drafter replica of its own, for points with the topology ``actors``."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._server: RpcServer | None = None
+
+    async def start(self) -> str:
+        """Load the drafter, serve it on loopback, and say where."""
+        space = self._work.space
+        model = space.document.model
+        config = DeploymentConfig(model=model)
+        assert config.drafter_folder is not None
+        limit_threads(config.num_threads(self._work.num_cpus))
+        drafter = load_drafter(
+            config.drafter_folder,
+            config.target_folder,
+            dtype=model.dtype,
+            device=model.device,
+            kv_tokens=model.kv_tokens,
+        )
+        servicer = DraftServicer(
+            drafter,
+            name="draft_model",
+            vocab_size=drafter.vocab_size,
+            context_length=drafter.runner.context_length,
+        )
+        self._server = await start_server(drafter=servicer)
+        return str(self._server.address)
+
+
+class Trial(tune.Trainable):
+    """One point of the space against AR.
+
+    The config has ``point`` (a Point as JSON values). Every result has the objectives with their
+    bounds, ``metrics`` (Metrics as JSON text) and ``complete``: whether the trial ended by itself.
+    """
+
+    def setup(self, config: dict[str, Any], work: Work) -> None:
+        logging.getLogger("paceline").setLevel(logging.ERROR)
+        self._models = Models(work)
+        self._begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._begin(new_config)
+        return True
+
+    def _begin(self, config: Mapping[str, Any]) -> None:
+        self._measurement = self._models.measurement(Point.model_validate_json(config["point"]))
+
+    def step(self) -> dict[str, Any]:
+        self._measurement.step()
+        complete = self._measurement.is_sure
+        example = self._measurement.example_draft() if complete else None
+        metrics = self._measurement.metrics(example)
+        return {
+            **flat(metrics),
+            "num_prompts": metrics.num_prompts,
+            "metrics": metrics.model_dump_json(),
+            "node": platform.node(),
+            "complete": complete,
+            "done": complete,
+        }
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Nothing: what was measured of an unfinished trial is measured anew."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """See :meth:`save_checkpoint`."""
+
+    def cleanup(self) -> None:
+        if hasattr(self, "_models"):
+            self._models.close()
+
+
+def flat(metrics: Metrics) -> dict[str, float]:
+    """The objectives as Tune and TensorBoard want them: numbers by name."""
+    values: dict[str, float] = {}
+    for field in OBJECTIVES.values():
+        interval = getattr(metrics, field)
+        values |= {
+            field: interval.value,
+            f"{field}_low": interval.low,
+            f"{field}_high": interval.high,
+        }
+    values["tokens_per_second"] = metrics.tokens_per_second
+    values["mean_accepted_length"] = metrics.mean_accepted_length
+    return values
+
+
+# --- tasks beside the trials ----------------------------------------------------------------------
+
+
+def check(work: Work, points: Sequence[str]) -> dict[str, Any]:
+    """Load the models on this node and try what can be tried before the first trial.
+
+    Args:
+        points: that are tried, as JSON texts.
+
+    Returns:
+        ``error`` (a text) where nothing could be measured here, else ``refused``: why the target
+        cannot run a point, by the point's key; and ``environment``.
+    """
+    models = Models(work)
+    try:
+        engine = models.baseline
+        group = models.groups()[0]
+        params = models.space.document.workload.sampling_params()
+        engine.generate([group[0][:1]], params, SpeculationConfig(method="ar"))
+        refused = {}
+        for text in points:
+            point = Point.model_validate_json(text)
+            try:
+                tried = models.engine(point)
+                session = tried.submit(group[0], params, point.speculation)
+                tried.cancel(session.session_id)
+            except PacelineError as error:
+                refused[point.key] = str(error)
+        return {"refused": refused, "environment": describe_environment()}
+    except (PacelineError, ValueError, RuntimeError, OSError, MemoryError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        models.close()
+
+
+def confirm(work: Work, points: Sequence[str]) -> list[str]:
+    """Measure some points once more, in turn, in one process.
+
+    Returns:
+        Metrics as JSON texts, in the order of the points.
+    """
+    models = Models(work)
+    try:
+        measurements = [models.measurement(Point.model_validate_json(text)) for text in points]
+        while not all(measurement.is_sure for measurement in measurements):
+            for measurement in measurements:
+                if not measurement.is_sure:
+                    measurement.step()
+        return [m.metrics(m.example_draft()).model_dump_json() for m in measurements]
+    finally:
+        models.close()

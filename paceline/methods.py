@@ -197,21 +197,24 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
     "fixed": lambda config, _: FixedLength(
         config.num_speculative_tokens or 0, config.node_budget or 0
     ),
-    "goodput": lambda config, context: Goodput(_bounds(config), config, context),
-    "heuristic": lambda config, _: Heuristic(_bounds(config)),
-    "confidence": lambda config, _: Confidence(_bounds(config), config.stop_threshold or 0.0),
-    "bass": lambda config, context: Bass(_bounds(config), config, context),
-    "adl": lambda config, _: AdaptiveDraftLength(_bounds(config)),
-    "disco": lambda config, context: Disco(_bounds(config), config.stop_threshold or 0.0, context),
-    "specdecpp": lambda config, context: SpecDecPP(
-        _bounds(config), config.stop_threshold or 0.0, context
+    "goodput": lambda config, context: Goodput(length_bounds(config), config, context),
+    "heuristic": lambda config, _: Heuristic(length_bounds(config)),
+    "confidence": lambda config, _: Confidence(length_bounds(config), config.stop_threshold or 0.0),
+    "bass": lambda config, context: Bass(length_bounds(config), config, context),
+    "adl": lambda config, _: AdaptiveDraftLength(length_bounds(config)),
+    "disco": lambda config, context: Disco(
+        length_bounds(config), config.stop_threshold or 0.0, context
     ),
-    "ldlp": lambda config, context: LengthPredictor(_bounds(config), context),
-    "del": lambda config, context: Del(_bounds(config), config.exit_layers, context),
+    "specdecpp": lambda config, context: SpecDecPP(
+        length_bounds(config), config.stop_threshold or 0.0, context
+    ),
+    "ldlp": lambda config, context: LengthPredictor(length_bounds(config), context),
+    "del": lambda config, context: Del(length_bounds(config), config.exit_layers, context),
 }
 
 
-def _bounds(config: SpeculationConfig) -> LengthBounds:
+def length_bounds(config: SpeculationConfig) -> LengthBounds:
+    """Between which depths the controller of a resolved config chooses."""
     longest = config.length_max or 0
     return LengthBounds(
         start=config.num_speculative_tokens or 0,

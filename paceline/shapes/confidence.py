@@ -36,17 +36,27 @@ class ConfidenceTree:
     def build(
         self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Draft]:
-        # More nodes are grown than kept.
+        trees = self.grow(expander, sessions, budgets)
+        return [
+            tree.draft(self._best(tree, range(len(tree.token_ids)), budget.nodes))
+            for tree, budget in zip(trees, budgets, strict=True)
+        ]
+
+    def grow(
+        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[TreeBuilder]:
+        """The trees with all nodes that were grown, more than a draft keeps.
+
+        ``tree.values`` has the logarithm of each node's value: a draft takes the nodes with the
+        highest, of equal ones the earlier.
+        """
         limit = self.branching + self.branching**2 * max((b.depth for b in budgets), default=0)
         trees = [
             TreeBuilder(session, replace(budget, nodes=limit if budget.nodes > 0 else 0))
             for session, budget in zip(sessions, budgets, strict=True)
         ]
         grow(expander, trees, self._step, lambda depth: self.branching)
-        return [
-            tree.draft(self._best(tree, range(len(tree.token_ids)), budget.nodes))
-            for tree, budget in zip(trees, budgets, strict=True)
-        ]
+        return trees
 
     def _step(self, tree: TreeBuilder, frontier: list[int], level: Level, row: int) -> list[int]:
         added = []

@@ -18,7 +18,7 @@ from tuning.results import OBJECTIVES, Point, TrialRecord
 from tuning.space import Choice, Space
 
 # Asking again and again for a point that is new: small spaces run dry.
-_MAX_ASKS = 60
+_MAX_ASKS = 8
 # A point that simulates so far below the best measurement is not worth a trial.
 _HOPELESS = 0.8
 
@@ -47,7 +47,11 @@ class PointSearch(Searcher):
         suggest: bool = True,
     ) -> None:
         fields = [OBJECTIVES[name] for name in space.objectives]
-        super().__init__(metric=fields if len(fields) > 1 else fields[0], mode="max")
+        several = len(fields) > 1
+        super().__init__(
+            metric=fields if several else fields[0],
+            mode=["max"] * len(fields) if several else "max",
+        )
         self._space = space
         self._fields = fields
         self._points = {point.key: point for point in space.points}
@@ -64,6 +68,8 @@ class PointSearch(Searcher):
         self._asked: dict[str, str] = {}  # trial -> what TPE calls it
         self._running: dict[str, str] = {}  # trial -> key of its point
         self._rng = random.Random(space.document.search.seed)
+        self._told: set[str] = set()  # points whose value TPE has learnt
+        self._num_given = 0  # of the points that TPE gets, before it suggests its own
         self._tpe = (
             self._new_tpe([*self._known, *(p.key for p in self._first)]) if suggest else None
         )
@@ -73,6 +79,7 @@ class PointSearch(Searcher):
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         within = [self._points[key] for key in keys if key in self._points]
         points = [self._encode(point) for point in within if not point.is_ar]
+        self._num_given = len(points)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(
@@ -83,8 +90,8 @@ class PointSearch(Searcher):
             )
         return OptunaSearch(
             space=self._define,
-            metric=self._fields if len(self._fields) > 1 else self._fields[0],
-            mode=["max"] * len(self._fields) if len(self._fields) > 1 else "max",
+            metric=self.metric,
+            mode=self.mode,
             points_to_evaluate=points,
             sampler=sampler,
         )
@@ -117,8 +124,11 @@ class PointSearch(Searcher):
                 return point
         if self._tpe is None or len(self._seen) >= len(self._points.keys() | self._seen):
             return None
-        for number in range(_MAX_ASKS):
-            name = f"{trial_id}-{number}"
+        number = asks = 0
+        while asks < _MAX_ASKS:
+            name, number = f"{trial_id}-{number}", number + 1
+            asks += self._num_given <= 0
+            self._num_given -= 1
             values = self._tpe.suggest(name)["values"]
             try:
                 point = self._space.point(values)
@@ -146,9 +156,10 @@ class PointSearch(Searcher):
     def _tell(self, name: str, key: str) -> None:
         """What is known of a point that needs no trial."""
         assert self._tpe is not None
-        known = self._known.get(key)
-        if known is None and key in self._predicted and len(self._fields) == 1:
+        known = self._known.get(key) if key not in self._told else None
+        if known is None and self._is_hopeless(key) and key not in self._told:
             known = {self._fields[0]: self._predicted[key]}
+        self._told.add(key)
         self._tpe.on_trial_complete(name, known, error=known is None)
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:

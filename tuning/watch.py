@@ -132,8 +132,9 @@ class Recorder(tune.Callback):
 
 
 def _reason(trial: Any) -> str:
-    """The last line of what went wrong: the exception, without the way to it."""
-    error = trial.get_pickled_error() if hasattr(trial, "get_pickled_error") else None
-    text = str(error if error is not None else trial.error_msg or "unknown").strip()
+    """What went wrong, in one line: the exception, without the way to it."""
+    error = trial.get_pickled_error()
+    text = str(error) if error is not None else (trial.get_error() or "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "unknown"
+    dead = next((line for line in lines if "died" in line or "OOM" in line), None)
+    return dead or (lines[-1] if lines else "unknown")

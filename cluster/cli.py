@@ -10,13 +10,15 @@ import json
 import os
 import sys
 from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from cluster.cli_output import (
     DEBUG_VARIABLE,
@@ -34,8 +36,32 @@ from cluster.cli_output import (
 )
 from cluster.cli_train import train
 
+
+class Commands(TyperGroup):
+    """The commands below, and those of packages above this one.
+
+    Such a package names a Typer app as an entry point of the group ``paceline.commands``. It is
+    imported when its command runs, or when `--help` lists it, so its module has to be light.
+    """
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return [*super().list_commands(ctx), *_further_commands()]  # type: ignore[arg-type]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        found = super().get_command(ctx, cmd_name)  # type: ignore[arg-type]
+        if found is None and (entry := _further_commands().get(cmd_name)) is not None:
+            found = typer.main.get_command(entry.load())
+            found.name = cmd_name
+        return found
+
+
+def _further_commands() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="paceline.commands")}
+
+
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     help="Draft-then-verify decoding for language models: exact, and measured.",
     epilog="Start with `paceline doctor`, then `paceline generate 'def fibonacci(n):'`.",
     no_args_is_help=True,

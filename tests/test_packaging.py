@@ -70,6 +70,8 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
         "rpc/proto/**/*.proto",
         "rpc/gen/**/*.py*",
         "deployments/configs/*.yaml",
+        "tuning/spaces/*.yaml",
+        "tuning/templates/*.j2",
         "*/py.typed",
     )
     for pattern in patterns:
@@ -175,7 +177,7 @@ def declared(*extras: str) -> set[str]:
 def test_every_import_is_a_declared_dependency(package: str) -> None:
     # paceline alone must work with a plain install (and does: see above); training's log is extra.
     # The stubs' generator is a developer's tool.
-    extras = ("train",) if package == "paceline" else ("serve", "train", "dev")
+    extras = ("train",) if package == "paceline" else ("serve", "train", "tune", "dev")
     allowed = declared(*extras)
     owners = importlib.metadata.packages_distributions()
     for name, path in imported_roots(ROOT / package).items():

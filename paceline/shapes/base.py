@@ -139,9 +139,21 @@ class Level:
 
     @cached_property
     def _top(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most likely tokens and their logits.  # int64, logits' dtype [num_nodes, count]"""
+        """The most likely tokens and their logits.  # int64, logits' dtype [num_nodes, count]
+
+        Of equally likely ones the first comes first, as with argmax: a chain is then a branch of
+        every tree. ``topk`` promises no order, and rounded logits are often equal.
+        """
         assert isinstance(self.rows, torch.Tensor)
-        values, indices = torch.topk(self.rows, min(self._count, self.rows.shape[1]))
+        count = min(self._count, self.rows.shape[1])
+        values, indices = torch.topk(self.rows, min(count + 1, self.rows.shape[1]))
+        tied = (values[:, 1:] == values[:, :-1]).any(-1)
+        values, indices = values[:, :count], indices[:, :count]
+        for i in tied.nonzero().flatten().tolist():
+            among = (self.rows[i] >= values[i, -1]).nonzero().flatten()
+            order = torch.sort(self.rows[i, among], descending=True, stable=True).indices[:count]
+            indices[i] = among[order]
+            values[i] = self.rows[i, indices[i]]
         return indices, values
 
 

@@ -190,6 +190,17 @@ def test_sparse_rows_that_list_everything_draft_what_dense_rows_do(params: Sampl
         assert token_paths(sparse) == token_paths(dense)
 
 
+@pytest.mark.parametrize("count", [1, 2, 8, 64])
+def test_of_equally_likely_tokens_the_first_comes_first(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(16, 4096, generator=generator).mul(4).round().div(4)  # ties everywhere
+    level = Level(rows, count)
+    order = np.argsort(-rows.numpy(), axis=-1, kind="stable")[:, :count]
+    assert level.best == order.tolist()
+    log_q = rows.log_softmax(-1).gather(1, torch.from_numpy(order))
+    assert np.allclose(level.best_log_q, log_q.numpy(), atol=1e-5)
+
+
 def test_a_row_of_padding_has_no_children() -> None:
     rows = SparseRows(np.array([[-1, -1], [4, -1]]), np.zeros((2, 2), np.float32))
     for params in (GREEDY, AT_ONE, replace(GREEDY, logit_bias={1: 1.0})):

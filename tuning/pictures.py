@@ -43,6 +43,7 @@ STATUS_STYLE = {
     "finished": (ACCENT, "circle"),
     "stopped": ("#d08a1d", "diamond-open"),
     "refused": (GREY, "x"),
+    "ar": (GREY, "circle-open"),
 }
 # Below 1 is slower than AR and orange, above 1 faster and blue; the middle is paper-like on both.
 DIVERGING = (
@@ -307,17 +308,22 @@ def lengths(sweep: Sweep) -> list[Picture]:
     _line_at_one(figure)
     wide, narrow = _legend_below(shown, 430, columns=5)
     figure.update_layout(wide)
-    # Lengths double more often than they grow by one.
-    ticks = sorted({x for trace in figure.data for x in trace.x})
+    # Lengths double more often than they grow by one; 0 is a length of lossy methods.
+    seen = sorted({x for trace in figure.data for x in trace.x})
+    logarithmic = seen[0] > 0 and seen[-1] >= 8 * seen[0]
+    ticks = seen[:1]
+    for length in seen[1:]:
+        if not logarithmic or length >= 1.15 * ticks[-1]:
+            ticks.append(length)  # the others' labels would run into this one's
     figure.update_xaxes(
-        title={"text": "speculation length γ"}, tickmode="array",
-        type="log" if ticks[0] > 0 and ticks[-1] >= 8 * ticks[0] else "linear", tickvals=ticks,
+        title={"text": "speculation length γ"}, tickmode="array", tickvals=ticks,
+        type="log" if logarithmic else "linear",
     )  # fmt: skip
     figure.update_yaxes(title={"text": "goodput over AR's"})
+    dashed = ", dashed ones are predicted" if sweep.predictions else ""
     caption = (
         "Higher is faster, the dotted line is AR; solid lines with confidence intervals were "
-        "measured, dashed ones are predicted, and where several configurations share a length the "
-        "best is shown."
+        f"measured{dashed}, and where several configurations share a length the best is shown."
     )
     return [Picture("lengths", "Goodput over speculation length", caption, figure, narrow)]
 
@@ -403,7 +409,7 @@ def _heat_map(
             z=[[None if c is None else _colour_value(c.ratio) for c in row] for row in grid],
             zmin=-(reach or 1), zmax=reach or 1, colorscale=DIVERGING, showscale=False,
             text=[["" if c is None else _cell_text(c) for c in row] for row in grid],
-            texttemplate="%{text}", textfont={"size": 12},
+            texttemplate="%{text}", textfont={"size": 12 if len(columns) <= 9 else 11},
             customdata=[["" if c is None else hover(c) for c in row] for row in grid],
             hovertemplate="%{customdata}<extra></extra>", hoverongaps=False,
             xgap=4, ygap=4,
@@ -452,17 +458,19 @@ def _number(value: float) -> str:
 
 def intervals(sweep: Sweep) -> list[Picture]:
     """A line for each measured trial, the best on top."""
-    records = sorted(sweep.compared, key=lambda r: -r.objective(sweep.objective).value)
-    if not records:
+    if not sweep.compared:
         return []
+    records = sorted(sweep.measured, key=lambda r: -r.objective(sweep.objective).value)
     kinds: dict[str, list[TrialRecord]] = {kind: [] for kind in STATUS_STYLE}
     for record in records:
-        confirmed = "confirmed" if record.confirmed is not None else record.status
-        kinds[confirmed if record.counts else "refused"].append(record)
+        status = "confirmed" if record.confirmed is not None else record.status
+        status = status if record.counts else "refused"
+        kinds["ar" if record.point.is_ar else status].append(record)
     names = {
         "confirmed": "measured once more, side by side",
         "stopped": "stopped early",
         "refused": "refused by a constraint",
+        "ar": "AR over AR: the noise",
     }
     place = {record.key: i for i, record in enumerate(records)}
     figure = go.Figure()
@@ -770,8 +778,9 @@ def trees(sweep: Sweep, num_shapes: int = 4) -> list[Tree]:
     for record in sweep.compared:
         plan = resolve(record.point.speculation)
         shape = plan.config.shape if plan.shape is not None else plan.method.drafter
-        drafts = [m.example for m in (record.confirmed, record.metrics) if m is not None]
-        example = next((draft for draft in drafts if draft is not None), None)
+        metrics = [m for m in (record.confirmed, record.metrics) if m is not None]
+        drafts = [m.example for m in metrics if m.example is not None]
+        example = max(drafts, key=lambda draft: len(draft.parent_indices), default=None)
         if example is None or not example.parent_indices or str(shape) in found:
             continue
         found[str(shape)] = layout_tree(

@@ -71,6 +71,7 @@ def render(results: Results) -> str:
         trees=pictures.trees(sweep),
         front=pareto_front(records, manifest.objectives) if len(manifest.objectives) > 1 else [],
         measured=measured,
+        predicted=any(record.predicted is not None for record in measured),
         latest=latest,
         stopped=[r for r in records if r.status == "stopped"],
         failed=[r for r in records if r.status == "failed"],

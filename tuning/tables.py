@@ -47,7 +47,7 @@ def rank_correlation(records: Iterable[TrialRecord]) -> tuple[float | None, int]
 
     Returns:
         None for rho with fewer than three trials, or where all predictions or all measurements are
-        equal. AR does not count: both of its ratios are 1 by definition.
+        equal. AR does not count: its ratio is known beforehand.
     """
     pairs = predicted_and_measured(records)
     predicted, measured = ([pair[i] for pair in pairs] for i in (0, 1))
@@ -179,8 +179,11 @@ def show(results: Results, console: Console) -> None:
             console.print(Text(f"and {len(ordered) - len(shown)} more", "dim"))
         meanings = [f"× AR: {objective} over AR's, with its confidence interval", "★: the best"]
         meanings += [f"γ: {LENGTH}", "τ: mean accepted length"]
-        if console.width >= 100:
-            meanings += ["α: acceptance rate", "pred: the simulator's goodput ratio"]
+        wide = console.width >= 100
+        if wide:
+            meanings += ["α: acceptance rate"]
+        if wide and any(record.predicted is not None for record in shown):
+            meanings += ["pred: the simulator's goodput ratio"]
         meanings += ["= AR: the same token ids as AR"]
         if any(record.confirmed is not None for record in shown):
             meanings += ["✓: measured once more, side by side"]
@@ -257,8 +260,10 @@ def _trial_table(
     *,
     wide: bool,
 ) -> Table:
-    """A line for each trial; α and the prediction only where there is room."""
+    """A line for each trial; α and predictions only where there is room (and are any)."""
     first, *others = objectives
+    records = list(records)
+    predictions = wide and any(record.predicted is not None for record in records)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, style="green")
@@ -267,7 +272,8 @@ def _trial_table(
     table.add_column("× AR", justify="right", no_wrap=True)
     table.add_column("interval", no_wrap=True, style="dim")
     numbers = [name.replace("latency_", "") for name in others] + ["tok/s", "τ"]
-    for name in [*numbers, *(("α", "pred") if wide else ()), "= AR"]:
+    numbers += [*(["α"] if wide else []), *(["pred"] if predictions else []), "= AR"]
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, style="yellow")
     on_front = {record.key for record in front} if others else set()
@@ -288,7 +294,8 @@ def _trial_table(
             *(f"{record.objective(name).value:.2f}" for name in others),
             f"{metrics.tokens_per_second:.1f}",
             f"{metrics.mean_accepted_length:.2f}",
-            *((rate, predicted) if wide else ()),
+            *([rate] if wide else []),
+            *([predicted] if predictions else []),
             _identity(metrics.identical_to_ar),
             "" if status == "finished" else status,
         )
@@ -322,8 +329,8 @@ def _print_reasons(records: Iterable[TrialRecord], console: Console) -> None:
 def comparison(a: Results, b: Results) -> dict[str, Any]:
     """What changed from sweep ``a`` to sweep ``b``, as JSON values.
 
-    The ratios are those of the first objective of ``a``. AR's, which is 1 in both by definition, is
-    not among them; its speed is in ``a`` and ``b``.
+    The ratios are those of the first objective of ``a``. AR over AR, which only shows how noisy a
+    machine is, is not among them; its speed is in ``a`` and ``b``.
 
     Returns:
         ``settings``: what differs in the sweep files, the objectives and the environment, by dotted

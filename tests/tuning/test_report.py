@@ -104,7 +104,9 @@ def test_without_predictions_only_measurements_are_drawn(tmp_path: Path) -> None
     drawn = {picture.name: picture for picture in pictures.draw(sweep_of(results))}
     assert not [t for t in drawn["lengths"].figure.data if t.line.dash == "dash"]
     assert "≈" not in drawn["heat-layer_skip-exit_layer"].caption
-    assert "Spearman" not in render(results)
+    page = render(results)
+    assert "Spearman" not in page and "<button>predicted" not in page
+    assert "dashed" not in drawn["lengths"].caption
 
 
 def test_a_sweep_that_has_just_begun_has_no_pictures(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_the_forest_holds_every_interval(full: Results) -> None:
             trace.x, trace.error_x.arrayminus, trace.error_x.array, strict=True
         )
     )
-    shown = [r for r in full.trials() if r.metrics is not None and not r.point.is_ar]
+    shown = [r for r in full.trials() if r.metrics is not None]
     wanted = [r.objective("goodput") for r in shown]
     expected = sorted((v.value, v.low, v.high) for v in wanted)
     assert len(drawn) == len(expected)
@@ -215,9 +217,10 @@ def test_the_forest_holds_every_interval(full: Results) -> None:
     labels = {trace.name: len(trace.x) for trace in picture.figure.data}
     assert labels == {
         "measured once more, side by side": 3,
-        "finished": len(shown) - 3 - 6 - 1,
+        "finished": len(shown) - 3 - 6 - 1 - 1,
         "stopped early": 6,
         "refused by a constraint": 1,
+        "AR over AR: the noise": 1,
     }
 
 
@@ -309,9 +312,8 @@ def test_trees_are_those_of_the_best_trials_of_different_shapes(full: Results) -
     best = best_trial(full.trials(), "goodput")
     assert best is not None and best.metrics is not None
     assert trees[0].label == best.point.label
-    example = (best.confirmed or best.metrics).example
-    assert example is not None
-    assert trees[0].num_nodes == len(example.parent_indices)
+    assert best.metrics.example is not None
+    assert trees[0].num_nodes == len(best.metrics.example.parent_indices)
 
 
 def test_the_deepest_and_the_widest_draft_can_be_laid_out() -> None:

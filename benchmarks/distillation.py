@@ -47,10 +47,16 @@ MEASURES = ("acceptance_written", "agreement_written", "acceptance", "agreement"
 DRAWS = 2000
 
 
-class SharedWriter(DraftTask):
-    """A task whose target writes after each row once, whatever number of tasks ask for it."""
+class MeasuredTask(DraftTask):
+    """Keeps the measurements of each held-out text; lets the target write after a row once.
+
+    Attributes:
+        written: what the target wrote, for all tasks that have this in common.
+        measured: each of ``MEASURES`` for each held-out text.
+    """
 
     written: dict[tuple[bytes, int], Tensor]
+    measured: dict[str, NDArray[np.float64]]
 
     def _write(self, writer: Any, rows: Tensor, seed: int) -> Tensor:
         if writer is self.model:
@@ -61,27 +67,22 @@ class SharedWriter(DraftTask):
         return self.written[key]
 
     @torch.no_grad()
-    def measure(self) -> dict[str, NDArray[np.float64]]:
-        """Each of ``MEASURES`` for each held-out text, as it is and as the target writes it on."""
-        self.evaluate()  # the target writes
-        assert self._written is not None
-        result = {}
-        for suffix, rows, first in (
-            ("", self._text.held_out, 0),
-            ("_written", self._written, self._prompt - 1),
-        ):
+    def evaluate(self) -> dict[str, float]:
+        texts = self._text.held_out
+        own = self._write(self._target, texts, seed=0)
+        self.measured = {}
+        for suffix, rows, first in (("", texts, 0), ("_written", own, self._prompt - 1)):
             accepted, agreed = [], []
-            for row in rows.split(1):
+            for few in rows.split(4):
                 draft, target = (
-                    all_logits(model, row[:, :-1])[0, first:, : self._vocab_size]
+                    all_logits(model, few[:, :-1])[:, first:, : self._vocab_size]
                     for model in (self.model, self._target)
                 )
-                accepted.append(float(losses.acceptance(draft, target).mean()))
-                same = draft.argmax(-1) == target.argmax(-1)
-                agreed.append(float(same.double().mean()))
-            result[f"acceptance{suffix}"] = np.array(accepted)
-            result[f"agreement{suffix}"] = np.array(agreed)
-        return result
+                accepted.append(losses.acceptance(draft, target).double().mean(1))
+                agreed.append((draft.argmax(-1) == target.argmax(-1)).double().mean(1))
+            self.measured[f"acceptance{suffix}"] = torch.cat(accepted).numpy()
+            self.measured[f"agreement{suffix}"] = torch.cat(agreed).numpy()
+        return {name: float(values.mean()) for name, values in self.measured.items()}
 
 
 def interval(values: NDArray[np.float64]) -> dict[str, float]:
@@ -106,13 +107,14 @@ def compare(
     with Progress(console=Console(stderr=True)) as bar:
         shown = bar.add_task("start", total=len(runs) * options["steps"])
         for number, (divergence, source) in enumerate(runs):
-            task = SharedWriter(
+            task = MeasuredTask(
                 target, text, drafter=drafter, layers=layers, divergence=divergence,
                 data_source=source,
             )  # fmt: skip
             task.written = written
             if not measured:
-                measured[START] = task.measure()
+                task.evaluate()
+                measured[START] = task.measured
             name = f"{divergence}, {source}"
             bar.update(shown, description=name)
 
@@ -120,7 +122,8 @@ def compare(
                 bar.update(shown, completed=done * options["steps"] + step)
 
             train(task, TrainOptions(out=work / f"{divergence}-{source}", **options), on_evaluation)
-            measured[name] = task.measure()
+            task.evaluate()  # also where nothing was left to train
+            measured[name] = task.measured
     plain = measured[PLAIN]
     rows = []
     for name, values in measured.items():
@@ -168,7 +171,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     rows = result["rows"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
     for axis, measure, title in (
         (axes[0], "acceptance", "acceptance (1 - TV)"),
         (axes[1], "agreement", "greedy agreement"),
@@ -184,11 +187,17 @@ def draw(result: dict[str, Any], file: Path) -> None:
                 means, np.arange(len(rows)) + offset, xerr=[means - low, high - means],
                 fmt="o", markersize=4, capsize=2, color=colour, label=label,
             )  # fmt: skip
+            plain = next(row for row in rows if row["run"] == PLAIN)
+            axis.axvline(plain[measure + suffix]["mean"], color=colour, alpha=0.5, linestyle=":")
         axis.set_yticks(range(len(rows)), [row["run"] for row in rows])
         axis.set(title=title, ylim=(len(rows) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
-    axes[0].legend(fontsize="small", loc="lower left")
-    figure.suptitle(f"Held-out acceptance after {result['steps']} steps", fontsize="medium")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(
+        f"Held-out texts after {result['steps']} steps; dotted: plain fine-tuning",
+        fontsize="medium",
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
@@ -201,10 +210,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="of the target, without --drafter")
     parser.add_argument("--data", type=Path, action="append", default=[], help="text; repeatable")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")
-    parser.add_argument("--texts", type=int, default=64, help="held-out rows")
+    parser.add_argument("--texts", type=int, default=128, help="held-out rows")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument(

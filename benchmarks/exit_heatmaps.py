@@ -64,28 +64,40 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
 
     exits, lengths = result["exits"], result["lengths"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    for axis, field, title, colours in (
-        (axes[0], "acceptance_rate", "acceptance rate", "viridis"),
-        (axes[1], "speedup_vs_ar", "speedup over AR", "RdYlGn"),
+    # Colours of the speedup meet at 1: what is red is slower than AR.
+    speedups = [cell["speedup_vs_ar"] for cell in result["cells"]]
+    reach = max(0.5, *(abs(value - 1) for value in speedups))
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    for axis, field, title, colours, limits in (
+        (axes[0], "acceptance_rate", "acceptance rate", "viridis", (0.0, 1.0)),
+        (axes[1], "speedup_vs_ar", "speedup over AR", "RdYlGn", (1 - reach, 1 + reach)),
     ):
         values = np.zeros((len(lengths), len(exits)))
         for cell in result["cells"]:
             place = lengths.index(cell["length"]), exits.index(cell["exit_layer"])
             values[place] = cell[field]
-        limits = {"vmin": 0.5, "vmax": 1.5} if field == "speedup_vs_ar" else {"vmin": 0, "vmax": 1}
-        image = axis.imshow(values, aspect="auto", origin="lower", cmap=colours, **limits)
+        image = axis.imshow(
+            values, aspect="auto", origin="lower", cmap=colours, vmin=limits[0], vmax=limits[1]
+        )
         for (y, x), value in np.ndenumerate(values):
-            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize="small")
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+            ink = "white" if dark else "black"
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize="small", color=ink)
         axis.set_xticks(range(len(exits)), [str(e) for e in exits])
         axis.set_yticks(range(len(lengths)), [str(g) for g in lengths])
         axis.set(title=title, xlabel="exit layer", ylabel="speculation length")
         figure.colorbar(image, ax=axis)
+    y, x = np.unravel_index(values.argmax(), values.shape)  # of the speedups, the last drawn
+    frame = Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="black", linewidth=2)
+    frame.set_clip_on(False)
+    axes[1].add_patch(frame)
     figure.suptitle(
-        "self-drafting from an early exit; "
-        f"`del`: acceptance {result['del']['acceptance_rate']:.2f}, "
+        "Self-drafting from an early exit (frame: fastest). The row del, which chooses both: "
+        f"acceptance {result['del']['acceptance_rate']:.2f}, "
         f"speedup {result['del']['speedup_vs_ar']:.2f}",
         fontsize="medium",
     )

@@ -81,6 +81,7 @@ class ServerBackend:
     ) -> tuple[SequenceRun, list[float]]:
         """The tokens, and the seconds between their arrivals here."""
         arrivals, rounds = [], []
+        started = time.perf_counter()
         for item in self._client.generate(prompt, params, speculation):
             if item.token_ids:
                 arrivals.append(time.perf_counter())
@@ -96,6 +97,7 @@ class ServerBackend:
             num_drafted=statistics.num_drafted,
             num_accepted=statistics.num_accepted,
             decode_tokens_per_second=later / (last - first) if later else None,
+            seconds=last - started,
         )
         return sequence, [after - before for before, after in pairwise(arrivals)]
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,10 @@ from paceline.errors import InvalidArgument, PacelineError
 
 if TYPE_CHECKING:
     from tuning.results import Results
+
+VERIFY_WITHIN = 0.1
+"""How far the served speedup may be from the measured one."""
+_SHIPPED = sorted(path.stem for path in (Path(__file__).parent / "spaces").glob("*.yaml"))
 
 sweep = typer.Typer(
     name="sweep",
@@ -32,6 +37,60 @@ Result = Annotated[
         help="Folder that a sweep wrote: a path, or a URL that fsspec opens (`s3://...`).",
     ),
 ]
+
+
+@_command()
+def run(
+    space: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="What to search: a YAML file, or a space that ships: " + ", ".join(_SHIPPED),
+        ),
+    ] = "demo",
+    result: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where results go: a folder, or a URL (`s3://...`). Default: one in "
+            "`~/paceline/sweeps`.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with a sweep that was stopped or killed: `--result`, or the "
+            "newest of this space.",
+        ),
+    ] = False,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change the file: `search.trials=8`, `workload.concurrency=4`. Repeatable.",
+        ),
+    ] = None,
+    check_only: Annotated[
+        bool, typer.Option("--check", help="Check the file, say what it holds, and stop.")
+    ] = False,
+) -> None:
+    """Find the fastest exact configuration for a model, a workload and this cluster.
+
+    Runs on the Ray cluster that it is submitted to (or that RAY_ADDRESS names), else on a local
+    Ray for as long as it takes. Ends with `best.yaml`, for `paceline up --config`, and a report.
+
+    Examples:
+
+    - `paceline sweep run --space demo`
+    - `paceline sweep run --space my.yaml --set workload.concurrency=8`
+    - `ray job submit --working-dir . -- python tuning/sweep.py --space tuning/spaces/demo.yaml`
+    """
+    require("tune", "ray", "optuna", "plotly")
+    from tuning.sweep import run_command
+
+    run_command(space, result, resume=resume, changes=change or (), check_only=check_only)
 
 
 @_command()
@@ -79,6 +138,34 @@ def report(result: Result) -> None:
 
         path = write_report(found)
     out.print(path, markup=False, highlight=False, soft_wrap=True)
+
+
+@_command()
+def verify(result: Result, as_json: Json = False) -> None:
+    """Serve RESULT/best.yaml on a local Ray, and measure its speedup once more, over gRPC.
+
+    Exit code 1 where it is not the measured one within 10 %.
+    """
+    require("serve", "ray", "grpc")
+    found = _open(result)
+    from cluster.local import showing_progress
+    from tuning.verify import verify as serve_and_measure
+
+    with showing_progress(not as_json) as progress:
+        answer = serve_and_measure(found, progress)
+    if as_json:
+        print_json(answer)
+    else:
+        measured, served = (
+            f"{answer[side]['value']:.2f} ({answer[side]['low']:.2f} to {answer[side]['high']:.2f})"
+            for side in ("measured", "served")
+        )
+        out.print(f"{answer['configuration']}", markup=False, highlight=False)
+        out.print(f"measured by the sweep  {measured} times AR", highlight=False)
+        out.print(f"served over gRPC       {served} times AR", highlight=False)
+        out.print(f"difference             {answer['difference']:+.1%}", highlight=False)
+    if abs(answer["difference"]) > VERIFY_WITHIN:
+        raise typer.Exit(1)
 
 
 def _open(url: str) -> Results:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.bench.backends import BatchRun, LocalBackend
+from paceline.bench.backends import Backend, BatchRun
 from paceline.config import SpeculationConfig
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
@@ -55,8 +55,8 @@ class PairedMeasurement:
     """A configuration against AR on the prompts of a space.
 
     Args:
-        engine: runs the configuration.
-        baseline: runs AR; another engine where the configuration has another dtype.
+        backend: runs the configuration.
+        baseline: runs AR; another one where the configuration has another dtype.
         groups: token ids of the prompts that are decoded together.
     """
 
@@ -64,8 +64,8 @@ class PairedMeasurement:
         self,
         point: Point,
         space: Space,
-        engine: Engine,
-        baseline: Engine,
+        backend: Backend,
+        baseline: Backend,
         groups: Sequence[Sequence[Sequence[int]]],
     ) -> None:
         self._settings = space.document.measurement
@@ -74,19 +74,16 @@ class PairedMeasurement:
         self._speculation = point.speculation
         self._plan = resolve(point.speculation)
         self._groups = groups
-        self._backend = LocalBackend(engine)
-        self._baseline = self._backend if engine is baseline else LocalBackend(baseline)
+        self._backend, self._baseline = backend, baseline
         self._pairs: list[list[Pair]] = [[] for _ in groups]
         self._runs: list[BatchRun] = []
         self._mismatches = 0
         self._truth: dict[int, tuple[tuple[int, ...], ...]] = {}
         reset_peak_memory()
-        for backend, speculation in ((self._backend, self._speculation), (self._baseline, AR)):
-            backend.generate(speculation, groups[0], self._short_params())
-        self._backend.forget()
-
-    def _short_params(self) -> SamplingParams:
-        return replace(self._params, max_tokens=min(_WARMUP_TOKENS, self._params.max_tokens))
+        warmup = replace(self._params, max_tokens=min(_WARMUP_TOKENS, self._params.max_tokens))
+        for each, speculation in ((backend, self._speculation), (baseline, AR)):
+            each.generate(speculation, groups[0], warmup)
+        backend.forget()
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -194,26 +191,6 @@ class PairedMeasurement:
             return False
         return self._params.temperature == 0 or self._plan.rule.name == "coupled"
 
-    def example_draft(self) -> ExampleDraft | None:
-        """Decode the first prompts once more and keep the largest draft that was verified."""
-        engine = self._backend.engine.sibling()
-        name = self._plan.method.drafter
-        if name == "none":
-            return None
-        session = engine.submit(self._groups[0][0], self._short_params(), self._speculation)
-        watch = _Watch(engine.drafters[name])
-        engine.drafters[name] = watch  # type: ignore[assignment]
-        while not session.finished:
-            engine.step()
-        if watch.largest is None or not len(watch.largest.draft.token_ids):
-            return None
-        draft, tokenizer = watch.largest.draft, self._backend.tokenizer
-        return ExampleDraft(
-            parent_indices=tuple(int(parent) for parent in draft.parent_indices),
-            texts=tuple(tokenizer.decode([int(token)]) for token in draft.token_ids),
-            accepted=tuple(int(node) for node in watch.largest.path),
-        )
-
 
 class _Watch:
     """A drafter whose outcomes are seen; everything else is the drafter's."""
@@ -232,6 +209,30 @@ class _Watch:
             if best is None or size > (len(best.draft.token_ids), len(best.path)):
                 self.largest = outcome
         self._drafter.observe(sessions, outcomes)  # type: ignore[attr-defined]
+
+
+def example_draft(
+    engine: Engine, point: Point, prompt: Sequence[int], params: SamplingParams
+) -> ExampleDraft | None:
+    """Decode a prompt and keep the largest draft that was verified; None where nothing drafts."""
+    engine, name = engine.sibling(), resolve(point.speculation).method.drafter
+    if name == "none":
+        return None
+    session = engine.submit(prompt, params, point.speculation)
+    watch = _Watch(engine.drafters[name])
+    engine.drafters[name] = watch  # type: ignore[assignment]
+    while not session.finished:
+        engine.step()
+    largest = watch.largest
+    if largest is None or not len(largest.draft.token_ids):
+        return None
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    return ExampleDraft(
+        parent_indices=tuple(int(parent) for parent in largest.draft.parent_indices),
+        texts=tuple(tokenizer.decode([int(token)]) for token in largest.draft.token_ids),
+        accepted=tuple(int(node) for node in largest.path),
+    )
 
 
 def _latencies(run: BatchRun) -> tuple[float, ...]:

@@ -26,7 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import yaml
@@ -43,7 +43,7 @@ from tuning.results import (
     best_trial,
     pareto_front,
 )
-from tuning.space import SPACES_DIR, Space, SweepError, read_space
+from tuning.space import Space, SweepError, read_space
 
 DEFAULT_STORAGE = "~/paceline/sweeps"
 DEFAULT_TRIALS = 24
@@ -596,66 +596,31 @@ def result_url(space: Space, result: str | None, resume: bool) -> str:
     )
 
 
-def run(
-    space: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="What to search: a YAML file, or a space that ships: "
-            + ", ".join(sorted(path.stem for path in SPACES_DIR.glob("*.yaml"))),
-        ),
-    ] = "demo",
-    result: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help=f"Where results go: a folder, or a URL (s3://...). Default: in {DEFAULT_STORAGE}.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on with a sweep that was stopped or killed: `--result`, or the newest.",
-        ),
-    ] = False,
-    change: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change the file: `search.trials=8`, `workload.concurrency=4`. Repeatable.",
-        ),
-    ] = None,
-    check_only: Annotated[
-        bool, typer.Option("--check", help="Check the file, say what it holds, and stop.")
-    ] = False,
+def run_command(
+    space: str, result: str | None, *, resume: bool, changes: Sequence[str], check_only: bool
 ) -> None:
-    """Find the fastest exact configuration for a model, a workload and this cluster.
-
-    Runs on the Ray cluster that it is submitted to (or that RAY_ADDRESS names), else on a local
-    Ray for as long as it takes. Ends with `best.yaml`, for `paceline up --config`, and a report.
-    """
+    """What `paceline sweep run` and this script do; see :func:`tuning.cli.run`."""
     console = Console(width=None if sys.stdout.isatty() else 110)
-    checked = read_space(space, change or ())
+    checked = read_space(space, changes)
     num_prompts = len(checked.prompts)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     if check_only:
         methods = dict.fromkeys(point.speculation.method for point in checked.points)
-        console.print(
+        say(
             f"{checked.source}: {len(checked.points)} points of {', '.join(methods)}; "
-            f"{num_prompts} prompts",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            f"{num_prompts} prompts"
         )
         return
     results = Results(result_url(checked, result, resume))
-    console.print(f"results: {results.url}", markup=False, highlight=False, soft_wrap=True)
+    say(f"results: {results.url}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         Sweep(checked, results, console, resume=resume).run()
     except KeyboardInterrupt:
-        console.print("interrupted: the same command with --resume goes on from here")
+        say("interrupted: the same command with --resume goes on from here")
         raise typer.Exit(130) from None
     from tuning.tables import show
 
@@ -664,13 +629,14 @@ def run(
 
 def main() -> None:
     """`python tuning/sweep.py`."""
+    from cluster.cli_output import print_error
+    from tuning.cli import run
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(run)
     try:
-        app(standalone_mode=True)
+        app()
     except PacelineError as error:
-        from cluster.cli_output import print_error
-
         print_error(str(error))
         sys.exit(2)
 

@@ -17,6 +17,7 @@ from ray import tune
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.config import DeploymentConfig
+from paceline.bench.backends import LocalBackend
 from paceline.bench.environment import describe_environment
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits
@@ -25,8 +26,8 @@ from paceline.loading import limit_threads, load_drafter, load_engine
 from rpc.draft_service import DraftServicer, served_with
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer, start_server
-from tuning.objective import PairedMeasurement
-from tuning.results import OBJECTIVES, Metrics, Point
+from tuning.objective import PairedMeasurement, example_draft
+from tuning.results import OBJECTIVES, ExampleDraft, Metrics, Point
 from tuning.space import Space
 
 DRAFTER_TIMEOUT_S = 60.0
@@ -137,9 +138,21 @@ class Models:
         ]
 
     def measurement(self, point: Point) -> PairedMeasurement:
+        """A configuration against AR, with drafters that have learnt nothing yet."""
+        engine, baseline = self.engine(point), self.baseline
+        backend = LocalBackend(engine)
         return PairedMeasurement(
-            point, self.space, self.engine(point), self.baseline, self.groups()
+            point,
+            self.space,
+            backend,
+            backend if engine is baseline else LocalBackend(baseline),
+            self.groups(),
         )
+
+    def example(self, point: Point) -> ExampleDraft | None:
+        """A draft of this configuration, for a picture."""
+        params = self.space.document.workload.sampling_params()
+        return example_draft(self.engine(point), point, self.groups()[0][0], params)
 
     def close(self) -> None:
         if self._remote is not None:
@@ -199,12 +212,13 @@ class Trial(tune.Trainable):
         return True
 
     def _begin(self, config: Mapping[str, Any]) -> None:
-        self._measurement = self._models.measurement(Point.model_validate_json(config["point"]))
+        self._point = Point.model_validate_json(config["point"])
+        self._measurement = self._models.measurement(self._point)
 
     def step(self) -> dict[str, Any]:
         self._measurement.step()
         complete = self._measurement.is_sure
-        example = self._measurement.example_draft() if complete else None
+        example = self._models.example(self._point) if complete else None
         metrics = self._measurement.metrics(example)
         return {
             **flat(metrics),
@@ -284,11 +298,15 @@ def confirm(work: Work, points: Sequence[str]) -> list[str]:
     """
     models = Models(work)
     try:
-        measurements = [models.measurement(Point.model_validate_json(text)) for text in points]
+        chosen = [Point.model_validate_json(text) for text in points]
+        measurements = [models.measurement(point) for point in chosen]
         while not all(measurement.is_sure for measurement in measurements):
             for measurement in measurements:
                 if not measurement.is_sure:
                     measurement.step()
-        return [m.metrics(m.example_draft()).model_dump_json() for m in measurements]
+        return [
+            measurement.metrics(models.example(point)).model_dump_json()
+            for point, measurement in zip(chosen, measurements, strict=True)
+        ]
     finally:
         models.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.bench.backends import LocalBackend
 from paceline.engine import Engine
 from paceline.loading import load_engine
-from tuning.objective import Pair, PairedMeasurement, estimate
+from paceline.sampling import SamplingParams
+from tuning.objective import Pair, PairedMeasurement, estimate, example_draft
 from tuning.results import Point
 from tuning.space import Space, parse_space
 
@@ -26,6 +28,13 @@ def space(**blocks: object) -> Space:
     workload = {"limit": 1, "max_tokens": 24}
     fields = {"method": ["draft_model", "speculative_sampling", "prompt_lookup"]}
     return parse_space({"space": fields, "workload": workload, **blocks})
+
+
+def measurement(
+    point: Point, space: Space, engine: Engine, groups: list[list[list[int]]] | None = None
+) -> PairedMeasurement:
+    backend = LocalBackend(engine)
+    return PairedMeasurement(point, space, backend, backend, groups or groups_of(engine, space))
 
 
 def test_ratios_are_of_total_times() -> None:
@@ -84,7 +93,7 @@ def test_a_measurement_covers_all_prompts_and_then_narrows(engine: Engine, metho
     groups = groups_of(engine, checked)
     assert len(groups) == 4
     point = next(p for p in checked.points if p.speculation.method == method)
-    measured = PairedMeasurement(point, checked, engine, engine, groups)
+    measured = measurement(point, checked, engine, groups)
     covered = []
     while not measured.is_sure:
         measured.step()
@@ -92,7 +101,9 @@ def test_a_measurement_covers_all_prompts_and_then_narrows(engine: Engine, metho
     # Twice for each prompt of a rung, then each once more until it is sure, or three times.
     assert covered[:2] == [(3, 6), (4, 8)]
     assert covered in ([(3, 6), (4, 8)], [(3, 6), (4, 8), (4, 12)])
-    metrics = measured.metrics(measured.example_draft())
+    metrics = measured.metrics(
+        example_draft(engine, point, groups[0][0], SamplingParams(max_tokens=24))
+    )
     assert metrics.num_prompts == 4
     assert metrics.identical_to_ar is True
     assert metrics.goodput_ratio.low <= metrics.goodput_ratio.value <= metrics.goodput_ratio.high
@@ -112,7 +123,7 @@ def test_a_measurement_covers_all_prompts_and_then_narrows(engine: Engine, metho
 def test_a_rule_with_ars_distribution_promises_no_tokens(engine: Engine) -> None:
     checked = space(workload={"limit": 1, "max_tokens": 8, "temperature": 1.0})
     point = next(p for p in checked.points if p.speculation.method == "speculative_sampling")
-    measured = PairedMeasurement(point, checked, engine, engine, groups_of(engine, checked))
+    measured = measurement(point, checked, engine)
     measured.step()
     assert measured.metrics().identical_to_ar is None
 
@@ -122,7 +133,9 @@ def test_another_dtype_is_compared_with_its_own_ar(engine: Engine) -> None:
     checked = space(workload={"limit": 1, "max_tokens": 24})
     other = load_engine(dtype="bfloat16")
     point = Point(speculation=checked.points[1].speculation, dtype="bfloat16")
-    measured = PairedMeasurement(point, checked, other, engine, groups_of(engine, checked))
+    measured = PairedMeasurement(
+        point, checked, LocalBackend(other), LocalBackend(engine), groups_of(engine, checked)
+    )
     while not measured.covers_all:
         measured.step()
     assert measured.metrics().identical_to_ar is True
@@ -132,7 +145,7 @@ def test_requests_that_are_decoded_together(engine: Engine) -> None:
     checked = space(workload={"limit": 2, "max_tokens": 16, "concurrency": 4})
     singles = [group[0] for group in groups_of(engine, checked)]
     groups = [singles[:4], singles[4:]]
-    measured = PairedMeasurement(checked.points[1], checked, engine, engine, groups)
+    measured = measurement(checked.points[1], checked, engine, groups)
     while not measured.covers_all:
         measured.step()
     metrics = measured.metrics()
@@ -140,13 +153,10 @@ def test_requests_that_are_decoded_together(engine: Engine) -> None:
     assert metrics.identical_to_ar is True
 
 
-def test_any_object_that_fits_is_constrained() -> None:
+def test_measurements_are_held_against_the_constraints(engine: Engine) -> None:
     checked = space(constraints={"latency_p99_ms": 5.0, "memory_mb": 10_000})
     limits = checked.document.constraints
-    engine = load_engine()
-    measured = PairedMeasurement(
-        checked.points[1], checked, engine, engine, groups_of(engine, checked)
-    )
+    measured = measurement(checked.points[1], checked, engine)
     measured.step()
     metrics = measured.metrics()
     assert limits.broken_by(metrics.model_copy(update={"latency_p99_ms": 4.0})) is None

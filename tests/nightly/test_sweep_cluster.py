@@ -1,0 +1,158 @@
+"""Sweeps on clusters: submitted as a job with token authentication, and with a node that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from deployments.config import read_config_file
+from tests.deployments.conftest import free_port
+from tuning.results import Results
+
+pytestmark = [pytest.mark.nightly, pytest.mark.serve, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+SMALL = [
+    "workload={limit: 1, categories: [code_completion, copy_heavy_edits], max_tokens: 32}",
+    "search.confirm=1",
+    "search.time_s=null",
+]
+
+
+def options(*changes: str) -> list[str]:
+    return [part for change in (*SMALL, *changes) for part in ("--set", change)]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A home of its own: the token is kept there."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
+    return {
+        **clean, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0",
+        "PATH": scripts,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def head(environment: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """`ray start --head` with token authentication: addresses of the cluster and of its jobs."""
+    port, dashboard = free_port(), free_port()
+    subprocess.run(
+        [RAY, "get-auth-token", "--generate"], env=environment, check=True, capture_output=True
+    )
+    command = [
+        RAY, "start", "--head", "--num-cpus=1", f"--port={port}", f"--dashboard-port={dashboard}",
+        "--node-ip-address=127.0.0.1",
+    ]  # fmt: skip
+    with ray_node(command, environment):
+        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+
+
+@contextmanager
+def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A node that ends with the block. (`ray stop` would end every Ray of the machine.)"""
+    node = subprocess.Popen(
+        [*command, "--block"], env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        assert node.stdout is not None
+        assert any("Ray runtime started" in line for line in node.stdout)
+        yield node
+    finally:
+        node.terminate()
+        try:
+            node.wait(30)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+def test_a_sweep_is_submitted_as_a_job(
+    head: tuple[str, str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The whole command of the README, over few points."""
+    command = [
+        RAY, "job", "submit", "--address", head[1], "--working-dir", ".", "--",
+        "python", "tuning/sweep.py", "--space", "tuning/spaces/demo.yaml",
+        "--result", str(tmp_path / "sweep"),
+        *options("search.trials=4", "search.simulated_first=2"),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "[  4/4]" in output  # live, through the job's log
+    assert "succeeded" in output
+    results = Results(str(tmp_path / "sweep"))
+    assert results.manifest().state == "finished"
+    assert len(results.predictions()) > 100
+    assert read_config_file(tmp_path / "sweep" / "best.yaml").config.speculation.method
+
+
+def test_a_node_that_dies_costs_its_trial_alone(
+    head: tuple[str, str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    results = Results(str(tmp_path / "sweep"))
+    command = [
+        sys.executable, "tuning/sweep.py", "--space", "demo", "--result", str(tmp_path / "sweep"),
+        *options(
+            "search.trials=6", "search.simulate=false", "resources.cpus=1",
+            "workload.max_tokens=256", "workload.limit=2", "search.early_stopping=false",
+        ),  # long trials
+    ]  # fmt: skip
+    with ray_node([RAY, "start", f"--address={head[0]}", "--num-cpus=1"], environment) as worker:
+        sweep = subprocess.Popen(
+            command, env={**environment, "RAY_ADDRESS": head[0]}, cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            wait_for(lambda: len(results.trials()) >= 2, sweep)  # two at a time, one on each node
+            time.sleep(3)  # into the next ones
+            (raylet,) = raylets(worker.pid)
+            os.kill(raylet, signal.SIGKILL)
+            output, _ = sweep.communicate(timeout=400)
+        finally:
+            sweep.kill()
+            sweep.wait()
+    assert sweep.returncode == 0, output
+    assert "2 node(s); 2 trial(s) at a time" in output
+    records = results.trials()
+    assert len(records) == 6
+    failed = [record for record in records if record.status == "failed"]
+    assert len(failed) == 1, output
+    assert not failed[0].counts
+    assert results.manifest().state == "finished"
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def raylets(parent: int) -> list[int]:
+    """The raylet that a `ray start --block` is waiting for: the node is alive while it is."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "comm").read_text().strip()
+            of = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        if of == parent and name == "raylet":
+            found.append(int(folder.name))
+    return found

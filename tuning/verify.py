@@ -1,0 +1,83 @@
+"""Serve what a sweep found, and measure its speedup once more where clients would see it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidArgument
+from tuning.objective import PairedMeasurement
+from tuning.results import Interval, Metrics, Results, TrialRecord, best_trial
+from tuning.space import Space
+
+_CONFIG = "best.yaml"
+
+
+def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
+    """Deploy ``best.yaml`` on a local Ray, as `paceline up --config` does, and measure it.
+
+    The configuration and AR are asked for in turn through the gateway, over gRPC, with the
+    prompts, the concurrency and the sampling of the sweep.
+
+    Returns:
+        ``measured`` and ``served`` (intervals of the goodput ratio), ``difference`` (served over
+        measured, minus 1), and tokens per second through the gateway.
+
+    Raises:
+        InvalidArgument: the sweep has no best configuration, or AR is it.
+    """
+    from cluster import local
+    from cluster.cli_bench import ServerBackend
+    from deployments.config import read_config_file
+    from paceline.tokenizer import load_tokenizer
+    from rpc.client import Client
+
+    space = Space.from_dict(results.manifest().space)
+    best = best_trial(results.trials(), space.objectives[0])
+    if best is None or not results.exists(_CONFIG):
+        raise InvalidArgument("result", results.url, "a sweep that has measured something")
+    if best.point.is_ar:
+        raise InvalidArgument("result", results.url, "a sweep whose best configuration is not AR")
+    with tempfile.TemporaryDirectory() as folder:  # the result may be on another storage
+        path = Path(folder) / _CONFIG
+        path.write_text(results.read(_CONFIG), encoding="utf-8")
+        file = read_config_file(path).with_args({"gateway": {"grpc_port": 0}})
+    tokenizer = load_tokenizer(file.config.target_folder)
+    size = space.document.workload.concurrency
+    encoded = [tokenizer.encode(prompt.text) for prompt in space.prompts]
+    groups = [
+        [encoded[(start + i) % len(encoded)] for i in range(size)]
+        for start in range(0, len(encoded), size)
+    ]
+    with local.deployed(file, report=report) as running, Client(str(running["gateway"])) as client:
+        backend = ServerBackend(client, tokenizer, size)
+        try:
+            report("measuring")
+            measurement = PairedMeasurement(best.point, space, backend, backend, groups)
+            while not measurement.is_sure:
+                measurement.step()
+            served = measurement.metrics()
+        finally:
+            backend.close()
+    return _comparison(best, served)
+
+
+def _comparison(best: TrialRecord, served: Metrics) -> dict[str, Any]:
+    measured = best.confirmed or best.metrics
+    assert measured is not None
+
+    def values(interval: Interval) -> Mapping[str, float]:
+        return interval.model_dump()
+
+    ratio = served.goodput_ratio.value / measured.goodput_ratio.value
+    return {
+        "configuration": best.point.label,
+        "measured": values(measured.goodput_ratio),
+        "served": values(served.goodput_ratio),
+        "difference": ratio - 1,
+        "tokens_per_second": served.tokens_per_second,
+        "ar_tokens_per_second": served.ar_tokens_per_second,
+        "identical_to_ar": served.identical_to_ar,
+    }

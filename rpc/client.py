@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,6 +39,7 @@ from rpc.messages import (
     speculation_to_message,
     statistics_from_message,
 )
+from rpc.tls import ClientTls, is_loopback
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -51,6 +53,53 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 Prompt = str | Sequence[int]
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def bearer(token: str) -> Metadata:
+    """The metadata that carries a token.
+
+    Raises:
+        InvalidArgument: it has characters that metadata cannot carry; the message does not show it.
+    """
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise InvalidArgument("token", Hidden(), "printable ASCII characters without blanks")
+    return (("authorization", f"Bearer {token}"),)
+
+
+class Hidden:
+    """Stands for a secret in an error."""
+
+    def __repr__(self) -> str:
+        return "<not shown>"
+
+
+class _Access:
+    """How a client connects: over TLS or not, with which token."""
+
+    def __init__(
+        self,
+        address: str,
+        credentials: grpc.ChannelCredentials | None,
+        ca: str | PathLike[str] | None,
+        cert: str | PathLike[str] | None,
+        key: str | PathLike[str] | None,
+        token: str | None,
+    ) -> None:
+        files = {"ca": ca, "cert": cert, "key": key}
+        given = {name: str(value) for name, value in files.items() if value is not None}
+        if given and credentials is not None:
+            name, value = next(iter(given.items()))
+            raise InvalidArgument(name, value, "nothing beside `credentials`")
+        self.credentials = ClientTls(**given).credentials() if given else credentials
+        self.metadata: Metadata = () if token is None else bearer(token)
+        host = address.rpartition(":")[0]
+        if token is not None and self.credentials is None and not is_loopback(host):
+            raise InvalidArgument(
+                "token", Hidden(), f"TLS with it (`ca`): {address} is not a loopback address, and "
+                "whoever is on the way could read it",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +325,14 @@ class Client:
     Args:
         address: HOST:PORT.
         timeout: seconds for each call as a whole; None means no deadline.
-        credentials: for TLS; None is plain text.
+        credentials: for TLS, as gRPC makes them; None is plain text, unless one of the files below
+            is given.
+        ca: PEM file of who signs the server's certificate; turns TLS on.
+        cert, key: PEM files of the client's own certificate, for servers that want one (mTLS).
+        token: who calls, for servers with tenants. Over plain text only to loopback.
+
+    Raises:
+        InvalidArgument: a file or the token cannot be used.
     """
 
     def __init__(
@@ -285,11 +341,19 @@ class Client:
         *,
         timeout: float | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        ca: str | PathLike[str] | None = None,
+        cert: str | PathLike[str] | None = None,
+        key: str | PathLike[str] | None = None,
+        token: str | None = None,
     ) -> None:
-        if credentials is None:
+        access = _Access(address, credentials, ca, cert, key, token)
+        self._metadata = access.metadata
+        if access.credentials is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(
+                address, access.credentials, options=CHANNEL_OPTIONS
+            )
         self._timeout = timeout
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel)
         self._verify = verify_pb2_grpc.VerifyServiceStub(self._channel)
@@ -308,7 +372,11 @@ class Client:
             PacelineError: whatever the server refused, when the first round is asked for.
         """
         request = _generate_request(prompt, params, speculation)
-        return Generation(self._generate.Generate(request, timeout=timeout or self._timeout))
+        return Generation(
+            self._generate.Generate(
+                request, timeout=timeout or self._timeout, metadata=self._metadata
+            )
+        )
 
     def complete(
         self,
@@ -339,7 +407,7 @@ class Client:
 
     def _unary(self, method: Any, request: Any) -> Any:
         try:
-            return method(request, timeout=self._timeout)
+            return method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
@@ -456,11 +524,19 @@ class AsyncClient:
         *,
         timeout: float | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        ca: str | PathLike[str] | None = None,
+        cert: str | PathLike[str] | None = None,
+        key: str | PathLike[str] | None = None,
+        token: str | None = None,
     ) -> None:
-        if credentials is None:
+        access = _Access(address, credentials, ca, cert, key, token)
+        self._metadata = access.metadata
+        if access.credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(
+                address, access.credentials, options=CHANNEL_OPTIONS
+            )
         self._timeout = timeout
         self._generate: Any = generate_pb2_grpc.GenerateServiceStub(self._channel)
         self._verify: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
@@ -475,7 +551,11 @@ class AsyncClient:
     ) -> AsyncGeneration:
         """Start generating; see :meth:`Client.generate`."""
         request = _generate_request(prompt, params, speculation)
-        return AsyncGeneration(self._generate.Generate(request, timeout=timeout or self._timeout))
+        return AsyncGeneration(
+            self._generate.Generate(
+                request, timeout=timeout or self._timeout, metadata=self._metadata
+            )
+        )
 
     async def complete(
         self,
@@ -493,7 +573,7 @@ class AsyncClient:
         """What the server serves."""
         try:
             return await self._generate.GetModel(  # type: ignore[no-any-return]
-                generate_pb2.GetModelRequest(), timeout=self._timeout
+                generate_pb2.GetModelRequest(), timeout=self._timeout, metadata=self._metadata
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -505,7 +585,7 @@ class AsyncClient:
         speculation: SpeculationConfig | None = None,
     ) -> AsyncVerifySession:
         """Open a verify session on a stream of its own."""
-        session = AsyncVerifySession(self._verify.Session(), Prefix(prompt_ids), self._timeout)
+        session = AsyncVerifySession(self._session_call(), Prefix(prompt_ids), self._timeout)
         return await session._open(_open_request(prompt_ids, params, speculation))
 
     async def resume_session(self, prefix: Prefix) -> AsyncVerifySession:
@@ -516,8 +596,11 @@ class AsyncClient:
         Raises:
             SessionNotFound: it is gone; open a new one with ``prefix.token_ids``.
         """
-        session = AsyncVerifySession(self._verify.Session(), prefix, self._timeout)
+        session = AsyncVerifySession(self._session_call(), prefix, self._timeout)
         return await session._open(verify_pb2.OpenRequest(resume_session_id=prefix.session_id))
+
+    def _session_call(self) -> Any:
+        return self._verify.Session(metadata=self._metadata)
 
     async def close(self) -> None:
         """Close the connection; running calls are cancelled."""

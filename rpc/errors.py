@@ -68,6 +68,14 @@ class EpochFenced(FailedPrecondition):
     """The session was resumed elsewhere; this stream no longer owns it."""
 
 
+class Unauthenticated(PacelineError, PermissionError):
+    """The call has no token, or one that nobody has."""
+
+
+class PermissionDenied(PacelineError, PermissionError):
+    """The token is known, and its tenant may not do this."""
+
+
 class ServerUnavailable(PacelineError, ConnectionError):
     """The server cannot be reached, or the connection broke."""
 
@@ -195,6 +203,15 @@ ERRORS: tuple[ErrorRow, ...] = (
         lambda d: ResourceExhausted(d.message, d.retry_after_s),
     ),
     ErrorRow(
+        Unauthenticated, _CODE.UNAUTHENTICATED, "UNAUTHENTICATED", _message_only(Unauthenticated)
+    ),
+    ErrorRow(
+        PermissionDenied,
+        _CODE.PERMISSION_DENIED,
+        "PERMISSION_DENIED",
+        _message_only(PermissionDenied),
+    ),
+    ErrorRow(
         DrafterUnavailable,
         _CODE.UNAVAILABLE,
         "DRAFTER_UNAVAILABLE",
@@ -288,6 +305,10 @@ def _from_code(code: grpc.StatusCode, message: str) -> PacelineError:
         return DeadlineExceeded(message)
     if code is _CODE.CANCELLED:
         return Cancelled(message)
+    if code is _CODE.UNAUTHENTICATED:
+        return Unauthenticated(message)
+    if code is _CODE.PERMISSION_DENIED:
+        return PermissionDenied(message)
     if code is _CODE.RESOURCE_EXHAUSTED:
         if "larger than max" in message:  # sending it again cannot help
             return InvalidArgument("message", _Verbatim(message), "a smaller message")

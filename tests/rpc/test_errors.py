@@ -29,9 +29,11 @@ from rpc.errors import (
     DeadlineExceeded,
     EpochFenced,
     InternalError,
+    PermissionDenied,
     PrefixDiverged,
     RoundOutOfOrder,
     ServerUnavailable,
+    Unauthenticated,
     from_rpc_error,
 )
 from rpc.server import RpcServer
@@ -50,6 +52,8 @@ EXAMPLES: list[tuple[PacelineError, grpc.StatusCode, str]] = [
     (TokenizerMismatch("entry 5 differs"), CODE.FAILED_PRECONDITION, "TOKENIZER_MISMATCH"),
     (FailedPrecondition("not now"), CODE.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
     (ResourceExhausted("no KV memory", 2.5), CODE.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED"),
+    (Unauthenticated("no token"), CODE.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    (PermissionDenied("suspended"), CODE.PERMISSION_DENIED, "PERMISSION_DENIED"),
     (DrafterUnavailable("it died"), CODE.UNAVAILABLE, "DRAFTER_UNAVAILABLE"),
     (ServerUnavailable("draining"), CODE.UNAVAILABLE, "SERVER_UNAVAILABLE"),
     (DeadlineExceeded("too slow"), CODE.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),

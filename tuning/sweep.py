@@ -386,19 +386,20 @@ class Sweep:
 
 
 def _spread(ranked: Sequence[Point], count: int) -> list[Point]:
-    """The best points, half of them, then the best one of each method that is not among them."""
-    chosen = list(ranked[: max(1, count // 2)]) if count else []
+    """The best points, of no method more than a quarter while there are others.
+
+    Neighbours of the best point simulate nearly as well as it does; a prediction that is wrong for
+    a whole method would fill the list with it.
+    """
+    chosen: list[Point] = []
+    share = max(2, count // 4)
+    taken: dict[str, int] = {}
     for point in ranked:
-        if len(chosen) >= count:
-            break
-        if point.speculation.method not in {p.speculation.method for p in chosen}:
+        if taken.get(point.speculation.method, 0) < share:
+            taken[point.speculation.method] = taken.get(point.speculation.method, 0) + 1
             chosen.append(point)
-    for point in ranked:
-        if len(chosen) >= count:
-            break
-        if point not in chosen:
-            chosen.append(point)
-    return chosen
+    rest = [point for point in ranked if point not in chosen]
+    return [*chosen, *rest][:count]
 
 
 def _get(answer: Any, what: str) -> Any:

@@ -26,9 +26,12 @@ from paceline.loading import limit_threads, load_drafter, load_engine
 from rpc.draft_service import DraftServicer, served_with
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer, start_server
+from tuning.costs import measure_costs
 from tuning.objective import PairedMeasurement, example_draft
 from tuning.results import OBJECTIVES, ExampleDraft, Metrics, Point
+from tuning.simulator import Simulator
 from tuning.space import Space
+from tuning.traces import record
 
 DRAFTER_TIMEOUT_S = 60.0
 
@@ -286,6 +289,30 @@ def check(work: Work, points: Sequence[str]) -> dict[str, Any]:
         return {"refused": refused, "environment": describe_environment()}
     except (PacelineError, ValueError, RuntimeError, OSError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        models.close()
+
+
+def simulate(work: Work, points: Sequence[str]) -> list[str]:
+    """Record traces and costs on this node, and predict what can be predicted.
+
+    Returns:
+        Predictions as JSON texts.
+    """
+    models = Models(work)
+    try:
+        engine, space = models.baseline, models.space
+        workload, groups = space.document.workload, models.groups()
+        prompts = [prompt for group in groups for prompt in group]
+        chosen = [Point.model_validate_json(text) for text in points]
+        # Elsewhere, and in another dtype, both the tokens and the costs are others.
+        here = [p for p in chosen if p.topology == "colocated" and p.dtype == space.ar.dtype]
+        configs = [point.speculation for point in here]
+        common: dict[str, Any] = {"key": {}, "concurrency": workload.concurrency}
+        traces = record(engine, configs, prompts, workload.sampling_params(), **common)
+        costs = measure_costs(engine, configs, prompts, workload.sampling_params(), **common)
+        simulator = Simulator(traces, costs, space.ar.dtype)
+        return [each.model_dump_json(exclude_defaults=True) for each in simulator.predict_all(here)]
     finally:
         models.close()
 

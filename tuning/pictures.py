@@ -341,14 +341,16 @@ class Cell:
 
 
 def heat_cells(sweep: Sweep, method: str, x: str, y: str) -> dict[tuple[float, float], Cell]:
-    """The best goodput for each pair of values: a measured one if there is any, else predicted."""
+    """The best goodput for each pair of values: a measured one if there is any, else predicted.
+
+    A point without ``y`` has no cell: what a default follows from ``x`` says nothing about ``y``.
+    """
     cells: dict[tuple[float, float], Cell] = {}
 
     def put(point: Point, value: float, measured: bool) -> None:
         if point.speculation.method != method:
             return
-        config = sweep.config(point)
-        place = (getattr(config, x), getattr(config, y))
+        place = (getattr(sweep.config(point), x), getattr(point.speculation, y))
         there = cells.get(place)
         if there is not None and (there.measured, there.ratio) >= (measured, value):
             return
@@ -370,7 +372,7 @@ def varied_numbers(sweep: Sweep, method: str) -> list[str]:
     for point in points:
         if point.speculation.method == method:
             for name in point.knobs:
-                value = getattr(sweep.config(point), name)
+                value = getattr(point.speculation, name)
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     values.setdefault(name, set()).add(value)
     order = (LENGTH, "exit_layer", "node_budget", "branching")

@@ -2,10 +2,10 @@
 
 A round of a configuration costs what drafting, verifying and everything else take::
 
-    seconds = draft(levels, expanded nodes) + verify * V(1 + nodes) + rest
+    seconds = draft(levels, expanded nodes, exit layer) + verify(exit layer) * V(1 + nodes) + rest
 
 ``V`` is the target's own cost profile (:mod:`paceline.profile`). The other numbers are fitted to
-short runs of the real engine, a few configurations of each family: in the loop, drafter and target
+short runs of the real engine, a few configurations of each group: in the loop, drafter and target
 drive each other's weights out of the caches, which neither does when it is measured alone. Every
 run has a run of AR before it and counts in units of AR's round, so that a machine that slows down
 for a while slows both. All of them are medians.
@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +29,10 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.plan import Plan, resolve
-from paceline.profile import NODES, CostProfile, measure
+from paceline.profile import CostProfile, measure
 from paceline.sampling import SamplingParams
 from paceline.shapes.kary import chain
+from paceline.types import Budget
 from tuning.results import Results
 from tuning.shapes import size_of
 from tuning.traces import Family, is_ar, parts_of, why_not, with_budget
@@ -38,12 +40,13 @@ from tuning.traces import Family, is_ar, parts_of, why_not, with_budget
 VERSION = 1
 FILE = "costs.json"
 REPETITIONS = 3
+LIMIT_S = 180.0  # after which no further run begins
 _TOKENS = 40  # generated for each prompt of a run
 _GROUPS = 2  # of prompts in a run
-_PICKS = 4  # configurations of a family that run
 _AR = SpeculationConfig(method="ar")
 
 Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, runs in all, what comes next)."""
 
@@ -52,24 +55,49 @@ class RoundCosts(BaseModel):
     """Seconds of a round, all sessions that are decoded together.
 
     Attributes:
-        draft: base, for each level, for each expanded node.
-        verify: factor on the target's profile: below 1 where verification goes on from layers
-            that drafting has computed.
+        draft: base; for each level, and that times the exit layer; for each node that is expanded,
+            and that times the exit layer.
+        verify: factor on the target's profile, and what each exit layer adds to it: it is below 1
+            where verification goes on from layers that drafting has computed.
         rest: acceptance, commit and bookkeeping.
         prefill: for each token of a prompt, the drafter's reading of it included.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    draft: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    verify: float
+    draft: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    verify: tuple[float, float] = (1.0, 0.0)
     rest: float
     prefill: float
 
-    def drafting(self, levels: int, expanded: int) -> float:
+    def drafting(self, size: Size) -> float:
         """Seconds until a draft is there."""
-        base, level, node = self.draft
-        return base + level * levels + node * expanded
+        return float(np.dot(self.draft, _features(size)))
+
+    def verify_factor(self, exit_layer: int) -> float:
+        return max(0.0, self.verify[0] + self.verify[1] * exit_layer)
+
+
+class Size(NamedTuple):
+    """What the cost of a draft depends on.
+
+    Attributes:
+        exit_layer: 0 where there is none, or the target's default.
+    """
+
+    exit_layer: int
+    levels: int
+    expanded: int
+
+
+def draft_size(plan: Plan, budget: Budget) -> Size:
+    """The size of a configuration's drafts."""
+    return Size(plan.config.exit_layer or 0, *size_of(plan.shape, budget))
+
+
+def _features(size: Size) -> tuple[int, int, int, int, int]:
+    layer, levels, expanded = size
+    return 1, levels, levels * layer, expanded, expanded * layer
 
 
 class Costs(BaseModel):
@@ -134,23 +162,18 @@ def cost_group(family: Family, plan: Plan) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pick:
-    """A configuration that runs."""
-
-    config: SpeculationConfig
-    levels: int
-    expanded: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Sample:
-    """Medians of a run: seconds of a round's parts, of a prompt's token, and nodes of a draft."""
+    """Medians of a run: seconds of the parts of a round, and of a prompt's token.
+
+    Attributes:
+        factor: seconds of verification over what the profile says for as many nodes.
+    """
 
     draft: float
     verify: float
     rest: float
     prefill: float
-    factor: float  # verify over the profile's seconds
+    factor: float
 
     @property
     def round(self) -> float:
@@ -163,6 +186,9 @@ class _Sample:
         )  # fmt: skip
 
 
+_Picks: TypeAlias = dict[str, dict[Size, SpeculationConfig]]  # by group
+
+
 def measure_costs(
     engine: Engine,
     configs: Iterable[SpeculationConfig],
@@ -172,6 +198,7 @@ def measure_costs(
     key: Mapping[str, str],
     concurrency: int = 1,
     repetitions: int = REPETITIONS,
+    limit_s: float = LIMIT_S,
     progress: Progress = lambda done, total, what: None,
 ) -> Costs:
     """Measure what the rounds of the given configurations cost.
@@ -181,6 +208,8 @@ def measure_costs(
         prompts: the first ``2 * concurrency`` of them are decoded.
         key: see :func:`paceline.profile.profile_key`.
         concurrency: sessions decoded together.
+        limit_s: seconds after which no further run begins. Groups that serve many configurations
+            come first; those that no run was left for have no costs.
 
     Raises:
         InvalidArgument: no prompts, or more sessions than KV memory has room for.
@@ -195,77 +224,82 @@ def measure_costs(
         for start in range(0, min(len(prompts), _GROUPS * concurrency), concurrency)
     ]
     params = replace(params, max_tokens=min(params.max_tokens, _TOKENS))
-    total = repetitions * (len(picks) + sum(map(len, picks.values())))
+    total = repetitions * sum(1 + len(members) for members in picks.values())
     progress(0, total, "target forwards")
+    started = time.monotonic()
     profile = _profile(engine, dict(key), largest, concurrency)
     _run(engine, _AR, groups, params, profile)  # the first run allocates and reads pages
-    done = 0
     ars: list[_Sample] = []
-    samples: dict[tuple[str, int], list[_Sample]] = defaultdict(list)
-    for _ in range(repetitions):
-        for group, members in picks.items():
-            progress(done, total, "AR")
-            ar = _run(engine, _AR, groups, params, profile)
-            assert ar is not None  # it drafts nothing that could leave no full rounds
-            ars.append(ar)
-            done += 1
-            for number, pick in enumerate(members):
-                progress(done, total, pick.config.method)
-                sample = _run(engine, pick.config, groups, params, profile)
-                done += 1
-                if sample is not None:
-                    samples[group, number].append(sample.over(ar.round))
-    if not ars:
-        ars = [ar for ar in [_run(engine, _AR, groups, params, profile)] if ar is not None]
+    samples: dict[tuple[str, Size], list[_Sample]] = defaultdict(list)
+    done = 0
+    for group, members in [*picks.items()] * repetitions:
+        if time.monotonic() - started > limit_s:
+            break
+        progress(done, total, "AR")
+        ar = _run(engine, _AR, groups, params, profile)
+        if ar is None:
+            raise InvalidArgument("params", params.max_tokens, "more tokens to measure rounds of")
+        ars.append(ar)
+        for size, config in members.items():
+            progress(done, total, config.method)
+            sample = _run(engine, config, groups, params, profile)
+            if sample is not None:
+                samples[group, size].append(sample.over(ar.round))
+        done += 1 + len(members)
     progress(total, total, "done")
     base = _medians(ars)
+    fitted: dict[str, list[tuple[Size, _Sample]]] = defaultdict(list)
+    for (group, size), found in samples.items():
+        fitted[group].append((size, _medians(found).over(1 / base.round)))
     return Costs(
         key=dict(key),
         concurrency=concurrency,
         profile=profile,
         ar=RoundCosts(
-            draft=(base.draft, 0.0, 0.0), verify=base.factor, rest=base.rest, prefill=base.prefill
+            draft=(base.draft, 0.0, 0.0, 0.0, 0.0), verify=(base.factor, 0.0), rest=base.rest,
+            prefill=base.prefill,
         ),
-        groups={
-            group: _fit(
-                [
-                    (pick, _medians(samples[group, number]).over(1 / base.round))
-                    for number, pick in enumerate(members)
-                    if (group, number) in samples
-                ]
-            )
-            for group, members in picks.items()
-            if any((group, number) in samples for number in range(len(members)))
-        },
-    )
+        groups={group: _fit(members) for group, members in fitted.items()},
+    )  # fmt: skip
 
 
 def _choose(
     engine: Engine, configs: Iterable[SpeculationConfig], params: SamplingParams
-) -> tuple[dict[str, list[_Pick]], int]:
+) -> tuple[_Picks, int]:
     """A few configurations of each group, far apart, and the largest number of nodes of all."""
-    known: dict[str, dict[tuple[int, int, int], _Pick]] = defaultdict(dict)
+    known: dict[str, dict[Size, tuple[Plan, Budget]]] = defaultdict(dict)
+    count: dict[str, int] = defaultdict(int)
+    largest = 1
     for config in configs:
         plan = resolve(config)
         if is_ar(plan) or why_not(plan, params) or engine.refusal(plan.method):
             continue
         for family, budget in parts_of(plan):
-            levels, expanded = size_of(plan.shape, budget)
-            size = levels, expanded, budget.nodes
-            pick = _Pick(with_budget(plan, budget), levels, expanded)
-            known[cost_group(family, plan)].setdefault(size, pick)
-    picks = {}
-    for group, sizes in known.items():
-        chosen = {min(sizes), max(sizes), max(sizes, key=lambda size: size[1:])}
-        left = sorted(sizes.keys() - chosen)
-        chosen |= set(left[len(left) // 2 :][: max(0, _PICKS - len(chosen))][:1])
-        picks[group] = [sizes[size] for size in sorted(chosen)]
-    return picks, max((nodes for sizes in known.values() for _, _, nodes in sizes), default=1)
+            group = cost_group(family, plan)
+            known[group].setdefault(draft_size(plan, budget), (plan, budget))
+            count[group] += 1
+            largest = max(largest, budget.nodes)
+    picks: _Picks = {}
+    for group in sorted(known, key=lambda group: -count[group]):
+        sizes = known[group]
+        chosen: set[Size] = set()
+        for layer in _spread(sorted({size.exit_layer for size in sizes})):
+            members = sorted(size for size in sizes if size.exit_layer == layer)
+            chosen.update(_spread(members))
+            chosen.add(max(members, key=lambda size: (size.expanded, size.levels)))
+        picks[group] = {size: with_budget(*sizes[size]) for size in sorted(chosen)}
+    return picks, largest
+
+
+def _spread(values: Sequence[T]) -> Sequence[T]:
+    """The first, the middle one and the last."""
+    return [values[i] for i in sorted({0, len(values) // 2, len(values) - 1})]
 
 
 def _profile(engine: Engine, key: dict[str, str], largest: int, concurrency: int) -> CostProfile:
-    nodes, batches = list(NODES), [1]
-    while nodes[-1] <= largest:
+    nodes, batches = [1, 2, 3, 5], [1]
+    room = engine.target.context_length // 2  # beyond the last one, the profile goes straight on
+    while nodes[-1] <= largest and 2 * nodes[-1] <= room:
         nodes.append(2 * nodes[-1] - 1)
     while batches[-1] < concurrency:
         batches.append(min(2 * batches[-1], concurrency))
@@ -326,17 +360,19 @@ def _medians(samples: Sequence[_Sample]) -> _Sample:
     )
 
 
-def _fit(samples: Sequence[tuple[_Pick, _Sample]]) -> RoundCosts:
-    """Least squares of the relative error, no cost below 0."""
+def _fit(samples: Sequence[tuple[Size, _Sample]]) -> RoundCosts:
+    """Least squares of the relative error, no part of drafting below 0."""
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
-    sizes: Floats = np.array([(1, pick.levels, pick.expanded) for pick, _ in samples], np.float64)
-    seconds: Floats = np.array([sample.draft for _, sample in samples])
-    seconds = np.maximum(seconds, 1e-9)
-    draft, _ = nnls(sizes / seconds[:, None], np.ones(len(seconds)))
+    features: Floats = np.array([_features(size) for size, _ in samples], np.float64)
+    seconds: Floats = np.maximum([sample.draft for _, sample in samples], 1e-9)
+    draft, _ = nnls(features / seconds[:, None], np.ones(len(seconds)))
+    layers: Floats = np.array([size.exit_layer for size, _ in samples], np.float64)
+    factors: Floats = np.array([sample.factor for _, sample in samples])
+    slope, first = np.polyfit(layers, factors, 1) if np.ptp(layers) else (0.0, np.median(factors))
     return RoundCosts(
-        draft=(float(draft[0]), float(draft[1]), float(draft[2])),
-        verify=median(sample.factor for _, sample in samples),
+        draft=tuple(draft.tolist()),
+        verify=(float(first), float(slope)),
         rest=median(sample.rest for _, sample in samples),
         prefill=median(sample.prefill for _, sample in samples),
     )

@@ -23,9 +23,9 @@ from paceline.plan import Plan, resolve
 from paceline.shapes.base import Shape
 from paceline.shapes.template import Template
 from paceline.types import Budget
-from tuning.costs import Costs, RoundCosts, cost_group
+from tuning.costs import Costs, RoundCosts, Size, cost_group, draft_size
 from tuning.results import Point, Prediction
-from tuning.shapes import StaticShape, paths_of, size_of
+from tuning.shapes import StaticShape, paths_of
 from tuning.traces import (
     ABSENT,
     NUM_RANKS,
@@ -252,17 +252,16 @@ class Simulator:
     def _ratio(self, plan: Plan, family: Family, budget: Budget) -> float:
         assert self.costs is not None
         costs = self.costs.groups[cost_group(family, plan)]
-        levels, expanded = size_of(plan.shape, budget)
-        drafting = costs.drafting(levels, expanded)
+        size = draft_size(plan, budget)
         rounds = self._rounds_of(plan, family, budget)
-        return self._ar_seconds / self._seconds(rounds, costs, drafting)
+        return self._ar_seconds / self._seconds(rounds, costs, size)
 
     @cached_property
     def _ar_seconds(self) -> float:
         assert self.costs is not None
-        return self._seconds(self._ar, self.costs.ar, self.costs.ar.draft[0])
+        return self._seconds(self._ar, self.costs.ar, Size(0, 0, 0))
 
-    def _seconds(self, rounds: Rounds, costs: RoundCosts, drafting: float) -> float:
+    def _seconds(self, rounds: Rounds, costs: RoundCosts, size: Size) -> float:
         """Until all prompts are done, ``concurrency`` of them at a time."""
         prefill = costs.prefill * float(self.traces.truth.prompt_lengths.sum())
         active, nodes = self._steps(rounds)
@@ -272,7 +271,8 @@ class Simulator:
         verify = (1 - share) * table[active, whole] + share * table[active, whole + 1]
         # Drafting and the rest are measured with all sessions; of fewer they cost less.
         scale = table[active, 0] / table[self.traces.concurrency, 0]
-        return prefill + float((costs.verify * verify + (drafting + costs.rest) * scale).sum())
+        verify *= costs.verify_factor(size.exit_layer)
+        return prefill + float((verify + (costs.drafting(size) + costs.rest) * scale).sum())
 
     def _steps(self, rounds: Rounds) -> tuple[Ints, Floats]:
         """Sessions that take part in each step of the engine, and their mean number of nodes."""

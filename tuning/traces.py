@@ -29,6 +29,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import time
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +42,7 @@ import numpy.typing as npt
 
 from paceline.acceptance.base import AcceptanceRule, PathLogits
 from paceline.config import MAX_NODES, SpeculationConfig
-from paceline.drafters.base import is_local
+from paceline.drafters.base import AsyncDrafter, Drafter, is_remote
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.methods import SHAPE_KNOBS, length_bounds
@@ -62,7 +63,9 @@ FILE = "traces.npz"
 NUM_RANKS = 64  # candidates among which the right token is looked for: all that a template can name
 ABSENT = 255  # the right token is not among them, or the draft ends before
 NEVER = 65535  # a node that no draft has
+LIMIT_S = 300.0  # after which no further recording begins
 _TOGETHER = 16  # prompts that are recorded at once, where drafters do not remember earlier ones
+_BUDGETS = 4  # of a drafter with models in it that are asked for in one recording
 
 Kind: TypeAlias = Literal["ranks", "order", "drafts"]
 Progress = Callable[[int, int, str], None]
@@ -85,6 +88,11 @@ _LENGTH_KNOBS = frozenset(
 )  # fmt: skip
 _SHAPE_KNOBS = frozenset({"shape", "branching"}.union(*SHAPE_KNOBS.values()))
 _RULE_KNOBS = frozenset({"acceptance", "draft_support"})
+# Beside the drafter's own code and the size of a draft, what makes a round cheap or dear.
+_COST_KNOBS = frozenset(
+    {"shape", "exit_layers", "exit_threshold", "speedup_ratio", "min_layers", "max_layers",
+     "depth_decay", "drafters", "stage_tokens", "fallback_depth", "use_tree"}
+)  # fmt: skip
 
 
 # --- families -------------------------------------------------------------------------------------
@@ -96,7 +104,8 @@ class Family:
 
     Attributes:
         key: equal for configurations whose drafts come from the same recording.
-        cost_key: equal for those whose drafts are made by the same code.
+        cost_key: equal for those whose drafts are made by the same code; the exit layer, of which
+            costs are a function, is no part of it.
         kind: of the recording.
         label: for people.
     """
@@ -164,7 +173,9 @@ def _family(plan: Plan, budget: Budget) -> Family:
             dropped -= {"shape", "branching"}
     kept = {name: value for name, value in sorted(knobs.items()) if name not in dropped}
     told: dict[str, Any] = {"drafter": drafter, "policy": plan.method.depth_policy, **kept}
-    cost_key = json.dumps(told)
+    own_exit = plan.config.exit_layer is not None  # otherwise it is the target's default
+    dear = {name: value for name, value in told.items() if name in _COST_KNOBS}
+    cost_key = json.dumps({"drafter": drafter, "own_exit": own_exit, **dear})
     if shape == "dyspec" and kind == "order":
         told["depth"] = budget.depth  # which nodes a smaller tree has instead is not recorded
     words = [f"{name}={json.dumps(value)}" for name, value in kept.items() if name != "acceptance"]
@@ -256,6 +267,15 @@ class DraftRecording:
     def covers(self, budget: Budget) -> bool:
         return self.place(budget) is not None
 
+    def joined(self, other: DraftRecording) -> DraftRecording:
+        """With the budgets of another recording of the same positions."""
+        new = [i for i, budget in enumerate(other.budgets) if not self.covers(Budget(*budget))]
+        return DraftRecording(
+            np.concatenate([self.budgets, other.budgets[new]]),
+            np.concatenate([self.accepted, other.accepted[:, new]], axis=1),
+            np.concatenate([self.nodes, other.nodes[:, new]], axis=1),
+        )
+
 
 Recording: TypeAlias = RankRecording | OrderRecording | DraftRecording
 
@@ -306,18 +326,20 @@ class Traces:
     recordings: dict[str, Recording]
     refused: dict[str, str]
 
+    def covers(self, family: Family, budget: Budget) -> bool:
+        """Whether nothing is left to record of a family and a budget."""
+        found = self.recordings.get(family.key)
+        return family.key in self.refused or (found is not None and found.covers(budget))
+
     def missing(self, configs: Iterable[SpeculationConfig]) -> list[SpeculationConfig]:
         """Those of the configurations that could be simulated, and are not recorded."""
-        return [config for config in configs if self._lacks(resolve(config))]
-
-    def _lacks(self, plan: Plan) -> bool:
-        if is_ar(plan) or why_not(plan, self.params):
-            return False
-        return any(
-            family.key not in self.refused
-            and not (family.key in self.recordings and self.recordings[family.key].covers(budget))
-            for family, budget in parts_of(plan)
-        )
+        found = []
+        for config in configs:
+            plan = resolve(config)
+            hopeless = is_ar(plan) or why_not(plan, self.params) is not None
+            if not hopeless and not all(self.covers(*part) for part in parts_of(plan)):
+                found.append(config)
+        return found
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -430,11 +452,16 @@ def traces_key(
 
 @dataclass(slots=True)
 class _Task:
-    """A family, and the budgets that it will be asked for."""
+    """A family, and the budgets that it will be asked for.
+
+    Attributes:
+        num_points: configurations that it serves.
+    """
 
     family: Family
     plan: Plan
     budgets: set[tuple[int, int]]
+    num_points: int = 0
 
     @property
     def depth(self) -> int:
@@ -443,6 +470,22 @@ class _Task:
     @property
     def nodes(self) -> int:
         return max(nodes for _, nodes in self.budgets)
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """What is recorded first: what is cheap, and what serves many points."""
+        composite = self.plan.method.drafter in _COMPOSITE
+        return composite, self.family.kind == "order", -self.num_points
+
+    def split(self) -> list[_Task]:
+        """In parts, where each budget costs as much as the first."""
+        if self.plan.method.drafter not in _COMPOSITE:
+            return [self]
+        budgets = sorted(self.budgets)
+        return [
+            replace(self, budgets=set(budgets[start : start + _BUDGETS]))
+            for start in range(0, len(budgets), _BUDGETS)
+        ]
 
 
 def record(
@@ -454,12 +497,16 @@ def record(
     key: Mapping[str, str],
     concurrency: int = 1,
     known: Traces | None = None,
+    limit_s: float = LIMIT_S,
     progress: Progress = lambda done, total, what: None,
 ) -> Traces:
     """Record what the given configurations need to be simulated.
 
     Configurations that cannot be simulated are passed over, and so are those that this engine
     refuses (:attr:`Traces.refused`). The engine itself learns nothing: siblings of it run.
+
+    A recording takes about as long as decoding all prompts a few times. Drafters that are made of
+    others with models in them need one for every few budgets, so they come last.
 
     Args:
         engine: whose drafters are in this process.
@@ -468,6 +515,8 @@ def record(
         concurrency: prompts that will be decoded together. Drafters that remember earlier outputs
             find those of the groups of so many prompts that came before.
         known: traces with the same key, whose recordings are taken over where they suffice.
+        limit_s: seconds after which no further recording begins: :meth:`Traces.missing` says what
+            is left out.
 
     Raises:
         InvalidArgument: ``known`` has another key, or the engine cannot decode a prompt.
@@ -476,18 +525,27 @@ def record(
         raise InvalidArgument("prompts", [], "at least one prompt")
     if known is not None and known.key != dict(key):
         raise InvalidArgument("known", known.key, f"traces with the key {dict(key)}")
+    started = time.monotonic()
     tasks = _tasks(configs, params, known)
     total = len(tasks) + (known is None)
     progress(0, total, "the target's output")
     truth = known.truth if known else _generate(engine, prompts, params)
     recordings = dict(known.recordings) if known else {}
     refused = dict(known.refused) if known else {}
-    for task in tasks:
-        progress(total - len(tasks) + tasks.index(task), total, task.family.label)
+    for done, task in enumerate(tasks, total - len(tasks)):
+        if time.monotonic() - started > limit_s:
+            break
+        progress(done, total, task.family.label)
+        name = task.family.key
         try:
-            recordings[task.family.key] = _record(engine, task, prompts, params, truth, concurrency)
+            new = _record(engine, task, prompts, params, truth, concurrency)
         except _RefusedError as error:
-            refused[task.family.key] = str(error.__cause__)
+            refused[name] = str(error.__cause__)
+            continue
+        before = recordings.get(name)
+        if isinstance(new, DraftRecording) and isinstance(before, DraftRecording):
+            new = before.joined(new)
+        recordings[name] = new
     progress(total, total, "done")
     return Traces(dict(key), concurrency, params, truth, recordings, refused)
 
@@ -505,19 +563,17 @@ def _tasks(
         if is_ar(plan) or why_not(plan, params):
             continue
         for family, budget in parts_of(plan):
+            if known is not None and known.covers(family, budget):
+                continue
             task = tasks.setdefault(family.key, _Task(family, plan, set()))
             task.budgets.add((budget.depth, budget.nodes))
-    if known is None:
-        return list(tasks.values())
-    return [
-        task
-        for key, task in tasks.items()
-        if key not in known.refused
-        and not (
-            key in known.recordings
-            and all(known.recordings[key].covers(Budget(*budget)) for budget in task.budgets)
-        )
-    ]
+            task.num_points += 1
+    for key, task in tasks.items():
+        before = known.recordings.get(key) if known else None
+        if isinstance(before, OrderRecording):  # what it covers is not given up
+            task.budgets.add((before.before.shape[1], before.nodes))
+    parts = [part for task in tasks.values() for part in task.split()]
+    return sorted(parts, key=lambda task: task.rank)
 
 
 def _generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Truth:
@@ -611,8 +667,8 @@ class _Recorder(ABC):
         self._outputs = [truth.output(prompt) for prompt in range(truth.num_prompts)]
         self._drafter: Any = None
 
-    def wrap(self, drafter: object) -> None:
-        if not is_local(drafter):  # type: ignore[arg-type]
+    def wrap(self, drafter: Drafter | AsyncDrafter) -> None:
+        if is_remote(drafter):
             raise InvalidArgument("engine", "a drafter elsewhere", "drafters in this process")
         self._drafter = drafter
 

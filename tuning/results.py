@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import fsspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
@@ -30,7 +30,7 @@ from paceline.plan import resolve
 
 VERSION = 1
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T")
 
 
 class _Value(BaseModel):
@@ -278,7 +278,7 @@ class Results:
         """
         if not self.exists():
             raise InvalidArgument("result", self.url, "a folder that a sweep wrote")
-        return _parse(Manifest, self.read("sweep.json"), self.path("sweep.json"))
+        return _parse(TypeAdapter(Manifest), self.read("sweep.json"), self.path("sweep.json"))
 
     def save_trial(self, record: TrialRecord) -> None:
         self.write(f"trials/{record.key}.json", record.model_dump_json(indent=1) + "\n")
@@ -289,7 +289,9 @@ class Results:
             return []
         names = sorted(n for n in self._fs.ls(f"{self._root}/trials", detail=False))
         records = [
-            _parse(TrialRecord, self.read(f"trials/{name}"), self.path(f"trials/{name}"))
+            _parse(
+                TypeAdapter(TrialRecord), self.read(f"trials/{name}"), self.path(f"trials/{name}")
+            )
             for name in (str(n).rpartition("/")[2] for n in names)
             if name.endswith(".json")
         ]
@@ -302,12 +304,16 @@ class Results:
     def predictions(self) -> list[Prediction]:
         if not self.exists("predictions.json"):
             return []
-        return [Prediction.model_validate(v) for v in json.loads(self.read("predictions.json"))]
+        found: list[Prediction] = _parse(
+            TypeAdapter(list[Prediction]), self.read("predictions.json"),
+            self.path("predictions.json"),
+        )  # fmt: skip
+        return found
 
 
-def _parse(kind: type[T], text: str, where: str) -> T:
+def _parse(kind: TypeAdapter[T], text: str, where: str) -> T:
     try:
-        return kind.model_validate_json(text)
+        return kind.validate_json(text)
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise InvalidArgument("result", where, f"a file that a sweep wrote ({reason})") from None

@@ -489,6 +489,7 @@ def run_trials(
     # Tune would end the trials by itself and return as if all was well.
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # the other one prints a frame whatever `verbose` says
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # failed trials are told below
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
     from ray.tune.search import ConcurrencyLimiter
@@ -546,9 +547,11 @@ def run_trials(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tuner.fit()
-    if recorder.error is not None:
-        raise recorder.error
+        try:
+            tuner.fit()
+        except Exception as error:
+            # Tune wraps what its callbacks raise.
+            raise recorder.error or SweepError(f"the trials broke off: {error}") from error
 
 
 def _storage_path(url: str) -> str:

@@ -19,7 +19,7 @@ from deployments.config import read_config_file
 from paceline.errors import InvalidArgument
 from paceline.plan import resolve
 from tests.modelzoo import make_model
-from tuning.results import Point, Results
+from tuning.results import Point, Results, TrialRecord
 from tuning.space import Space, SweepError, parse_space
 from tuning.sweep import Sweep
 
@@ -30,7 +30,7 @@ SMALL: Mapping[str, Any] = {
     "workload": {"limit": 1, "categories": ["code_completion"], "max_tokens": 16},
     "measurement": {"repetitions": 2},
     "search": {"trials": 4, "simulate": False, "confirm": 1},
-    "resources": {"cpus": 0.5},  # other tests' deployments hold parts of the machine's CPUs
+    "resources": {"cpus": 1},  # other tests' deployments hold parts of the machine's CPUs
     "space": {"method": ["draft_model", "prompt_lookup"], "num_speculative_tokens": [2, 4, 6]},
 }
 
@@ -180,6 +180,27 @@ def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SweepError, match="cannot write to"):
         Sweep(small(), Results(str(tmp_path / "file" / "sweep")), quiet())
+
+
+def test_no_room_for_a_record_ends_the_sweep_and_says_so(
+    ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(str(tmp_path / "sweep"))
+    save = results.save_trial
+
+    def full_after_two(record: TrialRecord) -> None:
+        if len(results.trials()) == 2:
+            raise OSError(28, "No space left on device")
+        save(record)
+
+    monkeypatch.setattr(results, "save_trial", full_after_two)
+    with pytest.raises(SweepError, match=r"trials: .*No space left.*--resume"):
+        Sweep(small(), results, quiet()).run()
+    monkeypatch.undo()
+    assert len(results.trials()) == 2
+    assert results.manifest().state == "failed"
+    Sweep(small(), results, quiet(), resume=True).run()
+    assert len({record.key for record in results.trials()}) == 4
 
 
 def sweep_command(result: Path, *changes: str) -> list[str]:

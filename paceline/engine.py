@@ -30,7 +30,13 @@ from paceline.drafters.base import (
 )
 from paceline.drafters.client import ClientDrafter
 from paceline.drafters.none import NoDrafter
-from paceline.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
+from paceline.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    PacelineError,
+    ResourceExhausted,
+    SessionNotFound,
+)
 from paceline.lengths.base import LengthContext
 from paceline.loop import Arrived, decode_round, round_budget
 from paceline.methods import DRAFTERS, METHODS, Method
@@ -39,7 +45,7 @@ from paceline.models.heads.base import Head
 from paceline.plan import CLIENT_METHOD, Plan, resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
-from paceline.target import ModelTarget
+from paceline.target import ModelTarget, Target
 from paceline.tokenizer import Tokenizer
 from paceline.types import Draft, Load, Need, Outcome
 
@@ -106,7 +112,7 @@ class Engine:
 
     def __init__(
         self,
-        target: ModelTarget,
+        target: Target,
         drafters: Mapping[str, Drafter | AsyncDrafter] | None = None,
         *,
         tokenizer: Tokenizer | None = None,
@@ -146,6 +152,13 @@ class Engine:
         self._text_sent: dict[str, int] = {}
         self._arrival = threading.Condition()
         self.interrupted: Callable[[], object] = lambda: False  # ends a wait for drafts early
+
+    @property
+    def local_target(self) -> ModelTarget:
+        """The target, where its model is in this process."""
+        if not isinstance(self.target, ModelTarget):
+            raise InvalidArgument("target", "on another machine", "a target in this process")
+        return self.target
 
     # --- sessions in ---------------------------------------------------------------------------
 
@@ -252,7 +265,7 @@ class Engine:
                 )  # fmt: skip
             return  # whoever hosts it has its parts
         for row in plan.parts:
-            self._local_drafter(row.drafter)
+            self.local_drafter(row.drafter)
         for name in plan.drafters:
             drafter = self.drafters.get(name)
             if drafter is not None and checks_knobs(drafter):
@@ -275,8 +288,9 @@ class Engine:
         if name not in self.drafters:
             self._made.add(name)
             context = DrafterContext(
-                self.target.vocab_size, self._local_drafter, lambda: self.target, self._load_head
-            )
+                self.target.vocab_size, self.local_drafter, lambda: self.local_target,
+                self._load_head,
+            )  # fmt: skip
             self.drafters[name] = DRAFTERS[name](context)
         return self.drafters[name]
 
@@ -285,8 +299,8 @@ class Engine:
             raise InvalidArgument("method", kind, "a method without a head: no folder of heads")
         return self.heads.load(kind)
 
-    def _local_drafter(self, name: str) -> Drafter:
-        """A drafter of this engine for another one that is made of it."""
+    def local_drafter(self, name: str) -> Drafter:
+        """A drafter of this engine, for another one that is made of it."""
         drafter = self._make_drafter(name)
         if not is_local(drafter):
             raise InvalidArgument("method", name, "a drafter that drafts in this process")
@@ -400,7 +414,11 @@ class Engine:
             )  # fmt: skip
         except Exception as error:
             # The forward serves all of them, so nobody's KV state can be trusted any more.
-            logger.exception("a step failed; its %d sessions end", len(ready) + len(prefill))
+            level = logging.INFO if isinstance(error, PacelineError) else logging.ERROR
+            logger.log(
+                level, "a step failed; its %d sessions end", len(ready) + len(prefill),
+                exc_info=error,
+            )  # fmt: skip
             self._fail([*ready, *(session for session, _ in prefill)], error)
             return []
         self._observe_remote(ready, outcomes)

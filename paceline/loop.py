@@ -15,7 +15,7 @@ from paceline.acceptance.base import PathLogits
 from paceline.drafters.base import Drafter, has_pseudo_tokens, reads_prompts
 from paceline.models.base import PseudoTokens
 from paceline.session import Session
-from paceline.target import ModelTarget
+from paceline.target import Target
 from paceline.tree import clip, depths, is_chain
 from paceline.types import (
     EMPTY_DRAFT,
@@ -41,7 +41,7 @@ class Arrived(NamedTuple):
 def decode_round(
     sessions: Sequence[Session],
     drafters: Mapping[str, Drafter],
-    target: ModelTarget,
+    target: Target,
     load: Load,
     *,
     arrived: Mapping[str, Arrived] | None = None,
@@ -82,9 +82,14 @@ def decode_round(
     for session, draft, verification, tops in zip(
         sessions, in_order, verifications[: len(sessions)], argmaxes, strict=True
     ):
-        # 3. Accept: the rule walks down the tree and adds the target's own next token.
-        logits = PathLogits(verification.logits, session.params, session.token_ids, tops)
-        acceptance = session.plan.rule.accept(draft, logits)
+        # 3. Accept: the rule walks down the tree and adds the target's own next token; a target on
+        #    another machine has done so already.
+        verdict = verification.verdict
+        if verdict is not None:
+            draft, acceptance = verdict.draft, verdict.acceptance
+        else:
+            logits = PathLogits(verification.logits, session.params, session.token_ids, tops)
+            acceptance = session.plan.rule.accept(draft, logits)
 
         # 4. Commit: tokens to the session (a stop condition may cut them), KV to the cache.
         outcome = _commit(session, target, draft, verification, acceptance)
@@ -205,7 +210,7 @@ def _batched_argmax(
 
 def _commit(
     session: Session,
-    target: ModelTarget,
+    target: Target,
     draft: Draft,
     verification: Verification,
     acceptance: Acceptance,

@@ -214,7 +214,7 @@ def measure(
             raise InvalidArgument(name, list(values), "increasing numbers from 1 on")
     if repetitions < 1:
         raise InvalidArgument("repetitions", repetitions, "at least 1")
-    runner = engine.target.runner
+    runner = engine.local_target.runner
     context = min(CONTEXT, runner.context_length - max(*nodes, *depths) - 1)
     needed = max(batches) * (context + max(nodes))
     if context < 1 or needed > runner.num_free:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,53 @@ from paceline.models.llama import LlamaRunner
 from paceline.session import Session
 from paceline.tree import is_chain
 from paceline.types import Draft, FloatArray, IntArray, Need, Verification
+
+
+class Target(Protocol):
+    """What the loop and the engine ask of a target, wherever it is.
+
+    :class:`ModelTarget` has the model in this process and says what each of these does;
+    :class:`rpc.remote_target.RemoteTarget` has it on a server.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def head_layers(self) -> float: ...
+
+    @property
+    def provides(self) -> frozenset[Need]: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def kv_capacity(self) -> int: ...
+
+    def open(self, session: Session) -> None: ...
+
+    def close(self, session: Session) -> None: ...
+
+    def prefill_left(self, session: Session) -> int: ...
+
+    def verify(
+        self,
+        sessions: Sequence[Session],
+        drafts: Sequence[Draft],
+        wants: frozenset[Need] = frozenset(),
+        prefill: Sequence[tuple[Session, int]] = (),
+        pseudo: Sequence[PseudoTokens | None] = (),
+    ) -> list[Verification]: ...
+
+    def commit(self, session: Session, path: Sequence[int]) -> None: ...
+
+    def truncate(self, session: Session, length: int) -> None: ...
+
+    def exit_logits(self, states: torch.Tensor) -> torch.Tensor: ...
 
 
 class ModelTarget:

@@ -193,6 +193,34 @@ def _check_probs(probs: DraftProbs, ids: IntArray, vocab_size: int) -> None:
 EMPTY_DRAFT = Draft.chain(())
 
 
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The verdict of an acceptance rule: node indices from the root down, and the next token."""
+
+    path: tuple[int, ...]
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What a target elsewhere made of a draft: it has applied the rule itself.
+
+    Attributes:
+        draft: the one that it verified, which need not be the one that it was given: one may have
+            been sent ahead of its time, or have been made where the target is.
+        acceptance: ``next_token`` is never committed where an accepted token ends the generation.
+        sent_ahead: the draft left before the answer to the round before it came.
+        verify_seconds: of the target, forward and waiting for its batch.
+        travel_seconds: of a frame there and its answer back, the target's time not included.
+    """
+
+    draft: Draft
+    acceptance: Acceptance
+    sent_ahead: bool = False
+    verify_seconds: float = 0.0
+    travel_seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Verification:
     """What one target forward says about a draft.
@@ -200,19 +228,13 @@ class Verification:
     ``logits[0]`` follows the last committed token, ``logits[i + 1]`` follows node ``i``.
     ``extras`` holds what drafters declared as needs, with the same first dimension.
     ``pseudo_logits`` follow the pseudo tokens of a drafter that had some verified along.
+    ``verdict`` is there, and ``logits`` has no rows, where the target is on another machine.
     """
 
     logits: torch.Tensor  # [num_nodes + 1, vocab_size]
     extras: Mapping[Need, torch.Tensor] = field(default_factory=dict)
     pseudo_logits: torch.Tensor | None = None  # [num_pseudo, vocab_size]
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """The verdict of an acceptance rule: node indices from the root down, and the next token."""
-
-    path: tuple[int, ...]
-    next_token: int
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

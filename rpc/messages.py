@@ -38,6 +38,12 @@ class PrefixDigest:
     def extend(self, token_ids: Iterable[int]) -> None:
         self._hash.update(np.fromiter(token_ids, "<u4").tobytes())
 
+    def copy(self) -> PrefixDigest:
+        """One that grows on its own from here."""
+        result = PrefixDigest()
+        result._hash = self._hash.copy()
+        return result
+
     def value(self) -> bytes:
         """The digest of everything so far; 16 bytes."""
         return self._hash.digest()

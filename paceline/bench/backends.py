@@ -127,7 +127,7 @@ class LocalBackend:
         assert engine.tokenizer is not None
         self.engine = engine
         self._engines: dict[SpeculationConfig, Engine] = {}
-        self.runner: ModelRunner = engine.target.runner
+        self.runner: ModelRunner = engine.local_target.runner
         self.batch_invariant = self.runner.batch_invariant
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length

@@ -104,6 +104,15 @@ class LengthController(Protocol):
         ...
 
 
+def depth_ahead(controller: LengthController, usual: int) -> int:
+    """Depth of a draft that is made before the answer to the one before has come.
+
+    Args:
+        usual: for controllers that do not have ``ahead``, which tells it.
+    """
+    return int(getattr(controller, "ahead", usual))
+
+
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
     """Between which depths a controller chooses.

@@ -71,7 +71,7 @@ def collect(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -
         batch = prompts[start : start + 8]
         config = SpeculationConfig(method="draft_model")
         for session in engine.generate(batch, params, config):
-            parts.append(_look(engine.target.runner, drafter.runner, session))
+            parts.append(_look(engine.local_target.runner, drafter.runner, session))
             parts[-1]["is_validation"] = np.full(num_tokens, len(parts) % 10 == 0, np.int64)
     joined: dict[str, Any] = {}
     for name in parts[0]:

@@ -1,0 +1,314 @@
+"""The `device` topology: the drafter on a client's machine, the target on a server.
+
+:class:`DeviceClient` runs the engine and the loop of ``paceline`` with a target that is elsewhere
+(``rpc/remote_target.py``), and chooses while it runs which way is the fastest (``rpc/ladder.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter, checks_knobs
+from paceline.engine import Engine, RoundEvent
+from paceline.errors import InvalidArgument
+from paceline.methods import METHODS, Method
+from paceline.plan import resolve
+from paceline.sampling import SamplingParams
+from paceline.session import Session, SessionStatistics
+from paceline.tokenizer import Tokenizer
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from rpc.errors import ServerUnavailable
+from rpc.ladder import Ladder
+from rpc.remote_target import (
+    MAX_IN_FLIGHT,
+    Connect,
+    Mode,
+    Patience,
+    RemoteCounters,
+    RemoteTarget,
+    TargetInfo,
+    connect_plain,
+    get_model,
+)
+
+LADDER = (Mode.DEVICE, Mode.SERVER, Mode.AR)
+
+
+class DeviceDrafter:
+    """A drafter of a remote target: does not draft again what has been sent ahead."""
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, drafter: Drafter, target: RemoteTarget) -> None:
+        self._drafter = drafter
+        self._target = target
+
+    def check_knobs(self, config: SpeculationConfig) -> None:
+        """As the drafter's own, where it has one."""
+        if checks_knobs(self._drafter):
+            self._drafter.check_knobs(config)
+
+    def open(self, session: Session) -> None:
+        self._drafter.open(session)
+
+    def close(self, session: Session) -> None:
+        self._drafter.close(session)
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        drafts = [self._known(session) for session in sessions]
+        asking = [i for i, draft in enumerate(drafts) if draft is None]
+        if asking:
+            made = self._drafter.propose(
+                [sessions[i] for i in asking], [budgets[i] for i in asking]
+            )
+            for i, draft in zip(asking, made, strict=True):
+                drafts[i] = draft
+        return [EMPTY_DRAFT if draft is None else draft for draft in drafts]
+
+    def _known(self, session: Session) -> Draft | None:
+        if self._target.mode(session) is not Mode.DEVICE:
+            return EMPTY_DRAFT  # the server does not ask for one
+        return self._target.sent_ahead(session)
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        """What became of drafts, except where the drafter has gone on meanwhile: it looks at the
+        tokens then."""
+        told = [
+            (session, outcome)
+            for session, outcome in zip(sessions, outcomes, strict=True)
+            if self._target.mode(session) is Mode.DEVICE and not self._target.went_ahead(session)
+        ]
+        if told:
+            self._drafter.observe([s for s, _ in told], [o for _, o in told])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRound:
+    """What a round committed.
+
+    Attributes:
+        token_ids: the first ``num_accepted`` of them were drafted, here or where the target is.
+        text: what they completed.
+        mode: how they came.
+    """
+
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    text: str
+    mode: Mode
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class ModeChange:
+    """When a session went from one mode to another: after so many generated tokens."""
+
+    num_tokens: int
+    old: Mode
+    new: Mode
+
+
+@dataclass(slots=True)
+class DeviceResult:
+    """A whole generation on a device.
+
+    Attributes:
+        unverified_ids: tokens after ``token_ids`` that no target has verified, because no server
+            came back in time.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    statistics: SessionStatistics = field(default_factory=SessionStatistics)
+    counters: RemoteCounters = field(default_factory=RemoteCounters)
+    mode_changes: list[ModeChange] = field(default_factory=list)
+    unverified_ids: list[int] = field(default_factory=list)
+
+
+class DeviceClient:
+    """Drafts here, verifies there. One generation at a time; not thread-safe.
+
+    Args:
+        servers: addresses HOST:PORT of servers with the same model; the first that works is used.
+        drafters: by name as in the catalogue, those that cannot be made without a model.
+        speculation: a row whose drafter needs tokens only, and its knobs.
+        info: of the target; None asks the servers.
+        tokenizer: the target's, for text and stop strings.
+        connect: makes a channel to an address; the place for TLS and credentials.
+        patience: when a server counts as lost.
+        offline_ok: decode on with the drafter alone while no server answers.
+        modes: ways to get tokens that may be used, the first to begin with.
+        max_in_flight: rounds under way at a time.
+        on_unverified: called while no server answers, with all tokens after the committed ones that
+            the drafter has decoded alone, each time that there are more of them. The rounds to come
+            either commit the same tokens or others in their place.
+
+    Raises:
+        InvalidArgument: a row that cannot draft away from the target.
+        PacelineError: no server says what it serves.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        drafters: Mapping[str, Drafter] | None = None,
+        *,
+        speculation: SpeculationConfig | None = None,
+        info: TargetInfo | None = None,
+        tokenizer: Tokenizer | None = None,
+        connect: Connect = connect_plain,
+        patience: Patience | None = None,
+        offline_ok: bool = False,
+        modes: Sequence[Mode] = LADDER,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        on_unverified: Callable[[Sequence[int]], None] = lambda token_ids: None,
+        catalogue: Mapping[str, Method] = METHODS,
+    ) -> None:
+        if not modes or len(set(modes)) != len(modes):
+            raise InvalidArgument("modes", modes, "at least one, each once")
+        patience = patience or Patience()
+        if info is None:
+            info = TargetInfo.of(get_model(servers, connect, timeout=patience.give_up))
+        self.info = info
+        self.config = checked_speculation(speculation, catalogue)
+        self._modes = tuple(modes)
+        self._unverified: list[int] = []
+        self._on_unverified = on_unverified
+        self.target = RemoteTarget(
+            servers, info,
+            connect=connect,
+            patience=patience,
+            alone_ok=offline_ok,
+            on_alone=self._on_alone,
+            first_mode=modes[0],
+            max_in_flight=max_in_flight,
+        )  # fmt: skip
+        self._engine = Engine(
+            self.target, drafters,
+            tokenizer=tokenizer,
+            eos_token_ids=info.eos_token_ids,
+            catalogue=catalogue,
+        )  # fmt: skip
+        name = resolve(self.config, catalogue).method.drafter
+        if name != "none":
+            own = self._engine.local_drafter(name)
+            if getattr(own, "rewinds", False):
+                self.target.drafter = own
+            self._engine.drafters[name] = DeviceDrafter(own, self.target)
+        self.result = DeviceResult()
+
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[DeviceRound]:
+        """Generate; :attr:`result` grows along and is complete at the end.
+
+        Raises:
+            InvalidArgument: as ``Engine.submit``, and what a server refused.
+            ServerUnavailable: no server answered for too long, and the device may not go on alone.
+        """
+        result = self.result = DeviceResult(counters=self.target.counters)
+        self._unverified = []
+        events: list[RoundEvent] = []
+        engine = self._engine
+        session = engine.submit(prompt_ids, params, self.config, on_event=events.append)
+        result.statistics = session.stats
+        ladder = Ladder(
+            self._modes,
+            clock=time.perf_counter,
+            on_change=lambda old, new: result.mode_changes.append(
+                ModeChange(session.stats.num_tokens, old, new)
+            ),
+        )
+        try:
+            while not session.finished:
+                engine.step()
+                for event in events:
+                    self._unverified = []
+                    yield self._round(event, session, ladder.mode)
+                    if not event.finished and event.outcome is not None:
+                        verdict = event.outcome.verification.verdict
+                        seconds = verdict.verify_seconds if verdict is not None else 0.0
+                        mode = ladder.observe(len(event.token_ids), seconds)
+                        self.target.change_mode(session, mode)
+                events.clear()
+        finally:
+            engine.cancel(session.session_id)
+        if isinstance(session.error, ServerUnavailable) and self._unverified:
+            result.unverified_ids = self._unverified
+        elif session.error is not None:
+            raise session.error
+
+    def _round(self, event: RoundEvent, session: Session, mode: Mode) -> DeviceRound:
+        self.result.token_ids, self.result.text = session.output_ids, session.text
+        self.result.finish_reason = session.finish_reason
+        return DeviceRound(
+            token_ids=event.token_ids,
+            num_accepted=event.num_accepted,
+            text=event.text,
+            mode=mode,
+            finish_reason=session.finish_reason,
+        )
+
+    def _on_alone(self, session: Session, token_ids: list[int]) -> None:
+        self._unverified = token_ids
+        self._on_unverified(token_ids)
+
+    def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None
+    ) -> DeviceResult:
+        """Generate and wait for the end."""
+        for _ in self.generate(prompt_ids, params):
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """Free what is still open on the server."""
+        for session_id in list(self._engine.sessions):
+            self._engine.cancel(session_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def checked_speculation(
+    config: SpeculationConfig | None, catalogue: Mapping[str, Method] = METHODS
+) -> SpeculationConfig:
+    """A configuration that works away from the target.
+
+    Raises:
+        InvalidArgument: its drafter needs more of the target than tokens, its rule is not the one
+            that servers verify clients' drafts by, or its controller reads the target's states.
+    """
+    given: dict[str, Any] = (config or SpeculationConfig()).overrides()
+    given.setdefault("method", "draft_model")
+    plan = resolve(SpeculationConfig(**given), catalogue)
+    if plan.needs:
+        raise InvalidArgument(
+            "method", plan.method.name,
+            "a method whose drafter needs tokens only: this one's needs the target's "
+            + ", ".join(sorted(need.value for need in plan.needs)),
+        )  # fmt: skip
+    if plan.rule.name not in ("coupled", "greedy"):
+        raise InvalidArgument(
+            "acceptance", plan.rule.name, "'coupled': the server verifies, with that rule"
+        )
+    controller = plan.new_length_controller()
+    if controller.needs:
+        raise InvalidArgument(
+            "length", plan.config.length, "a controller that does not read the target's states"
+        )
+    return SpeculationConfig(**given)

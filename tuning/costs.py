@@ -212,18 +212,18 @@ def measure_costs(
             come first; those that no run was left for have no costs.
 
     Raises:
-        InvalidArgument: no prompts, or more sessions than KV memory has room for.
+        InvalidArgument: no prompts, no time, or more sessions than KV memory has room for.
     """
     if not prompts:
         raise InvalidArgument("prompts", [], "at least one prompt")
-    if concurrency < 1:
-        raise InvalidArgument("concurrency", concurrency, "at least 1")
+    for name, value in (("concurrency", concurrency), ("repetitions", repetitions)):
+        if value < 1:
+            raise InvalidArgument(name, value, "at least 1")
     picks, largest = _choose(engine, configs, params)
     groups = [
         [prompts[(start + i) % len(prompts)] for i in range(concurrency)]
         for start in range(0, min(len(prompts), _GROUPS * concurrency), concurrency)
     ]
-    params = replace(params, max_tokens=min(params.max_tokens, _TOKENS))
     total = repetitions * sum(1 + len(members) for members in picks.values())
     progress(0, total, "target forwards")
     started = time.monotonic()
@@ -237,8 +237,7 @@ def measure_costs(
             break
         progress(done, total, "AR")
         ar = _run(engine, _AR, groups, params, profile)
-        if ar is None:
-            raise InvalidArgument("params", params.max_tokens, "more tokens to measure rounds of")
+        assert ar is not None  # every engine takes it
         ars.append(ar)
         for size, config in members.items():
             progress(done, total, config.method)
@@ -247,6 +246,8 @@ def measure_costs(
                 samples[group, size].append(sample.over(ar.round))
         done += 1 + len(members)
     progress(total, total, "done")
+    if not ars:
+        raise InvalidArgument("limit_s", limit_s, "time for a run of AR at least")
     base = _medians(ars)
     fitted: dict[str, list[tuple[Size, _Sample]]] = defaultdict(list)
     for (group, size), found in samples.items():
@@ -313,10 +314,13 @@ def _run(
     params: SamplingParams,
     profile: CostProfile,
 ) -> _Sample | None:
-    """Decode groups of prompts; None where the engine refuses or no round had a full draft."""
+    """Decode groups of prompts; None where the engine refuses."""
     sibling = engine.sibling()
     depth = config.num_speculative_tokens or 0
-    rounds: list[tuple[float, float, float, float]] = []
+    params = replace(params, max_tokens=min(params.max_tokens, max(_TOKENS, 4 * depth)))
+    # The best are those with full drafts: after the prefill, and before the last tokens. Where
+    # outputs are too short for such rounds, others have to do.
+    rounds: dict[tuple[bool, bool], list[tuple[float, float, float, float]]] = defaultdict(list)
     prefills: list[tuple[float, int]] = []
     for prompts in groups:
         started = time.perf_counter()
@@ -329,23 +333,26 @@ def _run(
             stats = sessions[0].stats
             draft, verify = stats.draft_seconds, stats.verify_seconds
             nodes = sum(session.stats.num_draft_nodes for session in sessions)
-            # Not the steps with prefill in them, and not the last rounds, whose drafts are cut.
-            plain = all(s.stats.num_rounds and s.remaining > depth for s in sessions)
+            early = not all(session.stats.num_rounds for session in sessions)
+            late = any(session.remaining <= depth for session in sessions)
             step_started = time.perf_counter()
             sibling.step()
             elapsed = time.perf_counter() - step_started
             draft, verify = stats.draft_seconds - draft, stats.verify_seconds - verify
-            if plain:
-                nodes = sum(session.stats.num_draft_nodes for session in sessions) - nodes
+            nodes = sum(session.stats.num_draft_nodes for session in sessions) - nodes
+            if verify:  # not a step of prefill alone
                 expected = profile.verify(1 + nodes / len(sessions), len(sessions))
-                rounds.append((draft, verify, elapsed - draft - verify, verify / expected))
+                parts = draft, verify, elapsed - draft - verify, verify / expected
+                rounds[early, late].append(parts)
             if not first and all(session.stats.num_rounds for session in sessions):
                 first = time.perf_counter() - started
         prefills.append((first, sum(map(len, prompts))))
-    if not rounds:
-        return None
-    draft, verify, rest, factor = (median(part) for part in zip(*rounds, strict=True))
-    whole = median(sum(parts[:3]) for parts in rounds)
+        for session in sessions:
+            if session.error is not None:
+                raise session.error
+    best = rounds[min(rounds)]
+    draft, verify, rest, factor = (median(part) for part in zip(*best, strict=True))
+    whole = median(sum(parts[:3]) for parts in best)
     prefill = median(max(0.0, first - whole) / count for first, count in prefills)
     return _Sample(draft, verify, rest, prefill, factor)
 

@@ -8,6 +8,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+# A process for each core. Tests of one file stay together, and all that share a Ray.
+PYTEST_WORKERS ?= auto
+PARALLEL := -n $(PYTEST_WORKERS) --dist loadgroup
 BENCH_ARGS ?=
 DEMO_MODEL_ARGS ?=
 
@@ -60,8 +63,8 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 	@$(BIN)/paceline demo
 
 .PHONY: test
-test: $(STAMP) ## run the test suite (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+test: $(STAMP) ## run the test suite (15 minutes on 2 cores)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(PYTEST_ARGS)
 
 .PHONY: test-nightly
 test-nightly: $(STAMP) ## run the long tests as well

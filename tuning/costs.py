@@ -33,9 +33,9 @@ from paceline.profile import CostProfile, measure
 from paceline.sampling import SamplingParams
 from paceline.shapes.kary import chain
 from paceline.types import Budget
+from tuning.families import Family, is_ar, parts_of, why_not, with_budget
 from tuning.results import Results
 from tuning.shapes import size_of
-from tuning.traces import Family, is_ar, parts_of, why_not, with_budget
 
 VERSION = 1
 FILE = "costs.json"

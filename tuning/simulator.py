@@ -24,20 +24,11 @@ from paceline.shapes.base import Shape
 from paceline.shapes.template import Template
 from paceline.types import Budget
 from tuning.costs import Costs, RoundCosts, Size, cost_group, draft_size
+from tuning.families import Family, is_ar, parts_of, why_not
+from tuning.recordings import ABSENT, NUM_RANKS, OrderRecording, RankRecording, Recording
 from tuning.results import Point, Prediction
 from tuning.shapes import StaticShape, paths_of
-from tuning.traces import (
-    ABSENT,
-    NUM_RANKS,
-    Family,
-    OrderRecording,
-    RankRecording,
-    Recording,
-    Traces,
-    is_ar,
-    parts_of,
-    why_not,
-)
+from tuning.traces import Traces
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

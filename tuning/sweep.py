@@ -47,7 +47,7 @@ from tuning.space import Space, SweepError, read_space
 
 DEFAULT_STORAGE = "~/paceline/sweeps"
 DEFAULT_TRIALS = 24
-_BEST_LINES = 5
+_TELL_EVERY_S = 10.0
 _PROBE_BYTES = 1 << 20  # a sweep writes less than this before its first trial
 
 
@@ -265,6 +265,7 @@ class Sweep:
 
     def _predictions(self) -> list[Prediction]:
         import ray
+        from ray.util.queue import Queue
 
         from tuning.trial import simulate
 
@@ -277,7 +278,16 @@ class Sweep:
             for point in self.space.points
             if point.key not in self._refused
         ]
-        texts = _get(task.remote(self._work(), points), "the simulation failed")
+        told = Queue(actor_options={"num_cpus": 0})
+        answer = task.remote(self._work(), points, told)
+        last_said = time.monotonic()
+        while not ray.wait([answer], timeout=0.5)[0]:
+            lines = told.get_nowait_batch(told.qsize())
+            if lines and time.monotonic() - last_said > _TELL_EVERY_S:
+                last_said = time.monotonic()
+                self._say(f"        {lines[-1]}")
+        told.shutdown()
+        texts = _get(answer, "the simulation failed")
         return [Prediction.model_validate_json(text) for text in texts]
 
     def _search(self) -> None:

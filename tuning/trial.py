@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import tune
+from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.config import DeploymentConfig
@@ -293,8 +294,11 @@ def check(work: Work, points: Sequence[str]) -> dict[str, Any]:
         models.close()
 
 
-def simulate(work: Work, points: Sequence[str]) -> list[str]:
+def simulate(work: Work, points: Sequence[str], told: Queue) -> list[str]:
     """Record traces and costs on this node, and predict what can be predicted.
+
+    Args:
+        told: gets a line for each stage that begins.
 
     Returns:
         Predictions as JSON texts.
@@ -309,8 +313,13 @@ def simulate(work: Work, points: Sequence[str]) -> list[str]:
         here = [p for p in chosen if p.topology == "colocated" and p.dtype == space.ar.dtype]
         configs = [point.speculation for point in here]
         common: dict[str, Any] = {"key": {}, "concurrency": workload.concurrency}
-        traces = record(engine, configs, prompts, workload.sampling_params(), **common)
-        costs = measure_costs(engine, configs, prompts, workload.sampling_params(), **common)
+        params = workload.sampling_params()
+
+        def telling(stage: str) -> Callable[[int, int, str], None]:
+            return lambda done, total, what: told.put(f"{stage} {done}/{total}: {what}")
+
+        traces = record(engine, configs, prompts, params, **common, progress=telling("traces"))
+        costs = measure_costs(engine, configs, prompts, params, **common, progress=telling("costs"))
         simulator = Simulator(traces, costs, space.ar.dtype)
         return [each.model_dump_json(exclude_defaults=True) for each in simulator.predict_all(here)]
     finally:

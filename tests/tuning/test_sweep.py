@@ -56,7 +56,7 @@ def keys(results: Results) -> list[str]:
 def test_from_a_space_to_a_file_that_can_be_served(
     ray_here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    space = small(objective=["goodput", "latency_p99"])
+    space = small(objective=["goodput", "latency_p99"], search={"simulate": True})
     results = Results(str(tmp_path / "sweep"))
     manifest = Sweep(space, results, Console(width=120)).run()
 
@@ -71,6 +71,8 @@ def test_from_a_space_to_a_file_that_can_be_served(
         assert record.metrics is not None
         assert record.metrics.identical_to_ar is True
         assert record.counts
+    assert {p.key for p in results.predictions()} == {point.key for point in space.points}
+    assert all(record.predicted is not None for record in records)
     best = read_config_file(tmp_path / "sweep" / "best.yaml").config
     measured = {record.point.speculation for record in records}
     assert best.speculation in measured

@@ -1,0 +1,304 @@
+"""Looks at what drafters propose, in the place where the engine expects them.
+
+A recorder stands in for a drafter and hands everything on to it, only that its drafts are written
+down and then thrown away: the session moves on by one token a round, along an output that is
+known. So the drafter is seen at every position, in the state that it has there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.acceptance.base import AcceptanceRule, PathLogits
+from paceline.config import MAX_NODES, SpeculationConfig
+from paceline.drafters.base import AsyncDrafter, Drafter, is_remote
+from paceline.errors import InvalidArgument
+from paceline.plan import Plan, resolve
+from paceline.session import Session
+from paceline.shapes.base import ALL_DRAWS, Expander, Level, Shape, TreeBuilder, grow
+from paceline.shapes.confidence import ConfidenceTree
+from paceline.shapes.dyspec import DySpec
+from paceline.shapes.rsd_s import StochasticBeam
+from paceline.tree import depths
+from paceline.types import EMPTY_DRAFT, Acceptance, Budget, Draft, Draws
+from tuning.families import PREFIX_ONLY, SHAPING_KNOBS, Kind, with_budget
+from tuning.recordings import (
+    ABSENT,
+    NEVER,
+    NUM_RANKS,
+    DraftRecording,
+    OrderRecording,
+    RankRecording,
+    Recording,
+    Truth,
+)
+
+Budgets = Collection[tuple[int, int]]  # depth and nodes
+
+
+class _Follow:
+    """An acceptance rule that commits a known output token by token.
+
+    Without it the output could come to differ from the known one, where a target's rounding
+    depends on what is computed beside a token.
+    """
+
+    lossless = True
+
+    def __init__(self, rule: AcceptanceRule, output: list[int], prompt_length: int) -> None:
+        self.name, self.chain_only, self.draws = rule.name, rule.chain_only, rule.draws
+        self._output = output
+        self._prompt_length = prompt_length
+
+    def accept(self, draft: Draft, logits: PathLogits) -> Acceptance:
+        return Acceptance((), self._output[logits.position - self._prompt_length])
+
+
+class Recorder(ABC):
+    """In the place of a drafter: looks at what it proposes, and proposes nothing itself.
+
+    Attributes:
+        config: what sessions are submitted with.
+        error: why looking failed.
+    """
+
+    config: SpeculationConfig
+
+    def __init__(self, truth: Truth) -> None:
+        self.error: Exception | None = None
+        self._truth = truth
+        self._rules: dict[str, _Follow] = {}
+        self._prompts: dict[str, int] = {}  # number of each session's
+        self._outputs = [truth.output(prompt) for prompt in range(truth.num_prompts)]
+        self._drafter: Any = None
+
+    def wrap(self, drafter: Drafter | AsyncDrafter) -> None:
+        if is_remote(drafter):
+            raise InvalidArgument("engine", "a drafter elsewhere", "drafters in this process")
+        self._drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)  # open, observe, ...: as if nobody looked
+
+    def follow(self, session: Session, number: int) -> None:
+        """Make a session commit the known output of a prompt."""
+        name = session.session_id
+        self._prompts[name] = number
+        self._rules[name] = _Follow(session.plan.rule, self._outputs[number], session.prompt_length)
+        session.plan = self._plan(session.plan, session)
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        try:
+            self._look(sessions)
+        except Exception as error:
+            self.error = error
+            raise
+        return [EMPTY_DRAFT] * len(sessions)
+
+    def _position(self, session: Session) -> int:
+        """Where a session is, in the arrays over all outputs."""
+        first = int(self._truth.offsets[self._prompts[session.session_id]])
+        return first + session.length - session.prompt_length
+
+    def _following(self, session: Session) -> list[int]:
+        """The right tokens from here on."""
+        output = self._outputs[self._prompts[session.session_id]]
+        return output[session.length - session.prompt_length :]
+
+    def _plan(self, plan: Plan, session: Session) -> Plan:
+        return replace(plan, rule=self._rules[session.session_id])
+
+    @abstractmethod
+    def _look(self, sessions: Sequence[Session]) -> None:
+        """Write down what the drafter proposes now."""
+
+    @abstractmethod
+    def recording(self) -> Recording:
+        """What was written down."""
+
+    @property
+    def _context_length(self) -> int:
+        """Behind which the drafter makes no drafts, where it has a context of its own."""
+        runner = getattr(self._drafter, "runner", None)
+        return int(getattr(runner, "context_length", 0))
+
+
+class _Expanded(Recorder):
+    """Looks at an expanding drafter through a shape of its own."""
+
+    def __init__(self, plan: Plan, truth: Truth, depth: int, nodes: int, **changes: Any) -> None:
+        super().__init__(truth)
+        # At temperature 0 all rules want the most likely tokens, above it only this one is here.
+        self.config = with_budget(
+            plan, Budget(depth, nodes), acceptance="coupled", draft_support=None, **changes
+        )
+        self._depth = depth
+        self._nodes = nodes
+        self._reached = 0
+        self._num_positions = len(truth.output_ids)
+
+    @property
+    def draws(self) -> frozenset[Draws]:
+        return ALL_DRAWS
+
+    def _plan(self, plan: Plan, session: Session) -> Plan:
+        return replace(super()._plan(plan, session), shape=self)
+
+    def _look(self, sessions: Sequence[Session]) -> None:
+        depths = [min(self._depth, session.remaining - 1) for session in sessions]
+        self._drafter.propose(sessions, [Budget(depth, self._nodes) for depth in depths])
+
+    def build(
+        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft]:
+        """As a shape does. A drafter may have cut the budgets."""
+        self._reached = max(self._reached, *(budget.depth for budget in budgets))
+        return self._build(expander, sessions, budgets)
+
+    @abstractmethod
+    def _build(
+        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft]: ...
+
+
+class _Ranks(_Expanded):
+    """Follows the right path, as deep as the drafter's candidates have it."""
+
+    def __init__(self, plan: Plan, budgets: Budgets, truth: Truth) -> None:
+        self._prefix_only = plan.method.drafter in PREFIX_ONLY
+        depth = 1 if self._prefix_only else max(depth for depth, _ in budgets)
+        unshaped = dict.fromkeys(SHAPING_KNOBS)
+        super().__init__(plan, truth, depth, depth, **{**unshaped, "shape": "chain"})
+        self._ranks = np.full((self._num_positions, depth), ABSENT, np.uint8)
+
+    def _build(
+        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft]:
+        following = {session.session_id: self._following(session) for session in sessions}
+
+        def step(tree: TreeBuilder, frontier: list[int], level: Level, row: int) -> list[int]:
+            right = following[tree.session.session_id]
+            node = frontier[0]
+            depth = tree.depth_of[node] if node >= 0 else 0
+            if depth >= len(right):
+                return []
+            choices = tree.choose(node, level, row, NUM_RANKS)
+            if right[depth] not in choices.tokens:
+                return []
+            rank = choices.tokens.index(right[depth])
+            self._ranks[self._position(tree.session), depth] = rank
+            return [tree.add(node, choices, rank)]
+
+        trees = [TreeBuilder(s, b) for s, b in zip(sessions, budgets, strict=True)]
+        grow(expander, trees, step, lambda depth: NUM_RANKS)
+        return [tree.draft() for tree in trees]
+
+    def recording(self) -> Recording:
+        return RankRecording(self._ranks, self._reached, self._prefix_only, self._context_length)
+
+
+class _Order(_Expanded):
+    """Grows the largest tree with the real shape."""
+
+    def __init__(self, plan: Plan, budgets: Budgets, truth: Truth) -> None:
+        depth, nodes = (max(sizes) for sizes in zip(*budgets, strict=True))
+        super().__init__(plan, truth, depth, min(MAX_NODES, nodes))
+        assert plan.shape is not None
+        self._shape: Shape = plan.shape
+        self._before = np.full((self._num_positions, self._depth, self._depth), NEVER, np.uint16)
+        self._total = np.zeros((self._num_positions, self._depth), np.uint16)
+
+    def _build(
+        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> list[Draft]:
+        drafts, orders = _grown(self._shape, expander, sessions, budgets)
+        for session, draft, order in zip(sessions, drafts, orders, strict=True):
+            if not draft.num_nodes:
+                continue
+            position, limits = self._position(session), np.arange(1, self._depth + 1)
+            place = np.argsort(order)  # of each node
+            shallow = depths(draft.parent_indices)[order][:, None] <= limits  # [nodes, depth]
+            self._total[position] = shallow.sum(0)
+            for depth, node in enumerate(right_path(draft, self._following(session))):
+                counts = shallow[: place[node]].sum(0)
+                self._before[position, depth, depth:] = counts[depth:]
+        return drafts
+
+    def recording(self) -> Recording:
+        return OrderRecording(
+            self._before, self._total, self._reached, self._nodes, self._context_length
+        )
+
+
+def _grown(
+    shape: Shape, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+) -> tuple[list[Draft], list[list[int]]]:
+    """Trees, and their nodes in the order in which smaller trees would take them."""
+    if isinstance(shape, ConfidenceTree):
+        trees = shape.grow(expander, sessions, budgets)
+        orders = [
+            sorted(range(len(tree.values)), key=lambda node, tree=tree: -tree.values[node][0])  # type: ignore[misc]
+            for tree in trees
+        ]
+        return [tree.draft() for tree in trees], orders
+    assert isinstance(shape, DySpec | StochasticBeam)
+    drafts = shape.build(expander, sessions, budgets)
+    return drafts, [list(range(draft.num_nodes)) for draft in drafts]
+
+
+class _Drafts(Recorder):
+    """Asks for a draft of every budget."""
+
+    def __init__(self, plan: Plan, budgets: Budgets, truth: Truth) -> None:
+        super().__init__(truth)
+        self._budgets = sorted(budgets)
+        self._plans = [resolve(with_budget(plan, Budget(*budget))) for budget in self._budgets]
+        self.config = self._plans[-1].config
+        shape = len(truth.output_ids), len(self._budgets)
+        self._accepted = np.zeros(shape, np.uint8)
+        self._nodes = np.zeros(shape, np.uint16)
+
+    def _look(self, sessions: Sequence[Session]) -> None:
+        for column, ((depth, nodes), plan) in enumerate(
+            zip(self._budgets, self._plans, strict=True)
+        ):
+            for session in sessions:
+                session.plan = self._plan(plan, session)
+            budgets = [Budget(min(depth, session.remaining - 1), nodes) for session in sessions]
+            drafts = self._drafter.propose(sessions, budgets)
+            for session, draft in zip(sessions, drafts, strict=True):
+                position = self._position(session)
+                right = right_path(draft, self._following(session))
+                self._accepted[position, column] = len(right)
+                self._nodes[position, column] = draft.num_nodes
+
+    def recording(self) -> Recording:
+        return DraftRecording(np.asarray(self._budgets, np.int64), self._accepted, self._nodes)
+
+
+RECORDERS: Mapping[Kind, Callable[[Plan, Budgets, Truth], Recorder]] = {
+    "ranks": _Ranks,
+    "order": _Order,
+    "drafts": _Drafts,
+}
+
+
+def right_path(draft: Draft, output: Sequence[int]) -> list[int]:
+    """Nodes of a draft that say what comes, from the root down."""
+    below: dict[tuple[int, int], int] = {}
+    for node, step in enumerate(
+        zip(draft.parent_indices.tolist(), draft.token_ids.tolist(), strict=True)
+    ):
+        below.setdefault(step, node)  # of equal siblings a rule takes the first
+    path: list[int] = []
+    for token in output:
+        step = (path[-1] if path else -1, token)
+        if step not in below:
+            break
+        path.append(below[step])
+    return path

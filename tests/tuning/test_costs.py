@@ -19,9 +19,10 @@ from tests.core.engines import small_engine
 from tests.modelzoo import make_model
 from tuning import costs as module
 from tuning.costs import Costs, RoundCosts, Size, _Sample, cost_group, draft_size, measure_costs
+from tuning.families import parts_of
 from tuning.results import Point, Results
 from tuning.simulator import Simulator
-from tuning.traces import parts_of, record
+from tuning.traces import record
 
 KEY = {"target": "t", "host": "h"}
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)

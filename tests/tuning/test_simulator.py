@@ -21,9 +21,11 @@ from tests.core.engines import small_engine
 from tests.core.prompts import code_prompts
 from tests.modelzoo import make_model
 from tuning.costs import Costs, RoundCosts, cost_group
+from tuning.families import parts_of, why_not
+from tuning.recordings import RankRecording, Truth
 from tuning.results import Point
 from tuning.simulator import Rounds, Simulator
-from tuning.traces import Traces, Truth, parts_of, record, why_not
+from tuning.traces import Traces, record
 
 GREEDY = SamplingParams(max_tokens=36, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=5)
@@ -38,11 +40,10 @@ def tree(shape: str, depth: int, nodes: int, method: str = "draft_model", **knob
     return fixed(method, shape=shape, num_speculative_tokens=depth, node_budget=nodes, **knobs)
 
 
-# Of a template, each of a competing shape two sizes, so that one is cut out of the other.
+# Of each competing shape two sizes, so that one is cut out of the other's recording.
 EXACT = [
     *(fixed("draft_model", num_speculative_tokens=depth) for depth in range(1, 9)),
     tree("kary", 4, 14, branching=2),
-    tree("kary", 3, 9, branching=4),
     tree("template", 4, 63, template="medusa_63"),
     tree("template", 5, 20, template="token_recycling_80"),
     tree("sequoia", 6, 24),
@@ -62,13 +63,9 @@ EXACT = [
     tree("sequoia", 4, 12, "eagle"),
     *(fixed("prompt_lookup", num_speculative_tokens=depth) for depth in (2, 10)),
     *(fixed("suffix_decoding", num_speculative_tokens=depth) for depth in (3, 24)),
-    fixed("suffix_decoding_tree"),
     fixed("suffix_decoding_hybrid"),
-    fixed("sam_decoding"),
     fixed("staged"),
     fixed("s2d"),
-    fixed("skipdecode", num_speculative_tokens=4),
-    fixed("rasd"),
     fixed("combined"),
 ]
 # Temperature changes how candidates are chosen, not how they are looked at.
@@ -224,8 +221,6 @@ PROFILE = CostProfile(
 
 def scripted(ranks: Sequence[int], concurrency: int = 1) -> tuple[Traces, Point, Costs]:
     """Two prompts of 10 tokens whose first candidate has these ranks; costs in whole seconds."""
-    from tuning.traces import RankRecording
-
     point = Point(speculation=fixed("draft_model", num_speculative_tokens=2))
     plan = resolve(point.speculation)
     ((family, _),) = parts_of(plan)

@@ -20,19 +20,12 @@ from paceline.types import Budget, Draft, Outcome
 from tests.core.engines import small_engine
 from tests.modelzoo import make_model
 from tuning import traces as module
+from tuning.families import parts_of
+from tuning.recorders import right_path
+from tuning.recordings import ABSENT, DraftRecording, OrderRecording, RankRecording
 from tuning.results import Results
 from tuning.simulator import Simulator
-from tuning.traces import (
-    ABSENT,
-    DraftRecording,
-    OrderRecording,
-    RankRecording,
-    Traces,
-    parts_of,
-    record,
-    right_path,
-    traces_key,
-)
+from tuning.traces import Traces, record, traces_key
 
 KEY = {"target": "t", "workload": "w"}
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True, logit_bias={3: 0.5}, stop_token_ids=(255,))

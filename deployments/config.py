@@ -6,24 +6,34 @@ and says what is allowed.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from paceline.config import SpeculationConfig
+from paceline.config import MAX_NODES, SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.plan import resolve
+from rpc.access import Limits
+from rpc.messages import MAX_MESSAGE_BYTES
+from rpc.tls import ClientTls, ServerTls, check_plain_text
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 """The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""
 IMPORT_PATH = "deployments.app:build"
+TENANTS_VARIABLE = "PACELINE_TENANTS"
+"""Names the tenants file where the config file does not."""
 SMALL_MODEL_BYTES = 100e6
 """Up to this size of the weights, one forward gains nothing from more than one thread."""
+
+
+B = TypeVar("B", bound=BaseModel)
 
 
 class _Block(BaseModel):
@@ -55,7 +65,28 @@ class ModelConfig(_Block):
     )
 
 
-class LimitsConfig(_Block):
+class CallLimits(_Block):
+    """What one replica takes from all callers together; beyond it: RESOURCE_EXHAUSTED."""
+
+    opens_per_second: float | None = Field(None, gt=0, description="New sessions; null: any.")
+    rounds_per_second: float | None = Field(None, gt=0, description="Of verify sessions.")
+    max_nodes: int = Field(MAX_NODES, ge=1, le=MAX_NODES, description="Of a draft in one round.")
+    max_message_bytes: int = Field(
+        MAX_MESSAGE_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Of one message."
+    )
+
+    def call_limits(self) -> Limits:
+        return Limits(**{name: getattr(self, name) for name in CallLimits.model_fields})
+
+
+class GatewayLimits(CallLimits):
+    max_sessions: int | None = Field(None, ge=1, description="Open sessions and generations.")
+
+    def call_limits(self) -> Limits:
+        return Limits(**self.model_dump())
+
+
+class LimitsConfig(CallLimits):
     """How much one target replica takes on."""
 
     max_sessions: int = Field(64, ge=1, description="Sessions that are computed together.")
@@ -63,7 +94,46 @@ class LimitsConfig(_Block):
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens computed in one step.")
 
     def engine_limits(self) -> EngineLimits:
-        return EngineLimits(**self.model_dump())
+        return EngineLimits(**self.model_dump(exclude=set(CallLimits.model_fields)))
+
+
+class GatewayTls(_Block):
+    """PEM files; they are read again when they change."""
+
+    cert: str = Field(min_length=1, description="The gateway's certificate, with its chain.")
+    key: str = Field(min_length=1, description="Its key, without password.")
+    client_ca: str | None = Field(None, description="Who signs the certificates of clients.")
+    require_client_cert: bool = Field(False, description="Refuse clients without one (mTLS).")
+
+    def server(self) -> ServerTls:
+        return ServerTls(**self.model_dump(), prefix="gateway.tls.")
+
+
+class DataPlaneTls(_Block):
+    """PEM files with which replicas know one another, always in both directions.
+
+    The authority must sign replicas only: whoever has a certificate of it is let in, past the
+    gateway and its tenants.
+    """
+
+    cert: str = Field(min_length=1, description="Of every replica, for servers and clients.")
+    key: str = Field(min_length=1, description="Its key, without password.")
+    ca: str = Field(min_length=1, description="Who signs the certificates of replicas.")
+    server_name: str | None = Field(
+        None, description="The name in those certificates; null: the address of each replica."
+    )
+
+    def server(self) -> ServerTls:
+        return ServerTls(
+            cert=self.cert,
+            key=self.key,
+            client_ca=self.ca,
+            require_client_cert=True,
+            prefix="data_plane_tls.",
+        )
+
+    def client(self) -> ClientTls:
+        return ClientTls(**self.model_dump(), prefix="data_plane_tls.")
 
 
 class _Replicas(_Block):
@@ -101,6 +171,17 @@ class GatewayConfig(_Replicas):
     open_timeout_s: float = Field(
         30.0, gt=0, description="How long a call waits for a target replica that can take it."
     )
+    tls: GatewayTls | None = Field(None, description="null: plain text, on loopback only.")
+    insecure: bool = Field(False, description="Allow plain text on other addresses as well.")
+    tenants: str | None = Field(
+        None,
+        description="File with tenants, their tokens and quotas; null: the one that "
+        "PACELINE_TENANTS names, else everybody is let in.",
+    )
+    limits: GatewayLimits = GatewayLimits()
+    audit_log: str | None = Field(
+        None, description="File for opens and refusals; null: the logger paceline.audit."
+    )
 
 
 class DeploymentConfig(_Block):
@@ -112,8 +193,16 @@ class DeploymentConfig(_Block):
     )
     data_plane: Literal["loopback", "node_ip"] = Field(
         "loopback",
-        description="Where replicas listen for one another. node_ip, for clusters of several "
-        "nodes, is neither encrypted nor authenticated: keep that network to the cluster.",
+        description="Where replicas listen for one another; node_ip is for clusters of several "
+        "nodes.",
+    )
+    data_plane_tls: DataPlaneTls | None = Field(
+        None, description="null: plain text between replicas, on loopback only."
+    )
+    data_plane_insecure: bool = Field(
+        False,
+        description="Allow plain text with node_ip: everybody who reaches that network reaches the "
+        "replicas.",
     )
     speculation: SpeculationConfig = Field(
         SpeculationConfig(), description="What a request gets that says nothing about speculation."
@@ -156,7 +245,8 @@ def parse_config(args: Mapping[str, Any] | None) -> DeploymentConfig:
         allowed = first["msg"]
         if first["type"] == "extra_forbidden":
             allowed = "one of the keys " + ", ".join(_keys_at(first["loc"][:-1]))
-        raise InvalidArgument(key, first["input"], allowed) from None
+        raise InvalidArgument(key, _shown(key, first["input"]), allowed) from None
+    config = _with_secure_ports(config)
     try:
         method = resolve(config.speculation).method
     except InvalidArgument as error:
@@ -181,11 +271,64 @@ def parse_config(args: Mapping[str, Any] | None) -> DeploymentConfig:
     return config.model_copy(update={"model": config.model.model_copy(update=folders)})
 
 
+# Where somebody may have put a secret, though none belongs into this file.
+_SECRET = re.compile(r"(^|\.)(tenants|tokens?|secrets?|passwords?|api_key)(\.|$)|_(token|secret)$")
+
+
+class _Hidden:
+    def __repr__(self) -> str:
+        return "<not shown>"
+
+
+def _shown(key: str, value: Any) -> Any:
+    """A wrong value for an error, unless it may be a secret."""
+    return _Hidden() if _SECRET.search(key.lower()) else value
+
+
+def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:
+    """The config with absolute paths, if no port is open to others by mistake."""
+    gateway, data = config.gateway, config.data_plane_tls
+    if gateway.tls is None and not gateway.insecure:
+        check_plain_text(
+            gateway.host,
+            "gateway.tls",
+            "cert and key (`paceline certs` makes some for a trial), gateway.host on loopback, or "
+            "gateway.insecure: true",
+        )
+    if config.data_plane == "node_ip" and data is None and not config.data_plane_insecure:
+        raise InvalidArgument(
+            "data_plane_tls",
+            None,
+            "cert, key and ca (`paceline certs` makes some for a trial) with data_plane: node_ip, "
+            "or data_plane_insecure: true",
+        )
+    if gateway.tls is not None and gateway.tls.require_client_cert and not gateway.tls.client_ca:
+        raise InvalidArgument("gateway.tls.client_ca", None, "a file with require_client_cert")
+    changes: dict[str, Any] = {}
+    if gateway.tls is not None:
+        changes["tls"] = _absolute(gateway.tls, "cert", "key", "client_ca")
+    if gateway.tenants is None and os.environ.get(TENANTS_VARIABLE):
+        gateway = gateway.model_copy(update={"tenants": os.environ[TENANTS_VARIABLE]})
+    gateway = _absolute(gateway.model_copy(update=changes), "tenants", "audit_log")
+    if data is not None:
+        data = _absolute(data, "cert", "key", "ca")
+    return config.model_copy(update={"gateway": gateway, "data_plane_tls": data})
+
+
+def _absolute(block: B, *names: str) -> B:
+    """Replicas have another working folder. The files may be on their nodes only."""
+    given = {name: getattr(block, name) for name in names}
+    paths = {n: str(Path(p).expanduser().absolute()) for n, p in given.items() if p is not None}
+    return block.model_copy(update=paths)
+
+
 def _keys_at(path: tuple[str | int, ...]) -> list[str]:
     """The keys that the block at ``path`` knows."""
     block: type[BaseModel] = DeploymentConfig
     for part in path:
-        inner = block.model_fields[str(part)].annotation
+        annotation: Any = block.model_fields[str(part)].annotation
+        # Of a block that may be null, the block.
+        inner = next((a for a in get_args(annotation) if a is not type(None)), annotation)
         assert isinstance(inner, type) and issubclass(inner, BaseModel)
         block = inner
     return sorted(block.model_fields)

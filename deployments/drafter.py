@@ -45,7 +45,13 @@ class DrafterDeployment:
             context_length=drafter.runner.context_length,
             max_sessions=config.drafter.max_sessions,
         )
-        self._server = await start_server(drafter=self._servicer, host=data_host(config))
+        tls = config.data_plane_tls
+        self._server = await start_server(
+            drafter=self._servicer,
+            host=data_host(config),
+            credentials=None if tls is None else tls.server().credentials(),
+            insecure=config.data_plane_insecure,
+        )
         self._leases = LeaseBook(self._server.address)
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:

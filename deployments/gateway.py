@@ -20,13 +20,18 @@ from google.protobuf.message import DecodeError, Message
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config import DeploymentConfig
+from deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from deployments.lease import Lease, open_lease
-from paceline.errors import InvalidArgument, SessionNotFound
-from rpc.errors import ServerUnavailable, from_rpc_error
+from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
+from rpc.access import Admission, Gate, QuotaExceeded
+from rpc.audit import Audit
+from rpc.errors import ServerUnavailable, from_rpc_error, to_status
 from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.server import PortInUse, start_server
+from rpc.streams import within
+from rpc.tenants import Tenants
+from rpc.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +50,16 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class _Route:
-    """A verify session: which lease it lives on, and who uses it.
+    """A verify session: which lease it lives on, whose it is, and who uses it.
 
     ``users`` counts the streams on it, and one for a session that unary calls opened.
     """
 
-    __slots__ = ("idle_timeout_s", "lease", "touched_at", "unary", "users")
+    __slots__ = ("admission", "idle_timeout_s", "lease", "touched_at", "unary", "users")
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, admission: Admission) -> None:
         self.lease = lease
+        self.admission = admission
         self.users = 0
         self.unary = False
         self.idle_timeout_s = 0.0
@@ -66,11 +72,25 @@ class Relay:
     Args:
         targets: handle of the target deployment.
         open_timeout_s: how long a call waits for a replica that can take it.
+        idle_timeout_s: streams that send nothing for so long are closed.
+        gate: admits callers, and counts what they use.
+        tls: for the connections to targets; None is plain text.
     """
 
-    def __init__(self, targets: DeploymentHandle[Any], open_timeout_s: float) -> None:
+    def __init__(
+        self,
+        targets: DeploymentHandle[Any],
+        open_timeout_s: float,
+        *,
+        idle_timeout_s: float,
+        gate: Gate,
+        tls: ClientTls | None = None,
+    ) -> None:
         self._targets = targets
         self._open_timeout_s = open_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._gate = gate
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._routes: dict[str, _Route] = {}
         self.num_calls = 0  # under way
@@ -100,16 +120,27 @@ class Relay:
     # --- GenerateService ------------------------------------------------------------------------
 
     async def _generate(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
-        lease = await self._lease()
+        admission = self._gate.admit()
         try:
-            method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
-            call = method(request, timeout=context.time_remaining())
-            async for reply in self._replies(call, lease):
-                yield reply
+            lease = await self._lease()
+            try:
+                method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
+                call = method(request, timeout=context.time_remaining())
+                async for reply in self._replies(call, lease):
+                    admission.opened()
+                    message = generate_pb2.GenerateReply.FromString(reply)
+                    admission.charge(len(message.token_ids) + message.prompt_length)
+                    yield reply
+            finally:
+                lease.release()
+        except BaseException as error:
+            admission.refused(error)
+            raise
         finally:
-            lease.release()
+            admission.release()
 
     async def _get_model(self, request: bytes, context: Context) -> bytes:
+        self._gate.count_open()
         lease = await self._lease()
         try:
             return await self._unary(lease, f"/{GENERATE}/GetModel", request, context)
@@ -118,27 +149,40 @@ class Relay:
 
     # --- VerifyService: a stream for each session -----------------------------------------------
 
-    async def _session(
-        self, requests: AsyncIterator[bytes], context: Context
-    ) -> AsyncIterator[bytes]:
-        first = await anext(requests, None)
+    async def _session(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        frames = within(requests, self._idle_timeout_s, later_s=self._idle_timeout_s)
+        first = await anext(frames, None)
         if first is None:
             return
-        resumed = _parse(verify_pb2.VerifyFrame, first).open.resume_session_id
-        session_id, route = await self._route_for(resumed)
+        frame = _parse(verify_pb2.VerifyFrame, first)
+        if frame.WhichOneof("frame") != "open":
+            kind = frame.WhichOneof("frame") or "nothing"
+            raise FailedPrecondition(f"the first frame must be open, got {kind}")
+        session_id, route = await self._route_for(frame.open.resume_session_id)
         try:
             method: Any = self._channel(route.lease).stream_stream(f"/{VERIFY}/Session")
             call = method(timeout=context.time_remaining())
-            sender = asyncio.create_task(_send_all(call, first, requests))
+            stream = _Stream(call, route.admission, context)
+            sender = asyncio.create_task(stream.send(first, frames))
+            sender.add_done_callback(stream.sender_ended)
             try:
                 async for reply in self._replies(call, route.lease):
-                    if not session_id:
-                        session_id = verify_pb2.VerifyReply.FromString(reply).open.session_id
-                        if session_id:
-                            self._routes[session_id] = route
-                    yield reply
+                    message = verify_pb2.VerifyReply.FromString(reply)
+                    if not session_id and message.HasField("open"):
+                        session_id = message.open.session_id
+                        self._routes[session_id] = route
+                        route.admission.opened(session_id)
+                        route.admission.charge(message.open.committed_length)
+                    await stream.pass_on(reply, message)
+            except asyncio.CancelledError:
+                if stream.error is not None:  # the client sent what ends the stream
+                    raise stream.error from None
+                raise
             finally:
                 sender.cancel()
+        except BaseException as error:
+            route.admission.refused(error) if not session_id else None
+            raise
         finally:
             self._leave(session_id, route)
 
@@ -150,28 +194,41 @@ class Relay:
         try:
             reply = await self._unary(route.lease, f"/{VERIFY}/Open", request, context)
             opened = verify_pb2.OpenResult.FromString(reply)
-            session_id = opened.session_id
+            if not session_id:
+                session_id = opened.session_id
+                route.admission.opened(session_id)
+                route.admission.charge(opened.committed_length)
             self._routes[session_id] = route
             route.idle_timeout_s = opened.idle_timeout_seconds
             if not route.unary:
                 route.unary = True  # stays until Close, or until nobody touches it
                 route.users += 1
             return reply
+        except BaseException as error:
+            route.admission.refused(error) if not session_id else None
+            raise
         finally:
             self._leave(session_id, route)
 
     async def _verify(self, request: bytes, context: Context) -> bytes:
-        session_id = _parse(verify_pb2.VerifyRequest, request).session_id
-        return await self._on_session(session_id, "Verify", request, context)
+        message = _parse(verify_pb2.VerifyRequest, request)
+        route = self._of_caller(message.session_id)
+        route.admission.round(len(message.token_ids))
+        reply = await self._on_session(message.session_id, "Verify", request, context)
+        route.admission.charge(_num_tokens(verify_pb2.VerifyResult.FromString(reply)))
+        return reply
 
     async def _truncate(self, request: bytes, context: Context) -> bytes:
         session_id = _parse(verify_pb2.TruncateRequest, request).session_id
+        self._of_caller(session_id).admission.round()
         return await self._on_session(session_id, "Truncate", request, context)
 
     async def _close(self, request: bytes, context: Context) -> bytes:
         session_id = _parse(verify_pb2.CloseRequest, request).session_id
-        if session_id not in self._routes:
-            return verify_pb2.CloseResult().SerializeToString()  # gone already: not an error
+        try:
+            self._of_caller(session_id)
+        except SessionNotFound:  # gone already: not an error
+            return verify_pb2.CloseResult().SerializeToString()
         reply = await self._on_session(session_id, "Close", request, context)
         self._end_unary(session_id)
         return reply
@@ -179,9 +236,7 @@ class Relay:
     async def _on_session(
         self, session_id: str, method: str, request: bytes, context: Context
     ) -> bytes:
-        route = self._routes.get(session_id)
-        if route is None:
-            raise SessionNotFound(session_id)
+        route = self._of_caller(session_id)
         route.touched_at = time.monotonic()
         try:
             return await self._unary(route.lease, f"/{VERIFY}/{method}", request, context)
@@ -194,19 +249,34 @@ class Relay:
     async def _route_for(self, resumed: str) -> tuple[str, _Route]:
         """The route of a session that is resumed, or a new one; ``users`` counts the caller."""
         if resumed:
-            route = self._routes.get(resumed)
-            if route is None:
-                raise SessionNotFound(resumed)
+            self._gate.count_open()  # who guesses session ids is slowed down
+            route = self._of_caller(resumed)
         else:
-            route = _Route(await self._lease())
+            admission = self._gate.admit()
+            try:
+                route = _Route(await self._lease(), admission)
+            except BaseException as error:
+                admission.refused(error)
+                raise
         route.users += 1
         return resumed, route
+
+    def _of_caller(self, session_id: str) -> _Route:
+        """The route of a caller's session; that of somebody else is one that is not there."""
+        route = self._routes.get(session_id)
+        if route is not None and route.admission.is_callers:
+            return route
+        error = SessionNotFound(session_id)
+        if route is not None:
+            self._gate.record_refusal(error, session_id)
+        raise error
 
     def _leave(self, session_id: str, route: _Route) -> None:
         route.users -= 1
         if route.users == 0:
             if self._routes.get(session_id) is route:
                 del self._routes[session_id]
+            route.admission.release()
             route.lease.release()
 
     def _end_unary(self, session_id: str) -> None:
@@ -234,7 +304,12 @@ class Relay:
         address = lease.endpoint.address
         channel = self._channels.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            if self._tls is None:
+                channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            else:
+                options = (*_CHANNEL_OPTIONS, *self._tls.options)
+                credentials = self._tls.credentials()
+                channel = grpc.aio.secure_channel(address, credentials, options=options)
             self._channels[address] = channel
         return channel
 
@@ -314,13 +389,72 @@ def _gone(lease: Lease) -> ServerUnavailable:
     )
 
 
-async def _send_all(call: Any, first: bytes, requests: AsyncIterator[bytes]) -> None:
-    # A call that has ended refuses writes; whoever reads its replies learns why it ended.
-    with suppress(grpc.RpcError, asyncio.InvalidStateError):
-        await call.write(first)
-        async for request in requests:
-            await call.write(request)
-        await call.done_writing()
+def _num_tokens(result: verify_pb2.VerifyResult) -> int:
+    return len(result.accepted_indices) + result.HasField("next_token")
+
+
+class _Stream:
+    """Both directions of one session stream.
+
+    The target answers every frame once and in order. A frame over a quota is answered here, when
+    all answers to the frames before it have been passed on.
+    """
+
+    def __init__(self, call: Any, admission: Admission, context: Context) -> None:
+        self.error: BaseException | None = None  # why the sender ended before the client did
+        self._call = call
+        self._admission = admission
+        self._context = context
+        self._num_unanswered = 0
+        self._all_answered = asyncio.Event()
+
+    async def send(self, first: bytes, frames: AsyncIterator[bytes]) -> None:
+        """Pass frames to the target until the client has sent its last one."""
+        await self._write(first)
+        async for data in frames:
+            frame = _parse(verify_pb2.VerifyFrame, data)
+            try:
+                self._admission.round(len(frame.verify.token_ids))
+            except QuotaExceeded as error:
+                await self._all_answered.wait()
+                reply = verify_pb2.VerifyReply(error=to_status(error))
+                await self._context.write(reply.SerializeToString())
+            else:
+                await self._write(data)
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    async def _write(self, data: bytes) -> None:
+        self._num_unanswered += 1
+        self._all_answered.clear()
+        # A call that has ended refuses writes; whoever reads its replies learns why it ended.
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self._call.write(data)
+
+    async def pass_on(self, reply: bytes, message: verify_pb2.VerifyReply) -> None:
+        """Give the client the target's next answer."""
+        if message.HasField("verify"):
+            self._admission.charge(_num_tokens(message.verify))
+        await self._context.write(reply)
+        self._num_unanswered -= 1
+        if self._num_unanswered == 0:
+            self._all_answered.set()
+
+    def sender_ended(self, sender: asyncio.Task[None]) -> None:
+        """Called when :meth:`send` has ended; a failure ends the call to the target."""
+        if not sender.cancelled() and sender.exception() is not None:
+            self.error = sender.exception()
+            self._call.cancel()
+
+
+def _gate(config: GatewayConfig) -> Gate:
+    # Where the file was named on the replica's own node only, it counts as well.
+    path = config.tenants or os.environ.get(TENANTS_VARIABLE)
+    return Gate(
+        tenants=Tenants(path) if path else None,
+        limits=config.limits.call_limits(),
+        audit=Audit(config.audit_log),
+    )
 
 
 @serve.deployment
@@ -328,11 +462,23 @@ class GatewayDeployment:
     """Where clients connect: GenerateService and VerifyService on the port of the config."""
 
     async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle[Any]) -> None:
-        gateway = config.gateway
-        self._relay = Relay(targets, gateway.open_timeout_s)
+        gateway, data_tls = config.gateway, config.data_plane_tls
+        self._gate = gate = _gate(gateway)
+        self._relay = Relay(
+            targets,
+            gateway.open_timeout_s,
+            idle_timeout_s=config.target.idle_timeout_s,
+            gate=gate,
+            tls=None if data_tls is None else data_tls.client(),
+        )
         try:
             self._server = await start_server(
-                register=self._relay.register, host=gateway.host, port=gateway.grpc_port
+                register=self._relay.register,
+                host=gateway.host,
+                port=gateway.grpc_port,
+                credentials=None if gateway.tls is None else gateway.tls.server().credentials(),
+                insecure=gateway.insecure,
+                gate=gate,
             )
         except PortInUse as error:
             raise PortInUse(f"gateway.host, gateway.grpc_port: {error}") from None
@@ -345,6 +491,7 @@ class GatewayDeployment:
             "pid": os.getpid(),
             "address": self._server.address,
             "calls": self._relay.num_calls,
+            "sessions": self._gate.num_sessions,
         }
 
     async def _sweep(self) -> None:

@@ -14,6 +14,7 @@ from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
 from paceline.engine import Engine, EngineThread
 from paceline.loading import limit_threads, load_engine
+from rpc.access import Gate
 from rpc.bridge import on_engine
 from rpc.draft_service import served_with
 from rpc.generate_service import ModelInfo
@@ -57,12 +58,14 @@ class TargetDeployment:
         self._drafters = drafters
         self._drafter_lease: Lease | None = None
         self._remote: RemoteDrafter | None = None
+        tls = config.data_plane_tls
         engine = await asyncio.to_thread(_load, config)
         if drafters is not None:
             self._remote = RemoteDrafter(
                 self._find_drafter,
                 vocab_size=engine.target.vocab_size,
                 deadline_s=config.drafter.deadline_s,
+                tls=None if tls is None else tls.client(),
             )
             for row in engine.catalogue.values():
                 if served_with(row, "draft_model"):
@@ -77,6 +80,9 @@ class TargetDeployment:
                 default_speculation=config.speculation,
             ),
             host=data_host(config),
+            credentials=None if tls is None else tls.server().credentials(),
+            insecure=config.data_plane_insecure,
+            gate=Gate(limits=config.target.limits.call_limits()),
             idle_timeout_s=config.target.idle_timeout_s,
         )
         self._leases = LeaseBook(self._server.address)

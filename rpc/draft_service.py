@@ -35,6 +35,7 @@ from rpc.messages import (
     speculation_from_message,
     tokens_from_message,
 )
+from rpc.streams import within
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         vocab_size: token ids must be below it.
         context_length: sessions that outgrow it get empty drafts (AR); None: no limit.
         max_sessions: of all streams together.
-        idle_timeout_s: unary sessions that nobody touches for so long are closed.
+        idle_timeout_s: unary sessions that nobody touches for so long are closed, and so are
+            streams that do not begin in that time.
 
     Raises:
         InvalidArgument: the drafter needs the target's logits, states or weights.
@@ -140,7 +142,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         stream = secrets.token_hex(4)  # two targets may use the same session ids
         mirrors: _Mirrors = {}
         try:
-            async for frame in request_iterator:
+            # A target says hello at once; between its sessions it may then be silent for hours.
+            async for frame in within(request_iterator, self._idle_timeout_s, later_s=None):
                 started = time.perf_counter()
                 reply = draft_pb2.ProposeReply(round=frame.round, drafter_pid=os.getpid())
                 for draft in self._answer(frame.items, mirrors, stream):

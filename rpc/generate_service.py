@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,11 @@ from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.session import Session
+from rpc.access import Admission, Gate
 from rpc.bridge import hand_over
 from rpc.errors import InternalError
 from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from rpc.messages import (
-    MAX_MESSAGE_BYTES,
     sampling_from_message,
     speculation_from_message,
     statistics_to_message,
@@ -50,15 +50,35 @@ class ModelInfo:
 
 
 class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
-    """One engine session for each call."""
+    """One engine session for each call.
 
-    def __init__(self, thread: EngineThread, model: ModelInfo) -> None:
+    Args:
+        gate: admits calls and counts what they use; None admits all that the engine takes.
+    """
+
+    def __init__(self, thread: EngineThread, model: ModelInfo, *, gate: Gate | None = None) -> None:
         self._thread = thread
+        self._gate = gate or Gate()
         self._model = model
 
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateReply]:
+        admission = self._gate.admit()
+        replies = self._generate(request, admission)
+        try:
+            async for reply in replies:
+                yield reply
+        except BaseException as error:
+            admission.refused(error)
+            raise
+        finally:
+            await replies.aclose()
+            admission.release()
+
+    async def _generate(
+        self, request: generate_pb2.GenerateRequest, admission: Admission
+    ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         prompt_ids = await self._prompt_ids(request)
         params = sampling_from_message(request.sampling)
         speculation = self._model.default_speculation
@@ -78,10 +98,13 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         )
         try:
             session = await asyncio.wrap_future(submitted)
+            admission.opened(session_id)
+            admission.charge(session.prompt_length)
             drafter_name = session.plan.method.drafter  # a lost drafter is still told
             while not finished:
                 event = await events.get()
                 finished = event.finished
+                admission.charge(len(event.token_ids))
                 yield self._reply(event, drafter_name)
         finally:
             if not finished:
@@ -90,6 +113,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     async def GetModel(
         self, request: generate_pb2.GetModelRequest, context: Context
     ) -> generate_pb2.Model:
+        self._gate.count_open()
         engine = self._thread.engine
         methods = [m.name for m in engine.catalogue.values() if engine.refusal(m) is None]
         return generate_pb2.Model(
@@ -107,8 +131,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 max_waiting=engine.limits.max_waiting,
                 kv_capacity=engine.target.kv_capacity,
                 max_depth=MAX_DEPTH,
-                max_nodes=MAX_NODES,
-                max_message_bytes=MAX_MESSAGE_BYTES,
+                max_nodes=min(MAX_NODES, self._gate.limits.max_nodes),
+                max_message_bytes=self._gate.limits.max_message_bytes,
             ),
         )
 

@@ -35,6 +35,7 @@ from rpc.messages import (
     sampling_to_message,
     speculation_to_message,
 )
+from rpc.tls import ClientTls
 
 if TYPE_CHECKING:
     from paceline.session import Session
@@ -83,12 +84,13 @@ class _Frame:
 class _Connection:
     """One stream to one drafter process, and what that process has been told."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, address: str, tls: ClientTls | None) -> None:
         self.address = address
-        if credentials is None:
+        if tls is None:
             self.channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
-            self.channel = grpc.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+            options = (*_CHANNEL_OPTIONS, *tls.options)
+            self.channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self.outbox: queue.SimpleQueue[draft_pb2.ProposeFrame | None] = queue.SimpleQueue()
         self.pending: dict[int, _Frame] = {}
         self.told: dict[str, int] = {}  # session id -> number of tokens that the drafter has
@@ -122,7 +124,8 @@ class RemoteDrafter:
         vocab_size: of the target; a draft with other tokens counts as a failure.
         deadline_s: seconds until a draft counts as failed.
         max_backoff_s: longest pause between two attempts to connect.
-        credentials: for TLS; None is plain text, for loopback and trusted networks.
+        tls: its files are read at each connection; None is plain text, for loopback and trusted
+            networks.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -134,13 +137,13 @@ class RemoteDrafter:
         vocab_size: int,
         deadline_s: float = 2.0,
         max_backoff_s: float = 2.0,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         self._resolve: Callable[[], str] = resolve if callable(resolve) else lambda: resolve
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
         self._max_backoff_s = max_backoff_s
-        self._credentials = credentials
+        self._tls = tls
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
         self._last_error = "not connected yet"
@@ -343,9 +346,9 @@ class RemoteDrafter:
         """Serve one stream until it ends; True when the drafter ever answered."""
         try:
             address = self._resolve()
-            connection = _Connection(address, self._credentials)
+            connection = _Connection(address, self._tls)
         except Exception as error:  # the resolver is the caller's: whatever it raises, try again
-            self._last_error = f"its address is not known: {error}"
+            self._last_error = f"its address or certificate is not known: {error}"
             logger.warning("%s", self._last_error)
             return False
         with self._lock:

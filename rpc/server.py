@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument, PacelineError
+from rpc.access import AccessInterceptor, Gate
 from rpc.draft_service import DraftServicer
 from rpc.errors import ErrorInterceptor
 from rpc.gen.paceline.v1 import (
@@ -27,6 +28,7 @@ from rpc.gen.paceline.v1 import (
 )
 from rpc.generate_service import GenerateServicer, ModelInfo
 from rpc.messages import MAX_MESSAGE_BYTES
+from rpc.tls import check_plain_text
 from rpc.verify_service import VerifyServicer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,6 @@ SWEEP_INTERVAL_S = 5.0
 
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Two servers on one port would share its connections without a word.
     ("grpc.so_reuseport", 0),
     # A client machine that died sends no reset; its sessions end when the pings stay unanswered.
@@ -43,6 +44,9 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # A peer that connects and says nothing holds a socket; honest ones take milliseconds.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", 4096),
 )
 
 
@@ -56,6 +60,7 @@ class RpcServer:
 
     Attributes:
         address: HOST:PORT to connect to.
+        gate: who may call it.
         generate, verify, draft: its services, None where it does not have them.
     """
 
@@ -63,6 +68,7 @@ class RpcServer:
     port: int
     server: grpc.aio.Server
     health: health.aio.HealthServicer
+    gate: Gate
     generate: GenerateServicer | None = None
     verify: VerifyServicer | None = None
     draft: DraftServicer | None = None
@@ -78,6 +84,7 @@ class RpcServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
+        self.gate.close()
 
     async def __aenter__(self) -> RpcServer:
         return self
@@ -99,6 +106,8 @@ async def start_server(
     host: str = "127.0.0.1",
     port: int = 0,
     credentials: grpc.ServerCredentials | None = None,
+    insecure: bool = False,
+    gate: Gate | None = None,
     idle_timeout_s: float = 120.0,
     register: Callable[[grpc.aio.Server], list[str]] | None = None,
 ) -> RpcServer:
@@ -110,26 +119,38 @@ async def start_server(
         drafter: the service around a local drafter.
         host: the default listens on loopback only.
         port: 0 takes a free one; :attr:`RpcServer.port` tells which.
-        credentials: for TLS; None is plain text.
-        idle_timeout_s: verify sessions that nobody touches for so long are closed.
+        credentials: for TLS (:meth:`rpc.tls.ServerTls.credentials`); None is plain text.
+        insecure: allow plain text where other machines can connect.
+        gate: tenants, limits and audit log; None lets everybody in.
+        idle_timeout_s: sessions and streams that nobody touches for so long are closed.
         register: adds further services and returns their full names.
 
     Raises:
-        InvalidArgument: nothing to serve, or a port outside the range.
+        InvalidArgument: nothing to serve, a port outside the range, or plain text on an address
+            that is not loopback's.
         PortInUse: something else listens there, or the host is not one of this machine.
     """
     if engine is None and drafter is None and register is None:
         raise InvalidArgument("engine", None, "an engine, a drafter or `register`")
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", port, "a port in [0, 65535] (0 takes a free one)")
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+    if credentials is None and not insecure:
+        check_plain_text(host, "credentials", "TLS credentials, or insecure=True")
+    gate = gate or Gate()
+    server = grpc.aio.server(
+        interceptors=(ErrorInterceptor(), AccessInterceptor(gate)),
+        options=(
+            *SERVER_OPTIONS,
+            ("grpc.max_receive_message_length", gate.limits.max_message_bytes),
+        ),
+    )
     names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-    result = RpcServer("", 0, server, health.aio.HealthServicer())
+    result = RpcServer("", 0, server, health.aio.HealthServicer(), gate)
     if engine is not None:
-        result.generate = GenerateServicer(engine, model or ModelInfo())
+        result.generate = GenerateServicer(engine, model or ModelInfo(), gate=gate)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(result.generate, server)
         names.append(_full_name(generate_pb2, "GenerateService"))
-        result.verify = VerifyServicer(engine, idle_timeout_s=idle_timeout_s)
+        result.verify = VerifyServicer(engine, idle_timeout_s=idle_timeout_s, gate=gate)
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(result.verify, server)
         names.append(_full_name(verify_pb2, "VerifyService"))
     if drafter is not None:

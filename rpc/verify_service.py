@@ -24,6 +24,7 @@ from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.session import Session
 from paceline.tree import depths
 from paceline.types import Draft
+from rpc.access import Admission, Gate, QuotaExceeded
 from rpc.bridge import hand_over, on_engine
 from rpc.errors import (
     Cancelled,
@@ -41,6 +42,7 @@ from rpc.messages import (
     speculation_from_message,
     statistics_to_message,
 )
+from rpc.streams import within
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,8 +64,9 @@ def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
 class _Wire:
     """One session as its client knows it. Lives on the event loop."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, admission: Admission) -> None:
         self.session = session
+        self.admission = admission
         self.session_id = session.session_id
         self.epoch = 1
         self.token_ids = list(session.token_ids)
@@ -114,11 +117,16 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Sessions whose drafts come from clients.
 
     Args:
-        idle_timeout_s: sessions that nobody touches for so long are closed.
+        idle_timeout_s: sessions that nobody touches for so long are closed, and so are streams that
+            send nothing for so long.
+        gate: admits sessions and counts what they use; None admits all that the engine takes.
     """
 
-    def __init__(self, thread: EngineThread, *, idle_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, thread: EngineThread, *, idle_timeout_s: float = 120.0, gate: Gate | None = None
+    ) -> None:
         self._thread = thread
+        self._gate = gate or Gate()
         self._idle_timeout_s = idle_timeout_s
         self._wires: dict[str, _Wire] = {}
         self._drafter = cast(ClientDrafter, thread.engine.drafters["client"])
@@ -135,8 +143,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     ) -> AsyncIterator[verify_pb2.VerifyReply]:
         wire: _Wire | None = None
         epoch = 0
+        limit = self._idle_timeout_s
         try:
-            async for frame in request_iterator:
+            async for frame in within(request_iterator, limit, later_s=limit):
                 kind = frame.WhichOneof("frame")
                 if kind == "open":
                     if wire is not None:
@@ -155,7 +164,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     yield await self._frame(wire, epoch, frame)
                 except EpochFenced:
                     raise
-                except (InvalidArgument, FailedPrecondition) as error:
+                except (InvalidArgument, FailedPrecondition, QuotaExceeded) as error:
                     yield verify_pb2.VerifyReply(error=to_status(error))
         finally:
             # The stream owns its session, unless another one has taken it over.
@@ -218,11 +227,19 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     # --- steps ----------------------------------------------------------------------------------
 
     def _find(self, request: Any) -> _Wire:
-        wire = self._wires.get(request.session_id)
-        if wire is None:
-            raise SessionNotFound(request.session_id)
+        wire = self._of_caller(request.session_id)
         self._check_epoch(wire, request.epoch)
         return wire
+
+    def _of_caller(self, session_id: str) -> _Wire:
+        """A session of the caller. That of somebody else is answered as one that is not there."""
+        wire = self._wires.get(session_id)
+        if wire is not None and wire.admission.is_callers:
+            return wire
+        error = SessionNotFound(session_id)
+        if wire is not None:
+            self._gate.record_refusal(error, session_id)
+        raise error
 
     def _check_epoch(self, wire: _Wire, epoch: int) -> None:
         if epoch != wire.epoch:
@@ -233,12 +250,22 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
     async def _open(self, request: verify_pb2.OpenRequest) -> _Wire:
         if request.resume_session_id:
-            wire = self._wires.get(request.resume_session_id)
-            if wire is None:
-                raise SessionNotFound(request.resume_session_id)
+            self._gate.count_open()  # who guesses session ids is slowed down
+            wire = self._of_caller(request.resume_session_id)
             wire.epoch += 1
             wire.touched_at = time.monotonic()
             return wire
+        admission = self._gate.admit()
+        try:
+            wire = await self._submit(request, admission)
+        except BaseException as error:
+            admission.refused(error)
+            raise
+        admission.opened(wire.session_id)
+        admission.charge(wire.prompt_length)
+        return wire
+
+    async def _submit(self, request: verify_pb2.OpenRequest, admission: Admission) -> _Wire:
         speculation = SpeculationConfig(method="client")
         if request.HasField("speculation"):
             given = speculation_from_message(request.speculation)
@@ -272,7 +299,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         finally:
             if not opened:
                 self._cancel(session_id)
-        wire = self._wires[session_id] = _Wire(session)
+        wire = self._wires[session_id] = _Wire(session, admission)
         for event in early:  # it failed before it was known here
             wire.on_event(event)
         return wire
@@ -293,6 +320,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     async def _verify(
         self, wire: _Wire, request: verify_pb2.VerifyRequest
     ) -> verify_pb2.VerifyResult:
+        wire.admission.round(len(request.token_ids))
         if request.round == wire.round and wire.answer is not None:
             return await asyncio.shield(wire.answer)  # asked again
         if request.round != wire.round + 1:
@@ -321,7 +349,10 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         wire.round = request.round
         wire.answer = asyncio.get_running_loop().create_future()
         wire.arrived_at = time.perf_counter()
-        return await asyncio.shield(wire.answer)
+        before = len(wire.token_ids)
+        result = await asyncio.shield(wire.answer)
+        wire.admission.charge(result.committed_length - before)
+        return result
 
     def _check_running(self, wire: _Wire) -> None:
         if wire.session.error is not None:
@@ -348,6 +379,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     async def _truncate(
         self, wire: _Wire, request: verify_pb2.TruncateRequest
     ) -> verify_pb2.TruncateResult:
+        wire.admission.round()
         if wire.answer is not None and not wire.answer.done():
             raise FailedPrecondition(f"round {wire.round} has no answer yet")
         self._check_running(wire)
@@ -365,12 +397,14 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
     async def _close(self, wire: _Wire) -> verify_pb2.CloseResult:
         self._wires.pop(wire.session_id, None)
+        wire.admission.release()
         await asyncio.wrap_future(self._cancel(wire.session_id))
         return verify_pb2.CloseResult(statistics=statistics_to_message(wire.session.stats))
 
     def _forget(self, wire: _Wire) -> None:
         """Free a session without waiting for it."""
         if self._wires.pop(wire.session_id, None) is not None:
+            wire.admission.release()
             self._cancel(wire.session_id)
             if wire.answer is not None and not wire.answer.done():
                 wire.answer.set_exception(InternalError("the session was closed"))

@@ -32,7 +32,7 @@ def test_a_port_that_something_else_uses() -> None:
 
 
 def test_a_host_of_another_machine() -> None:
-    elsewhere = serving(register=lambda _: [], host="192.0.2.1")
+    elsewhere = serving(register=lambda _: [], host="192.0.2.1", insecure=True)
     with pytest.raises(PortInUse, match=r"192\.0\.2\.1"), elsewhere:
         pass
 

@@ -22,10 +22,15 @@ from typer.core import TyperGroup
 
 from cluster.cli_output import (
     DEBUG_VARIABLE,
+    Ca,
+    Cert,
     Command,
     Drafter,
     Json,
+    Key,
     Target,
+    TokenFile,
+    client_options,
     err,
     out,
     print_error,
@@ -206,6 +211,10 @@ def generate(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Generate on a server, over gRPC, instead of here."),
     ] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenFile = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="With `--server`: give up after this time.")
     ] = 600.0,
@@ -243,6 +252,7 @@ def generate(
         ),
         speculation=cli_generate.speculation(method, num_speculative_tokens, speculation or ()),
     )
+    connection = client_options(server, ca, cert, key, token_file)
     if server is None:
         run = cli_generate.run_here(
             request,
@@ -264,7 +274,13 @@ def generate(
             threads=threads,
         )
         require("serve", "grpc")
-        run = cli_generate.run_on_server(request, server, timeout=timeout, tokenizer_from=target)
+        run = cli_generate.run_on_server(
+            request,
+            server,
+            timeout=timeout,
+            tokenizer_from=target,
+            client_options=connection,
+        )
     if as_json:
         print_json(cli_generate.finish(run))
     else:
@@ -421,6 +437,10 @@ def bench(
             help="Measure a deployment of the same target (`paceline up`), too.",
         ),
     ] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenFile = None,
     topology: Annotated[
         str | None,
         typer.Option(
@@ -477,7 +497,7 @@ def bench(
     )
     if options.topology != "colocated":
         require("serve", "ray", "grpc")
-    result = cli_bench.run(options, server)
+    result = cli_bench.run(options, server, client_options(server, ca, cert, key, token_file))
     if as_json:
         print_json(result)
     else:
@@ -494,6 +514,9 @@ def profile(
             metavar="HOST:PORT", help="Add the way to the drafter that runs there, over gRPC."
         ),
     ] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     file: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Default: in the user's cache directory."),
@@ -528,6 +551,7 @@ def profile(
         target,
         drafter,
         server=server,
+        client_options=client_options(server, ca, cert, key, None),
         dtype=dtype,
         device=device,
         repetitions=repetitions,
@@ -646,6 +670,55 @@ def status(as_json: Json = False) -> None:
         out.print("nothing is running: `paceline up` starts a deployment", markup=False)
     if not state["running"]:
         raise typer.Exit(1)
+
+
+@_command()
+def certs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where the files are; made if it is not there.")
+    ],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name or IP address under which clients reach the gateway, beside localhost. "
+            "Repeatable.",
+        ),
+    ] = None,
+    days: Annotated[
+        int, typer.Option(metavar="N", help="How long the certificates are valid.")
+    ] = 90,
+    as_json: Json = False,
+) -> None:
+    """Make certificates for a trial: a gateway, a client, replicas, and who signs them.
+
+    Keys are readable by their owner only. Another run keeps the authorities and renews the
+    certificates, which running servers take up by themselves. docs/security.md says how to use
+    them.
+
+    Example: `paceline certs ./certs --host gateway.example.org`
+    """
+    require("serve", "cryptography", "grpc")
+    from cluster.certs import make_certificates
+
+    files = make_certificates(folder, host or (), days)
+    if as_json:
+        print_json({name: str(path) for name, path in files.items()})
+        return
+    what = {
+        "ca.crt": "clients trust it: --ca",
+        "server.crt": "gateway.tls.cert",
+        "server.key": "gateway.tls.key",
+        "client.crt": "--cert, where client certificates are required",
+        "client.key": "--key",
+        "replica-ca.crt": "data_plane_tls.ca",
+        "replica.crt": "data_plane_tls.cert",
+        "replica.key": "data_plane_tls.key",
+        "ca.key": "signs servers and clients: keep it away from them",
+        "replica-ca.key": "signs replicas: keep it away from them",
+    }
+    for name, use in what.items():
+        out.print(f"{files[name]!s:<40} {use}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

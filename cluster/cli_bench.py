@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -110,12 +110,15 @@ class ServerBackend:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def run(options: BenchOptions, server: str | None) -> dict[str, Any]:
+def run(
+    options: BenchOptions, server: str | None, client_options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Run a benchmark with a progress bar on stderr.
 
     Args:
         server: address of the deployment that the topologies other than ``colocated`` measure;
             None starts one for the time of the benchmark.
+        client_options: how to connect to it, see :func:`cluster.cli_output.client_options`.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -138,7 +141,7 @@ def run(options: BenchOptions, server: str | None) -> dict[str, Any]:
         backends = []
         if options.topology != "colocated":
             address = server or stack.enter_context(_deployment(options, report))
-            backends.append(stack.enter_context(_backend(options, address)))
+            backends.append(stack.enter_context(_backend(options, address, client_options)))
         return run_bench(options, progress, backends)
 
 
@@ -166,12 +169,14 @@ def _deployment(options: BenchOptions, report: Callable[[str], None]) -> Iterato
 
 
 @contextlib.contextmanager
-def _backend(options: BenchOptions, address: str) -> Iterator[ServerBackend]:
+def _backend(
+    options: BenchOptions, address: str, client_options: Mapping[str, Any]
+) -> Iterator[ServerBackend]:
     from paceline.demo import TARGET_DIR
     from paceline.tokenizer import load_tokenizer
     from rpc.client import Client
 
-    with Client(check_address(address), timeout=600) as client:
+    with Client(check_address(address), timeout=600, **client_options) as client:
         tokenizer = load_tokenizer(options.target or TARGET_DIR)
         backend = ServerBackend(client, tokenizer, options.batch)
         try:

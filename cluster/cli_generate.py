@@ -208,7 +208,12 @@ def check_address(server: str) -> str:
 
 
 def run_on_server(
-    request: Request, server: str, *, timeout: float, tokenizer_from: Path | None
+    request: Request,
+    server: str,
+    *,
+    timeout: float,
+    tokenizer_from: Path | None,
+    client_options: Mapping[str, Any],
 ) -> Run:
     """Generate over gRPC.
 
@@ -216,6 +221,7 @@ def run_on_server(
         timeout: seconds for the whole generation.
         tokenizer_from: a model folder whose tokenizer tells which text came from which token;
             None tries the demo pair's.
+        client_options: how to connect, see :func:`cluster.cli_output.client_options`.
     """
     from paceline.config import parse_speculation
     from rpc.client import Client
@@ -223,13 +229,14 @@ def run_on_server(
     check_address(server)
     if not timeout > 0:
         raise InvalidArgument("timeout", timeout, "seconds above 0")
-    with Client(server, timeout=min(timeout, _CONNECT_TIMEOUT_S)) as client:
+    connect_s = min(timeout, _CONNECT_TIMEOUT_S)
+    with Client(server, timeout=connect_s, **client_options) as client:
         model = client.get_model()
     config = parse_speculation({"method": model.default_method, **request.speculation})
     splitter = PieceSplitter(_tokenizer_of(model.vocab_size, tokenizer_from))
     rounds = []
     with (
-        Client(server, timeout=timeout) as client,
+        Client(server, timeout=timeout, **client_options) as client,
         client.generate(request.prompt, request.params, config) as generation,
     ):
         for item in generation:

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from paceline.errors import InvalidArgument, PacelineError
 
 DEBUG_VARIABLE = "PACELINE_DEBUG"
+TOKEN_VARIABLE = "PACELINE_TOKEN"
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -40,6 +41,59 @@ Target = Annotated[
 Drafter = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
 ]
+
+# Options of commands that talk to a server.
+Ca = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="With `--server`: use TLS, and trust who this PEM file names."
+    ),
+]
+Cert = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="With `--ca`: our own certificate (PEM), for mTLS."),
+]
+Key = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="With `--cert`: the key of it (PEM).")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help=f"With `--server`: our token, for servers with tenants. Default: the variable "
+        f"{TOKEN_VARIABLE}.",
+    ),
+]
+
+
+def client_options(
+    server: str | None,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    token_file: Path | None,
+) -> dict[str, Any]:
+    """How to connect, as keyword arguments of :class:`rpc.client.Client`.
+
+    Raises:
+        InvalidArgument: options without ``--server``, or a file that cannot be read.
+    """
+    given = {"ca": ca, "cert": cert, "key": key}
+    if server is None:
+        for name, value in {**given, "token_file": token_file}.items():
+            if value is not None:
+                raise InvalidArgument(name, str(value), "this option together with --server")
+        return {}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if token_file is not None:
+        try:
+            options["token"] = token_file.expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text"
+            raise InvalidArgument("token_file", str(token_file), f"a file ({reason})") from None
+    elif os.environ.get(TOKEN_VARIABLE):
+        options["token"] = os.environ[TOKEN_VARIABLE].strip()
+    return options
 
 
 class MissingExtra(PacelineError):

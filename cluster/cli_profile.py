@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,12 +18,15 @@ from paceline.loading import load_engine, pick_device
 from paceline.profile import CostProfile, default_path, measure, new_session, plot, profile_key
 from paceline.types import Budget
 
+FILES = ("ca", "cert", "key")
+
 
 def run(
     target: Path | None,
     drafter: Path | None,
     *,
     server: str | None,
+    client_options: Mapping[str, Any],
     dtype: str,
     device: str,
     repetitions: int,
@@ -39,7 +43,9 @@ def run(
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
     engine = load_engine(target, drafter, dtype=dtype, device=device)
     key = profile_key(target, drafter, dtype, device)
-    round_trip = _round_trip(server, engine.target.vocab_size) if server else 0.0
+    round_trip = 0.0
+    if server:
+        round_trip = _round_trip(server, engine.target.vocab_size, client_options)
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("")
@@ -60,12 +66,17 @@ def run(
     return {"file": str(file), "plot": str(plot_file) if plot_file else None, "profile": profile}
 
 
-def _round_trip(server: str, vocab_size: int) -> float:
+def _round_trip(server: str, vocab_size: int, client_options: Mapping[str, Any]) -> float:
     """Seconds to a DraftService and back, for a draft that it has made already."""
     from rpc.remote_drafter import RemoteDrafter
+    from rpc.tls import ClientTls
+
+    # Replicas know one another by certificates; there are no tokens between them.
+    files = {name: str(client_options[name]) for name in FILES if name in client_options}
+    tls = ClientTls(**files) if files else None
 
     session = new_session(vocab_size, 0, 16)
-    with RemoteDrafter(server, vocab_size=vocab_size) as remote:
+    with RemoteDrafter(server, vocab_size=vocab_size, tls=tls) as remote:
         if not remote.wait_ready(10.0):
             raise InvalidArgument("server", server, "the address of a running DraftService")
         seconds = []

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import grpc
 import numpy as np
@@ -100,6 +100,70 @@ class _Access:
                 "token", Hidden(), f"TLS with it (`ca`): {address} is not a loopback address, and "
                 "whoever is on the way could read it",
             )  # fmt: skip
+
+
+class _CallDetails(NamedTuple):
+    method: str
+    timeout: float | None
+    metadata: Any
+    credentials: Any
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _AddMetadata(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Sends the token with every call of a channel."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    def _call(self, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = (*(details.metadata or ()), *self._metadata)
+        return continuation(
+            _CallDetails(
+                details.method,
+                details.timeout,
+                metadata,
+                details.credentials,
+                details.wait_for_ready,
+                details.compression,
+            ),
+            request,
+        )
+
+    # The four differ in what the continuation takes and gives, which is passed on as it is.
+    intercept_unary_unary: Any = _call
+    intercept_unary_stream: Any = _call
+    intercept_stream_unary: Any = _call
+    intercept_stream_stream: Any = _call
+
+
+def open_channel(
+    address: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    ca: str | PathLike[str] | None = None,
+    cert: str | PathLike[str] | None = None,
+    key: str | PathLike[str] | None = None,
+    token: str | None = None,
+) -> grpc.Channel:
+    """A blocking channel for stubs of one's own; every call on it carries the token.
+
+    Args, Raises: as :class:`Client`.
+    """
+    access = _Access(address, credentials, ca, cert, key, token)
+    if access.credentials is None:
+        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.secure_channel(address, access.credentials, options=CHANNEL_OPTIONS)
+    if access.metadata:
+        channel = grpc.intercept_channel(channel, _AddMetadata(access.metadata))
+    return channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,9 +122,9 @@ class Patience:
     ``give_up`` without an answer of any server the round fails.
     """
 
-    silence: float = 0.6
-    probe: float = 0.7
-    stall: float = 60.0
+    silence: float = 0.5
+    probe: float = 0.6
+    stall: float = 30.0
     first_backoff: float = 0.05
     max_backoff: float = 1.0
     give_up: float = 30.0
@@ -163,7 +163,7 @@ class RemoteCounters:
     num_opened: int = 0
     num_resumed: int = 0
     num_failures: int = 0  # streams that broke, fell silent or were refused
-    outage_seconds: list[float] = field(default_factory=list)  # from a failure to the next answer
+    outage_seconds: list[float] = field(default_factory=list)  # noticing a failure to next answer
     travel_seconds: list[float] = field(default_factory=list)  # round trips without server time
 
     @property
@@ -268,6 +268,10 @@ class _Stream:
             error = InternalError(f"{self.address}: {unforeseen}")
         self._inbox.put((self, error))
 
+    def free(self, request: verify_pb2.CloseRequest) -> None:
+        """Close another session; nobody waits for the answer."""
+        verify_pb2_grpc.VerifyServiceStub(self._channel).Close.future(request, timeout=5.0)
+
     def close(self) -> None:
         """End the stream, which frees the session on the server."""
         self._outbox.put(None)  # ends gRPC's thread that waits for frames
@@ -291,13 +295,17 @@ class _Link:
         # What the frames that were sent will be answered with, in order. None: of no interest.
         self._owed: deque[_Round | str | None] = deque()
         self._next_round = 1
+        self.epoch = 0
         self._wire_id = ""  # the server's name for the session; empty: nothing to resume
         self._resuming = False
+        # Sessions by server that were not closed in proper form, and may still hold memory there.
+        self._left: dict[str, list[verify_pb2.CloseRequest]] = {}
         self._ready = False  # rounds may be sent
         self._heard_at = self._asked_at = self._retry_at = 0.0
         self._failures = 0
         self._failing_since: float | None = None
         self._last_error: PacelineError | None = None
+        self._num_known = 0  # rounds in flight whose guess is known to be right
         self._ahead_done = False
         self._accepted, self._drafted = 2.0, 3.0  # recent tokens; a guess to begin with
         self._connect()  # the server reads the prompt while the drafter does
@@ -320,6 +328,8 @@ class _Link:
             PacelineError: what another attempt would not change.
         """
         while True:
+            if self._num_known:
+                return self._went_as_guessed()
             now = time.monotonic()
             if self._stream is None and now >= self._retry_at:
                 self._give_up_after(now)
@@ -367,16 +377,19 @@ class _Link:
     def _connect(self) -> None:
         """Start a stream; what comes of it arrives in the inbox."""
         owner, session = self._owner, self.session
-        address = owner.servers[self._server]
+        address = self._address
         request = None if self.mode is Mode.DEVICE else self._generate_request()
         self._stream = _Stream(owner.connect(address), address, self._inbox, request)
         self._heard_at = self._asked_at = time.monotonic()
         self._owed.clear()
         self._resuming = bool(self._wire_id)
+        self._num_known = 0
         self._ready = False
         if request is not None:
             owner.counters.num_opened += 1
             return
+        for left in self._left.pop(address, ()):
+            self._stream.free(left)
         if self._resuming:
             open_request = verify_pb2.OpenRequest(resume_session_id=self._wire_id)
         else:
@@ -392,6 +405,17 @@ class _Link:
             for each in self.rounds:
                 each.number = 0
             self._send_all()
+
+    @property
+    def _address(self) -> str:
+        return self._owner.servers[self._server]
+
+    def _leave(self) -> None:
+        """Do not resume the session any more; free it when its server is met again."""
+        if self._wire_id:
+            left = verify_pb2.CloseRequest(session_id=self._wire_id, epoch=self.epoch)
+            self._left.setdefault(self._address, []).append(left)
+        self._wire_id = ""
 
     def _sampling(self) -> common_pb2.SamplingParams:
         """Stop strings stay here, where the whole text is: one may begin before a new session."""
@@ -440,16 +464,17 @@ class _Link:
         owner.counters.num_failures += 1
         if self._failing_since is None:
             self._failing_since = now
-            logger.info("the server at %s is lost: %s", owner.servers[self._server], error)
+            logger.info("the server at %s is lost: %s", self._address, error)
         broken = isinstance(error, (ServerUnavailable, DeadlineExceeded, Cancelled, InternalError))
         if isinstance(error, SessionNotFound) and self._resuming:
             self._wire_id = ""  # it is gone; the server itself is there
             self._retry_at = now
             return
-        if self._wire_id and broken and not silent and not self._resuming:
+        elsewhere = silent and len(owner.servers) > 1
+        if self._wire_id and broken and not elsewhere and not self._resuming:
             self._retry_at = now  # it may only have been the connection
             return
-        self._wire_id = ""
+        self._leave()
         self._server = (self._server + 1) % len(owner.servers)
         extra = self._failures - 1 - len(owner.servers)
         pause = 0.0
@@ -488,7 +513,7 @@ class _Link:
     # --- frames ---------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        for each in self.rounds:
+        for each in list(self.rounds)[self._num_known :]:
             self._send(each)
 
     def _send(self, each: _Round) -> None:
@@ -540,25 +565,29 @@ class _Link:
         if owed is None:
             return None  # an answer to a round whose guess was wrong
         if reply.HasField("error"):
-            self._wire_id = ""
+            self._leave()
             raise from_status(reply.error)
         assert isinstance(owed, _Round)
         return self._verified(owed, reply.verify)
 
     def _opened(self, result: verify_pb2.OpenResult) -> None:
-        self._wire_id = result.session_id
+        self._wire_id, self.epoch = result.session_id, result.epoch
         if not self._resuming:
             return
-        first = self.rounds[0]
-        # The answer that was lost may be there: asking for the last round again returns it.
-        if first.number and result.next_round not in (first.number, first.number + 1):
-            self._wire_id = ""
+        self._resuming = False
+        first, last = self.rounds[0], self.rounds[-1]
+        if not first.number:  # it was made while there was no stream
+            self._next_round = result.next_round
+        elif not first.number <= result.next_round <= max(last.number, first.number) + 1:
+            self._leave()
             raise RoundOutOfOrder(
                 f"the server goes on at round {result.next_round}, this client at {first.number}",
                 result.next_round,
             )
-        if not first.number:
-            self._next_round = result.next_round
+        else:
+            # Asking for the server's last round again returns the answer that was lost. Since it
+            # took that round, all before it went as guessed.
+            self._num_known = max(0, result.next_round - 1 - first.number)
         self._owner.counters.num_resumed += 1
         self._ready = True
         self._send_all()
@@ -592,6 +621,21 @@ class _Link:
             acceptance=Acceptance(path, next_token or 0),
             sent_ahead=first.bonus is not None,
             verify_seconds=result.timings.total_seconds,
+            travel_seconds=self._owner.travel_seconds,
+        )
+
+    def _went_as_guessed(self) -> Verdict:
+        """The verdict on a round whose answer is lost, and that the server has gone on from."""
+        self._num_known -= 1
+        first, bonus = self.rounds[0], self.rounds[1].bonus
+        assert bonus is not None
+        tokens = [*first.draft.token_ids.tolist(), bonus]
+        self._digest.extend(tokens)
+        self._advance(tokens, False)
+        return Verdict(
+            draft=first.draft,
+            acceptance=Acceptance(tuple(range(first.draft.num_nodes)), bonus),
+            sent_ahead=first.bonus is not None,
             travel_seconds=self._owner.travel_seconds,
         )
 

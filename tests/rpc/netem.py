@@ -44,7 +44,8 @@ class Netem:
         self._link = link or Link()
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
+        self._kept: set[asyncio.StreamWriter] = set()  # whose other end has been cut off
         self._flowing = asyncio.Event()
         self._refusing = False
         self.bytes_up = self.bytes_down = self.num_connections = 0
@@ -61,6 +62,16 @@ class Netem:
     def reset(self) -> None:
         """Break all connections with a TCP reset; new ones are accepted."""
         self._call(self._reset)
+
+    def cut(self) -> None:
+        """Reset the clients' ends only: servers believe that the connections are there."""
+
+        def run() -> None:
+            for writer, onward in self._pairs:
+                self._kept.add(onward)
+                _abort(writer)
+
+        self._call(run)
 
     def partition(self, lost: bool = True) -> None:
         """Let nothing through in either direction, without closing anything; or heal it."""
@@ -83,9 +94,9 @@ class Netem:
         assert done.wait(5)
 
     def _reset(self) -> None:
-        for writer in list(self._writers):
+        for writer in [*self._kept, *(end for pair in self._pairs for end in pair)]:
             _abort(writer)
-        self._writers.clear()
+        self._kept.clear()
 
     # --- the proxy ------------------------------------------------------------------------------
 
@@ -103,7 +114,7 @@ class Netem:
     async def _start(self) -> None:
         self._flowing.set()
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = "127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -117,16 +128,17 @@ class Netem:
             return
         for each in (writer, onward):
             each.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        pair = {writer, onward}
-        self._writers |= pair
+        pair = writer, onward
+        self._pairs.add(pair)
         try:
             await asyncio.gather(self._pump(reader, onward, up=True), self._pump(there, writer))
         except (OSError, asyncio.CancelledError):
             pass  # reset by somebody; or the end of the test, which asyncio.streams would log
         finally:
+            self._pairs.discard(pair)
             for each in pair:
-                _abort(each)
-            self._writers -= pair
+                if each not in self._kept:
+                    _abort(each)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool = False
@@ -161,8 +173,9 @@ class Netem:
                 await asyncio.sleep(pause)
             await self._flowing.wait()
             if not data:
-                with contextlib.suppress(OSError):
-                    writer.write_eof()
+                if writer not in self._kept:
+                    with contextlib.suppress(OSError):
+                        writer.write_eof()
                 return
             writer.write(data)
             await writer.drain()

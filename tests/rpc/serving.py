@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rpc.server import RpcServer, start_server
 
@@ -35,19 +35,19 @@ def serving(grace: float = 0.2, **arguments: Any) -> Iterator[RpcServer]:
         loop.close()
 
 
-class DrafterProcess:
-    """A drafter replica in another process (``tests/rpc/drafter_process.py``)."""
+class ReplicaProcess:
+    """A replica in another process, which prints its address (``drafter_process.py``, ...)."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rpc.drafter_process", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().strip()
-        assert self.address, "the drafter process did not start"
+        assert self.address, f"{module} did not start"
         self.pid = self._process.pid
 
     def signal(self, number: int) -> None:
@@ -60,11 +60,25 @@ class DrafterProcess:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def __enter__(self) -> DrafterProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
+
+
+class DrafterProcess(ReplicaProcess):
+    """A drafter replica."""
+
+    def __init__(self, *arguments: str) -> None:
+        super().__init__("tests.rpc.drafter_process", *arguments)
+
+
+class TargetProcess(ReplicaProcess):
+    """A target replica over the model in a folder."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__("tests.rpc.target_process", "--model", str(model))
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 5.0) -> bool:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
-from paceline.engine import Engine, EngineThread
-from paceline.errors import InvalidArgument
+from paceline.engine import Engine
 from paceline.models.base import ModelRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from rpc.device import DeviceClient
 from rpc.remote_target import Mode
 from rpc.server import RpcServer
-from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
+from tests.fakes import Mix
 from tests.rpc.netem import Link, Netem
 
 PROMPT = list(b"import os\nimport ")
-METHODS_HERE = ("draft_model", "draft_model_tree", "prompt_lookup", "suffix_decoding", "copyspec", "combined")
+METHODS_HERE = (
+    "draft_model",
+    "draft_model_tree",
+    "prompt_lookup",
+    "suffix_decoding",
+    "copyspec",
+    "combined",
+)
 
 
 def ar(runner: ModelRunner, params: SamplingParams, prompt: Sequence[int] = PROMPT) -> list[int]:
@@ -36,7 +41,7 @@ def drafter(draft_runner: ModelRunner) -> DraftModel:
     return DraftModel(draft_runner)
 
 
-class Rewinding(Mix):
+class RewindingMix(Mix):
     """A fake that can draft ahead, as it looks at nothing but the tokens."""
 
     rewinds = True

@@ -396,8 +396,9 @@ def _num_tokens(result: verify_pb2.VerifyResult) -> int:
 class _Stream:
     """Both directions of one session stream.
 
-    The target answers every frame once and in order. A frame over a quota is answered here, when
-    all answers to the frames before it have been passed on.
+    The target takes one frame after the other and answers each once, so the next one is passed on
+    when the answer to the last one was: a refusal of this side has its place, and nothing is
+    written to a call that has ended, whose status gRPC would then replace by INTERNAL.
     """
 
     def __init__(self, call: Any, admission: Admission, context: Context) -> None:
@@ -405,18 +406,17 @@ class _Stream:
         self._call = call
         self._admission = admission
         self._context = context
-        self._num_unanswered = 0
-        self._all_answered = asyncio.Event()
+        self._answered = asyncio.Event()
 
     async def send(self, first: bytes, frames: AsyncIterator[bytes]) -> None:
         """Pass frames to the target until the client has sent its last one."""
         await self._write(first)
         async for data in frames:
+            await self._answered.wait()
             frame = _parse(verify_pb2.VerifyFrame, data)
             try:
                 self._admission.round(len(frame.verify.token_ids))
             except QuotaExceeded as error:
-                await self._all_answered.wait()
                 reply = verify_pb2.VerifyReply(error=to_status(error))
                 await self._context.write(reply.SerializeToString())
             else:
@@ -425,8 +425,7 @@ class _Stream:
             await self._call.done_writing()
 
     async def _write(self, data: bytes) -> None:
-        self._num_unanswered += 1
-        self._all_answered.clear()
+        self._answered.clear()
         # A call that has ended refuses writes; whoever reads its replies learns why it ended.
         with suppress(grpc.RpcError, asyncio.InvalidStateError):
             await self._call.write(data)
@@ -436,9 +435,8 @@ class _Stream:
         if message.HasField("verify"):
             self._admission.charge(_num_tokens(message.verify))
         await self._context.write(reply)
-        self._num_unanswered -= 1
-        if self._num_unanswered == 0:
-            self._all_answered.set()
+        if not message.HasField("close"):
+            self._answered.set()
 
     def sender_ended(self, sender: asyncio.Task[None]) -> None:
         """Called when :meth:`send` has ended; a failure ends the call to the target."""

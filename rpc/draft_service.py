@@ -282,7 +282,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         (result,) = self._answer([item], self._unary, "unary")
         if isinstance(result, Exception):
             raise result
-        mirror = self._unary[request.session_id]
+        mirror = self._unary_session(request)  # opened anew, or forgotten as its drafter failed
         return draft_pb2.ObserveResult(committed_length=mirror.session.length)
 
     async def Close(
@@ -295,6 +295,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """The session of a unary call, which was opened by Open and is named by the server."""
         if request.HasField("open"):
             raise InvalidArgument("open", "set", "an item without it: call Open for a new session")
+        if request.close:
+            raise InvalidArgument("close", True, "an item without it: call Close")
         mirror = self._unary.get(request.session_id)
         if mirror is None:
             raise SessionNotFound(request.session_id)

@@ -65,7 +65,7 @@ class ProposeItem(_message.Message):
     """Depth and nodes of the draft at most. Depth 0 asks for none: the item only observes."""
     max_nodes: _builtins.int
     close: _builtins.bool
-    """The session is over; everything else in the item is ignored."""
+    """The session is over; everything else in the item is ignored. In streams only: there is Close."""
     @_builtins.property
     def open(self) -> Global___OpenDraft:
         """Opens the session (or opens it anew) with all of its committed tokens in `new_token_ids`."""

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class GenerateServiceStub:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
+    tenants: as in VerifyService.
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class GenerateServiceStub:
 
 
 class GenerateServiceServicer:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
+    tenants: as in VerifyService.
     """
 
     def Generate(self, request, context):
@@ -91,7 +93,8 @@ def add_GenerateServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerateService:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
+    tenants: as in VerifyService.
     """
 
     @staticmethod

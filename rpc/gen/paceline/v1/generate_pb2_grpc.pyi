@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerateServiceStub:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster."""
+    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
+    tenants: as in VerifyService.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -45,7 +47,9 @@ class GenerateServiceStub:
 
 @_typing.type_check_only
 class GenerateServiceAsyncStub(GenerateServiceStub):
-    """Hosted by every target replica, and by the gateway for clients outside the cluster."""
+    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
+    tenants: as in VerifyService.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateReply]  # type: ignore[assignment]
@@ -59,7 +63,9 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     """What this server serves."""
 
 class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Hosted by every target replica, and by the gateway for clients outside the cluster."""
+    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
+    tenants: as in VerifyService.
+    """
 
     @_abc_1.abstractmethod
     def Generate(

@@ -145,7 +145,9 @@ class OpenResult(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Named by the server, unguessable. Whoever knows it may use the session."""
+    """Named by the server, unguessable. Whoever knows it may use the session, on a server with tenants
+    only if they are of the same one: for others it is a session that does not exist.
+    """
     epoch: _builtins.int
     """1 for a new session, one more at each resume."""
     committed_length: _builtins.int

@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class VerifyServiceStub:
-    """Hosted by every target replica.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
+    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
 
     A session holds committed tokens and their KV cache. The client proposes a draft each round, the
     server answers with the accepted part and the target's own next token. The output is that of
@@ -40,7 +43,8 @@ class VerifyServiceStub:
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
     A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A client that lost its session opens a
+    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
+    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
     continuation the same.
     """
@@ -79,7 +83,10 @@ class VerifyServiceStub:
 
 
 class VerifyServiceServicer:
-    """Hosted by every target replica.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
+    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
 
     A session holds committed tokens and their KV cache. The client proposes a draft each round, the
     server answers with the accepted part and the target's own next token. The output is that of
@@ -93,7 +100,8 @@ class VerifyServiceServicer:
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
     A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A client that lost its session opens a
+    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
+    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
     continuation the same.
     """
@@ -101,9 +109,9 @@ class VerifyServiceServicer:
     def Session(self, request_iterator, context):
         """One stream for one session; the first frame must be `open`.
 
-        A frame that is wrong but leaves the session as it was (INVALID_ARGUMENT, and
-        FAILED_PRECONDITION except EPOCH_FENCED) is answered by `error` in its place and the stream
-        goes on. Any other error ends the stream with a status, and the session with it.
+        A frame that is refused and leaves the session as it was (INVALID_ARGUMENT, FAILED_PRECONDITION
+        except EPOCH_FENCED, RESOURCE_EXHAUSTED for a quota of rounds, tokens or nodes, with RetryInfo)
+        is answered by `error` in its place and the stream goes on. Any other error ends the stream with a status, and the session with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +129,8 @@ class VerifyServiceServicer:
 
     def Verify(self, request, context):
         """Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (PREFIX_DIVERGED with
-        committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED).
+        committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED),
+        RESOURCE_EXHAUSTED (with RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,7 +187,10 @@ def add_VerifyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifyService:
-    """Hosted by every target replica.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
+    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
 
     A session holds committed tokens and their KV cache. The client proposes a draft each round, the
     server answers with the accepted part and the target's own next token. The output is that of
@@ -192,7 +204,8 @@ class VerifyService:
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
     A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A client that lost its session opens a
+    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
+    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
     continuation the same.
     """

@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class VerifyServiceStub:
-    """Hosted by every target replica.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
+    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
 
     A session holds committed tokens and their KV cache. The client proposes a draft each round, the
     server answers with the accepted part and the target's own next token. The output is that of
@@ -41,7 +44,8 @@ class VerifyServiceStub:
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
     A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A client that lost its session opens a
+    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
+    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
     continuation the same.
     """
@@ -53,9 +57,9 @@ class VerifyServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_verify_pb2.VerifyFrame, _verify_pb2.VerifyReply]
     """One stream for one session; the first frame must be `open`.
 
-    A frame that is wrong but leaves the session as it was (INVALID_ARGUMENT, and
-    FAILED_PRECONDITION except EPOCH_FENCED) is answered by `error` in its place and the stream
-    goes on. Any other error ends the stream with a status, and the session with it.
+    A frame that is refused and leaves the session as it was (INVALID_ARGUMENT, FAILED_PRECONDITION
+    except EPOCH_FENCED, RESOURCE_EXHAUSTED for a quota of rounds, tokens or nodes, with RetryInfo)
+    is answered by `error` in its place and the stream goes on. Any other error ends the stream with a status, and the session with it.
     """
     Open: _grpc.UnaryUnaryMultiCallable[_verify_pb2.OpenRequest, _verify_pb2.OpenResult]
     """The same four steps as unary calls, for simple clients.
@@ -65,7 +69,8 @@ class VerifyServiceStub:
     """
     Verify: _grpc.UnaryUnaryMultiCallable[_verify_pb2.VerifyRequest, _verify_pb2.VerifyResult]
     """Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (PREFIX_DIVERGED with
-    committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED).
+    committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED),
+    RESOURCE_EXHAUSTED (with RetryInfo).
     """
     Truncate: _grpc.UnaryUnaryMultiCallable[_verify_pb2.TruncateRequest, _verify_pb2.TruncateResult]
     """Errors: as Verify."""
@@ -74,7 +79,10 @@ class VerifyServiceStub:
 
 @_typing.type_check_only
 class VerifyServiceAsyncStub(VerifyServiceStub):
-    """Hosted by every target replica.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
+    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
 
     A session holds committed tokens and their KV cache. The client proposes a draft each round, the
     server answers with the accepted part and the target's own next token. The output is that of
@@ -88,7 +96,8 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
     A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A client that lost its session opens a
+    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
+    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
     continuation the same.
     """
@@ -97,9 +106,9 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
     Session: _aio.StreamStreamMultiCallable[_verify_pb2.VerifyFrame, _verify_pb2.VerifyReply]  # type: ignore[assignment]
     """One stream for one session; the first frame must be `open`.
 
-    A frame that is wrong but leaves the session as it was (INVALID_ARGUMENT, and
-    FAILED_PRECONDITION except EPOCH_FENCED) is answered by `error` in its place and the stream
-    goes on. Any other error ends the stream with a status, and the session with it.
+    A frame that is refused and leaves the session as it was (INVALID_ARGUMENT, FAILED_PRECONDITION
+    except EPOCH_FENCED, RESOURCE_EXHAUSTED for a quota of rounds, tokens or nodes, with RetryInfo)
+    is answered by `error` in its place and the stream goes on. Any other error ends the stream with a status, and the session with it.
     """
     Open: _aio.UnaryUnaryMultiCallable[_verify_pb2.OpenRequest, _verify_pb2.OpenResult]  # type: ignore[assignment]
     """The same four steps as unary calls, for simple clients.
@@ -109,7 +118,8 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
     """
     Verify: _aio.UnaryUnaryMultiCallable[_verify_pb2.VerifyRequest, _verify_pb2.VerifyResult]  # type: ignore[assignment]
     """Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (PREFIX_DIVERGED with
-    committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED).
+    committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED),
+    RESOURCE_EXHAUSTED (with RetryInfo).
     """
     Truncate: _aio.UnaryUnaryMultiCallable[_verify_pb2.TruncateRequest, _verify_pb2.TruncateResult]  # type: ignore[assignment]
     """Errors: as Verify."""
@@ -117,7 +127,10 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
     """Closing a session that is gone is not an error."""
 
 class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Hosted by every target replica.
+    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
+    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
 
     A session holds committed tokens and their KV cache. The client proposes a draft each round, the
     server answers with the accepted part and the target's own next token. The output is that of
@@ -131,7 +144,8 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
     A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A client that lost its session opens a
+    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
+    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
     continuation the same.
     """
@@ -144,9 +158,9 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_verify_pb2.VerifyReply], _abc.AsyncIterator[_verify_pb2.VerifyReply]]:
         """One stream for one session; the first frame must be `open`.
 
-        A frame that is wrong but leaves the session as it was (INVALID_ARGUMENT, and
-        FAILED_PRECONDITION except EPOCH_FENCED) is answered by `error` in its place and the stream
-        goes on. Any other error ends the stream with a status, and the session with it.
+        A frame that is refused and leaves the session as it was (INVALID_ARGUMENT, FAILED_PRECONDITION
+        except EPOCH_FENCED, RESOURCE_EXHAUSTED for a quota of rounds, tokens or nodes, with RetryInfo)
+        is answered by `error` in its place and the stream goes on. Any other error ends the stream with a status, and the session with it.
         """
 
     @_abc_1.abstractmethod
@@ -168,7 +182,8 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_verify_pb2.VerifyResult, _abc.Awaitable[_verify_pb2.VerifyResult]]:
         """Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (PREFIX_DIVERGED with
-        committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED).
+        committed_length and digest; ROUND_OUT_OF_ORDER with expected_round; EPOCH_FENCED),
+        RESOURCE_EXHAUSTED (with RetryInfo).
         """
 
     @_abc_1.abstractmethod

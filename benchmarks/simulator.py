@@ -165,9 +165,10 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--simulate", type=int, default=5000, help="time so many predictions")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: 1 for a small target")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     options = parser.parse_args()
-    set_threads(None, options.target)
+    set_threads(options.threads, options.target)
     console = Console(stderr=True)
     engine = load_engine(options.target, options.drafter)
     assert engine.tokenizer is not None

@@ -267,7 +267,7 @@ def _measure_target(
             for sequence in sequences:
                 runner.commit(sequence, ())
 
-        return tuple(_median_seconds(lambda c=c: forward(c), repetitions) for c in nodes)  # type: ignore[misc]
+        return _median_seconds(forward, nodes, repetitions)
     finally:
         for sequence in sequences:
             runner.free(sequence)
@@ -289,7 +289,7 @@ def _measure_drafter(
         def propose(depth: int) -> None:
             drafter.propose(sessions, [Budget(depth, depth)] * batch)
 
-        return tuple(_median_seconds(lambda d=d: propose(d), repetitions) for d in depths)  # type: ignore[misc]
+        return _median_seconds(propose, depths, repetitions)
     finally:
         for session in sessions:
             drafter.close(session)
@@ -306,14 +306,18 @@ def new_session(vocab_size: int, number: int, context: int) -> Session:
     return Session(f"profile-{number}", _tokens(context, vocab_size), SamplingParams(), plan)
 
 
-def _median_seconds(call: Callable[[], None], repetitions: int) -> float:
-    call()  # the first one warms up
-    seconds = []
-    for _ in range(repetitions):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return median(seconds)
+def _median_seconds(
+    call: Callable[[int], None], sizes: Sequence[int], repetitions: int
+) -> tuple[float, ...]:
+    """Of each size; they take turns, so that a machine that slows down does so for all of them."""
+    seconds: list[list[float]] = [[] for _ in sizes]
+    for repetition in range(repetitions + 1):  # the first one warms up
+        for size, found in zip(sizes, seconds, strict=True):
+            started = time.perf_counter()
+            call(size)
+            if repetition:
+                found.append(time.perf_counter() - started)
+    return tuple(median(found) for found in seconds)
 
 
 def plot(profile: CostProfile, file: Path) -> None:

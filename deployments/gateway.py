@@ -415,7 +415,8 @@ class _Stream:
             await self._answered.wait()
             frame = _parse(verify_pb2.VerifyFrame, data)
             try:
-                self._admission.round(len(frame.verify.token_ids))
+                if not frame.HasField("close"):  # which frees what others wait for
+                    self._admission.round(len(frame.verify.token_ids))
             except QuotaExceeded as error:
                 reply = verify_pb2.VerifyReply(error=to_status(error))
                 await self._context.write(reply.SerializeToString())

@@ -108,7 +108,8 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     shape_name = given.get("shape", method.shape)
     if method.shape is not None:
         _one_of("shape", shape_name, SHAPES)
-    shape_knobs = SHAPE_KNOBS[shape_name] if shape_name else {}
+    # A method without a shape refuses the knob below, whatever its value is.
+    shape_knobs = SHAPE_KNOBS.get(shape_name, {}) if shape_name else {}
     known = _known_knobs(method, defaults, length, rule_knobs, shape_knobs)
     for key in given:
         if key not in known:

@@ -144,3 +144,62 @@ def test_files_that_are_none(tmp_path: Path, text: str | None) -> None:
         path.write_text(text)
     with pytest.raises(InvalidArgument):
         read_config_file(path)
+
+
+@pytest.mark.parametrize(
+    ("args", "field", "match"),
+    [
+        ({"gateway": {"host": "0.0.0.0"}}, "gateway.tls", "gateway.insecure: true"),
+        ({"gateway": {"host": "gateway.example.org"}}, "gateway.tls", "paceline certs"),
+        ({"data_plane": "node_ip"}, "data_plane_tls", "data_plane_insecure: true"),
+        (
+            {"gateway": {"tls": {"cert": "a", "key": "b", "require_client_cert": True}}},
+            "gateway.tls.client_ca",
+            "a file",
+        ),
+        ({"gateway": {"tls": {"cert": "a", "kee": "b"}}}, "gateway.tls.key", "Field required"),
+        (
+            {"gateway": {"tls": {"cert": "a", "key": "b", "kee": "c"}}},
+            "gateway.tls.kee",
+            "client_ca",
+        ),
+        ({"target": {"limits": {"max_nodes": 1000}}}, "target.limits.max_nodes", "256"),
+    ],
+)
+def test_ports_that_would_be_open_by_mistake(args: dict[str, Any], field: str, match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match) as caught:
+        parse_config(args)
+    assert caught.value.field == field
+
+
+def test_plain_text_beyond_loopback_needs_a_flag() -> None:
+    config = parse_config({"gateway": {"host": "0.0.0.0", "insecure": True}})
+    assert config.gateway.tls is None
+    config = parse_config({"data_plane": "node_ip", "data_plane_insecure": True})
+    assert config.data_plane_tls is None
+    config = parse_config({"gateway": {"host": "0.0.0.0", "tls": {"cert": "a", "key": "b"}}})
+    assert config.gateway.tls is not None
+    assert Path(config.gateway.tls.cert).is_absolute()  # replicas have other working folders
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [
+        {"tenants": {"alice": "TOPSECRET"}}, {"token": "TOPSECRET"}, {"api_key": "TOPSECRET"},
+        {"auth_token": "TOPSECRET"}, {"password": "TOPSECRET"},
+    ],
+)  # fmt: skip
+def test_a_secret_in_the_wrong_place_is_not_shown(gateway: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_config({"gateway": gateway})
+    assert "TOPSECRET" not in str(caught.value)
+    assert caught.value.field == f"gateway.{next(iter(gateway))}"
+
+
+def test_the_tenants_file_can_be_named_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_TENANTS", str(tmp_path / "tenants.yaml"))
+    assert parse_config({}).gateway.tenants == str(tmp_path / "tenants.yaml")
+    given = parse_config({"gateway": {"tenants": "/etc/other.yaml"}})
+    assert given.gateway.tenants == "/etc/other.yaml"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -112,8 +112,11 @@ _STREAMED = {"Generate", "Watch"}
 class Lane:
     """Sends one hostile call after the other and looks at what comes back."""
 
-    def __init__(self, channel: grpc.aio.Channel, fuzzer: Fuzzer) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, fuzzer: Fuzzer, metadata: Sequence[tuple[str, str]]
+    ) -> None:
         self._channel = channel
+        self._metadata = metadata
         self._fuzzer = fuzzer
         self.num_messages = 0
         self.codes: Counter[str] = Counter()
@@ -147,11 +150,13 @@ class Lane:
         channel: Any = self._channel
         try:
             if streams:
-                return await self._stream(path, channel.stream_stream(path)(), sent)
+                return await self._stream(
+                    path, channel.stream_stream(path)(metadata=self._metadata), sent
+                )
             if method in _STREAMED:
-                call = channel.unary_stream(path)(sent[0])
+                call = channel.unary_stream(path)(sent[0], metadata=self._metadata)
             else:
-                reply = await channel.unary_unary(path)(sent[0])
+                reply = await channel.unary_unary(path)(sent[0], metadata=self._metadata)
                 self._learn(path, reply)
                 return "OK"
             count = 0
@@ -214,15 +219,19 @@ class Lane:
 
 
 async def fuzz(
-    address: str, calls: dict[str, Callable[[], Any]], num_messages: int, seed: int
+    connect: Callable[[], grpc.aio.Channel],
+    calls: dict[str, Callable[[], Any]],
+    num_messages: int,
+    seed: int,
+    metadata: Sequence[tuple[str, str]] = (),
 ) -> Counter[str]:
     """Send that many messages; the codes that came back."""
     paths = sorted(calls)
 
     async def lane(number: int) -> Lane:
         fuzzer = Fuzzer(1000 * seed + number)
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            one = Lane(channel, fuzzer)
+        async with connect() as channel:
+            one = Lane(channel, fuzzer, metadata)
             while one.num_messages < num_messages / NUM_LANES:
                 path = fuzzer.random.choice(paths)
                 await one.call(path, calls[path]())
@@ -231,6 +240,10 @@ async def fuzz(
     async with asyncio.TaskGroup() as group:
         lanes = [group.create_task(lane(number)) for number in range(NUM_LANES)]
     return sum((task.result().codes for task in lanes), Counter())
+
+
+def plain(address: str) -> Callable[[], grpc.aio.Channel]:
+    return lambda: grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -256,7 +269,7 @@ async def target_survives(
             return (await honest.complete(PROMPT, params, method)).token_ids
 
         before = await tokens()
-        codes = await fuzz(running.address, TARGET_CALLS, num_messages, seed)
+        codes = await fuzz(plain(running.address), TARGET_CALLS, num_messages, seed)
         assert await tokens() == before
         await asyncio.to_thread(eventually, lambda: not engine.engine.sessions)
         report(running, codes)
@@ -272,7 +285,7 @@ async def drafter_survives(
         max_sessions=12, idle_timeout_s=1.0,
     )  # fmt: skip
     async with await start_server(drafter=servicer, idle_timeout_s=1.0) as running:
-        codes = await fuzz(running.address, DRAFTER_CALLS, num_messages, seed)
+        codes = await fuzz(plain(running.address), DRAFTER_CALLS, num_messages, seed)
         assert await asyncio.to_thread(eventually, lambda: servicer.num_sessions == 0)
         report(running, codes)
     assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(codes)

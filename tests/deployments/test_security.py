@@ -1,0 +1,198 @@
+"""A deployment with TLS on every port, client certificates and tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from ray import serve
+from typer.testing import CliRunner
+
+from cluster import local
+from cluster.certs import REPLICA_NAME, make_certificates
+from cluster.cli import app as command_line
+from paceline.config import SpeculationConfig
+from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
+from paceline.sampling import SamplingParams
+from rpc.client import CHANNEL_OPTIONS, AsyncClient, Client, bearer
+from rpc.errors import ServerUnavailable, Unauthenticated
+from rpc.gen.paceline.v1 import verify_pb2
+from rpc.tls import ClientTls
+from tests.deployments.conftest import PROMPTS, App, config_file, eventually, free_port
+from tests.rpc.test_fuzz import TARGET_CALLS, fuzz
+
+# The first test of a run waits for Ray, Serve and three replicas.
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+
+ALICE, BOB = "alice-token-of-many-characters", "bob-token-of-many-characters"
+PARAMS = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secure")
+    make_certificates(folder)
+    tenants = {
+        "alice": {"token": ALICE},
+        "bob": {"token": BOB, "quotas": {"max_sessions": 1, "rounds_per_second": 2}},
+    }
+    (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    (folder / "alice.token").write_text(f"{ALICE}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def secure(ray_cluster: None, folder: Path) -> Iterator[App]:
+    path = lambda name: str(folder / name)  # noqa: E731
+    blocks = {
+        "gateway": {
+            "tls": {
+                "cert": path("server.crt"),
+                "key": path("server.key"),
+                "client_ca": path("ca.crt"),
+                "require_client_cert": True,
+            },
+            "tenants": path("tenants.yaml"),
+            "audit_log": path("audit.jsonl"),
+        },
+        "data_plane_tls": {
+            "cert": path("replica.crt"),
+            "key": path("replica.key"),
+            "ca": path("replica-ca.crt"),
+            "server_name": REPLICA_NAME,
+        },
+        "target": {"idle_timeout_s": 5},
+    }
+    file = config_file("actors", "test-secure", free_port()).with_args(blocks)
+    local.deploy(file, lambda line: None)
+    app = App(file.name, "actors", local.describe(file.name)["gateway"])
+    yield app
+    assert eventually(lambda: app.idle), app.describe()
+    assert app.replica("gateway")["sessions"] == 0
+    serve.delete(file.name)
+
+
+def own(folder: Path) -> dict[str, Path]:
+    return {
+        "ca": folder / "ca.crt",
+        "cert": folder / "client.crt",
+        "key": folder / "client.key",
+    }
+
+
+def test_tokens_are_those_of_ar(
+    secure: App, folder: Path, ar: Callable[[Sequence[str], SamplingParams], list[tuple[int, ...]]]
+) -> None:
+    with Client(secure.address, timeout=60, token=ALICE, **own(folder)) as client:
+        for prompt, expected in zip(PROMPTS, ar(PROMPTS, PARAMS), strict=True):
+            done = client.complete(prompt, PARAMS, SpeculationConfig(method="draft_model"))
+            assert done.token_ids == expected
+            assert done.statistics.num_drafted > 0
+            assert not done.statistics.drafter_lost
+            assert done.last.drafter_pid != done.last.target_pid
+
+
+def test_the_command_line(secure: App, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [text for name, path in own(folder).items() for text in (f"--{name}", str(path))]
+    command = ["generate", "def f(", "--server", secure.address, "--json", "-n", "8", *files]
+    token = ["--token-file", str(folder / "alice.token")]
+    result = CliRunner().invoke(command_line, [*command, *token])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_tokens"] == 8
+    refused = CliRunner().invoke(command_line, command)
+    assert refused.exit_code == 2
+    assert "authorization: Bearer" in refused.stderr
+    monkeypatch.setenv("PACELINE_TOKEN", ALICE)
+    assert CliRunner().invoke(command_line, command).exit_code == 0
+
+
+def test_who_is_refused(secure: App, folder: Path) -> None:
+    client = Client(secure.address, timeout=10, **own(folder))
+    with client, pytest.raises(Unauthenticated):
+        client.get_model()
+    client = Client(secure.address, timeout=10, token=ALICE, ca=folder / "ca.crt")
+    with client, pytest.raises(ServerUnavailable):
+        client.get_model()
+
+
+def test_data_ports_are_for_replicas_only(secure: App, folder: Path) -> None:
+    for deployment in ("target", "drafter"):
+        address = secure.replica(deployment)["address"]
+        with Client(address, timeout=5) as plain, pytest.raises(ServerUnavailable):
+            plain.get_model()
+        # The certificate of a client of the gateway does not open them.
+        files = {name: str(path) for name, path in own(folder).items()}
+        files["ca"] = str(folder / "replica-ca.crt")
+        client = Client(address, timeout=5, **files)
+        with client, pytest.raises(ServerUnavailable):
+            client.get_model()
+
+
+async def test_sessions_belong_to_tenants(secure: App, folder: Path) -> None:
+    async with (
+        AsyncClient(secure.address, timeout=30, token=ALICE, **own(folder)) as alice,
+        AsyncClient(secure.address, timeout=30, token=BOB, **own(folder)) as bob,
+    ):
+        session = await alice.open_session([5, 6, 7], PARAMS)
+        await session.verify()
+        with pytest.raises(SessionNotFound):
+            await bob.resume_session(session.prefix)
+        request = verify_pb2.VerifyRequest(
+            session_id=session.prefix.session_id, epoch=session.prefix.epoch, round=2
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            await bob._verify.Verify(request, metadata=bob._metadata)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await session.verify()
+        await session.close()
+
+
+async def test_quotas_in_a_stream_through_the_gateway(secure: App, folder: Path) -> None:
+    async with AsyncClient(secure.address, timeout=30, token=BOB, **own(folder)) as bob:
+        session = await bob.open_session([5, 6, 7], PARAMS)
+        with pytest.raises(ResourceExhausted, match="max_sessions"):
+            await bob.open_session([5, 6, 7], PARAMS)
+        waits = []
+        while len(session.token_ids) < 3 + 5:
+            try:
+                await session.verify()
+            except ResourceExhausted as error:
+                waits.append(error.retry_after_s)
+                await asyncio.sleep(error.retry_after_s)
+        assert len(waits) >= 2
+        assert 0 < max(waits) <= 0.5
+        await session.close()
+
+
+async def test_hostile_messages_through_the_gateway(secure: App, folder: Path) -> None:
+    tls = ClientTls(**{name: str(path) for name, path in own(folder).items()})
+    connect = lambda: grpc.aio.secure_channel(  # noqa: E731
+        secure.address, tls.credentials(), options=CHANNEL_OPTIONS
+    )
+    before = (await asyncio.to_thread(secure.replica, "gateway"))["pid"]
+    codes = await fuzz(connect, TARGET_CALLS, 250, 3, bearer(ALICE))
+    assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(codes)
+    assert await asyncio.to_thread(eventually, lambda: secure.idle, 20)
+    assert (await asyncio.to_thread(secure.replica, "gateway"))["pid"] == before
+
+
+def test_the_audit_log_of_the_gateway(secure: App, folder: Path) -> None:
+    with Client(secure.address, timeout=30, token=ALICE, **own(folder)) as client:
+        client.complete(PROMPTS[0], PARAMS)
+        with pytest.raises(InvalidArgument):
+            client.complete([999_999], PARAMS)
+    text = (folder / "audit.jsonl").read_text()
+    written = [json.loads(line) for line in text.splitlines()]
+    assert ("open", "alice", "OK") in {(w["event"], w["tenant"], w["outcome"]) for w in written}
+    assert ("refused", "alice", "INVALID_ARGUMENT") in {
+        (w["event"], w["tenant"], w["outcome"]) for w in written
+    }
+    for secret in (ALICE, BOB, PROMPTS[0], "fibonacci"):
+        assert secret not in text
+    assert os.stat(folder / "audit.jsonl").st_mode & 0o077 == 0

@@ -604,7 +604,7 @@ def plot(history: History, file: Path, title: str) -> None:
             width = 2 if name == history.criterion else 0.8
             right.plot(steps, values, marker="o", markersize=3, linewidth=width, label=name)
     right.set(title="held-out data", xlabel="step")
-    right.legend(fontsize="small")
+    right.legend(fontsize="small", loc="upper left")  # the best place takes long to find
     file.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)

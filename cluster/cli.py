@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from cluster.cli_draft import draft
 from cluster.cli_output import (
     DEBUG_VARIABLE,
     Ca,
@@ -285,6 +286,9 @@ def generate(
         print_json(cli_generate.finish(run))
     else:
         cli_generate.show(run)
+
+
+_command()(draft)
 
 
 @_command()

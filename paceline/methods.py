@@ -48,6 +48,8 @@ from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import Goodput
 from paceline.lengths.heuristic import Heuristic
 from paceline.lengths.ldlp import LengthPredictor
+from paceline.lengths.pearl import Pearl
+from paceline.lengths.round_trip import RoundTrip
 from paceline.lengths.specdecpp import SpecDecPP
 from paceline.models.exits import D3, DepthPolicy, SkipDecode, UnifiedLayerSkipping
 from paceline.shapes.base import Shape
@@ -190,6 +192,8 @@ LENGTH_KNOBS: Mapping[str, Mapping[str, Any]] = {
     "disco": {"length_min": 1, "length_max": 20, "stop_threshold": 0.5},
     "specdecpp": {"length_min": 2, "length_max": 20, "stop_threshold": 0.7},
     "ldlp": {"length_min": 1, "length_max": 20},
+    "round_trip": {"length_min": 0, "length_max": None},
+    "pearl": {},
     "del": {"length_min": 0, "length_max": None, "exit_layers": None},
 }
 
@@ -209,6 +213,8 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
         length_bounds(config), config.stop_threshold or 0.0, context
     ),
     "ldlp": lambda config, context: LengthPredictor(length_bounds(config), context),
+    "round_trip": lambda config, _: RoundTrip(length_bounds(config)),
+    "pearl": lambda config, _: Pearl(config.num_speculative_tokens or 0, config.node_budget or 0),
     "del": lambda config, context: Del(length_bounds(config), config.exit_layers, context),
 }
 
@@ -294,6 +300,16 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="fixed",
             defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
+        ),
+        Method(
+            name="pearl",
+            paper="Liu et al.: PEARL, 2024, arXiv 2408.11850",
+            summary="The draft model goes on drafting while a target elsewhere verifies.",
+            drafter="draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="pearl",
+            defaults={"num_speculative_tokens": 5, "node_budget": None, "branching": None},
         ),
         Method(
             name="draft_model_tree",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import Drafter, checks_knobs
@@ -22,6 +22,7 @@ from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionStatistics
 from paceline.tokenizer import Tokenizer
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from rpc.client import open_channel
 from rpc.errors import ServerUnavailable
 from rpc.ladder import Ladder
 from rpc.remote_target import (
@@ -32,7 +33,6 @@ from rpc.remote_target import (
     RemoteCounters,
     RemoteTarget,
     TargetInfo,
-    connect_plain,
     get_model,
 )
 
@@ -162,7 +162,7 @@ class DeviceClient:
         speculation: SpeculationConfig | None = None,
         info: TargetInfo | None = None,
         tokenizer: Tokenizer | None = None,
-        connect: Connect = connect_plain,
+        connect: Connect = open_channel,
         patience: Patience | None = None,
         offline_ok: bool = False,
         modes: Sequence[Mode] = LADDER,
@@ -201,6 +201,10 @@ class DeviceClient:
             if getattr(own, "rewinds", False):
                 self.target.drafter = own
             self._engine.drafters[name] = DeviceDrafter(own, self.target)
+        if self.config.length == "pearl" and not self.target.goes_ahead:
+            raise InvalidArgument(
+                "length", "pearl", "another controller: nothing is drafted ahead here"
+            )
         self.result = DeviceResult()
 
     def generate(
@@ -229,12 +233,14 @@ class DeviceClient:
             while not session.finished:
                 engine.step()
                 for event in events:
+                    if event.outcome is None:
+                        break  # the session failed
                     self._unverified = []
                     yield self._round(event, session, ladder.mode)
-                    if not event.finished and event.outcome is not None:
+                    if not event.finished:
                         verdict = event.outcome.verification.verdict
-                        seconds = verdict.verify_seconds if verdict is not None else 0.0
-                        mode = ladder.observe(len(event.token_ids), seconds)
+                        assert verdict is not None  # of a remote target
+                        mode = ladder.observe(len(event.token_ids), verdict.verify_seconds)
                         self.target.change_mode(session, mode)
                 events.clear()
         finally:
@@ -293,8 +299,7 @@ def checked_speculation(
         InvalidArgument: its drafter needs more of the target than tokens, its rule is not the one
             that servers verify clients' drafts by, or its controller reads the target's states.
     """
-    given: dict[str, Any] = (config or SpeculationConfig()).overrides()
-    given.setdefault("method", "draft_model")
+    given = (config or SpeculationConfig(method="draft_model", length="round_trip")).overrides()
     plan = resolve(SpeculationConfig(**given), catalogue)
     if plan.needs:
         raise InvalidArgument(
@@ -311,4 +316,4 @@ def checked_speculation(
         raise InvalidArgument(
             "length", plan.config.length, "a controller that does not read the target's states"
         )
-    return SpeculationConfig(**given)
+    return plan.config

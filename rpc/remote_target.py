@@ -58,7 +58,7 @@ from paceline.types import (
     Verdict,
     Verification,
 )
-from rpc.client import CHANNEL_OPTIONS
+from rpc.client import open_channel
 from rpc.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -169,16 +169,6 @@ class RemoteCounters:
     @property
     def median_travel_seconds(self) -> float | None:
         return median(self.travel_seconds) if self.travel_seconds else None
-
-
-def connect_plain(address: str) -> grpc.Channel:
-    """A channel without TLS."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
-def connect_secure(credentials: grpc.ChannelCredentials) -> Connect:
-    """What makes channels with TLS."""
-    return lambda address: grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
 
 
 class _Round:
@@ -465,6 +455,8 @@ class _Link:
         if self._failing_since is None:
             self._failing_since = now
             logger.info("the server at %s is lost: %s", self._address, error)
+            if owner.alone_ok and self.rounds:
+                owner.on_alone(self.session, self.guess)
         broken = isinstance(error, (ServerUnavailable, DeadlineExceeded, Cancelled, InternalError))
         if isinstance(error, SessionNotFound) and self._resuming:
             self._wire_id = ""  # it is gone; the server itself is there
@@ -482,7 +474,7 @@ class _Link:
             pause = min(patience.max_backoff, patience.first_backoff * 2 ** min(extra, 20))
             pause *= random.uniform(0.5, 1.0)
             if isinstance(error, ResourceExhausted):
-                pause = max(pause, min(error.retry_after_s, patience.max_backoff))
+                pause = max(pause, error.retry_after_s)
         self._retry_at = now + pause
 
     def _give_up_after(self, now: float) -> None:
@@ -531,7 +523,7 @@ class _Link:
         counters.rounds_sent += 1
         counters.sent_ahead += each.bonus is not None
         counters.bytes_up += frame.ByteSize()
-        each.alone = not self._owed
+        each.alone = not any(self._owed)  # refusals of wrong guesses take no time
         if each.alone:
             self._heard_at = self._asked_at = time.monotonic()  # nothing was owed until now
         each.sent_at = time.perf_counter()
@@ -795,7 +787,7 @@ class RemoteTarget:
         servers: Sequence[str],
         info: TargetInfo,
         *,
-        connect: Connect = connect_plain,
+        connect: Connect = open_channel,
         patience: Patience | None = None,
         alone_ok: bool = False,
         on_alone: Callable[[Session, list[int]], None] = lambda session, tokens: None,
@@ -819,6 +811,11 @@ class RemoteTarget:
         self.travel_seconds = 0.0
         self.preferred = 0  # index of the server that answered last
         self._links: dict[str, _Link] = {}
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether drafts are made and sent while answers travel."""
+        return self.drafter is not None and self.max_in_flight > 1
 
     @property
     def vocab_size(self) -> int:
@@ -901,7 +898,7 @@ class RemoteTarget:
 
 
 def get_model(
-    servers: Sequence[str], connect: Connect = connect_plain, *, timeout: float
+    servers: Sequence[str], connect: Connect = open_channel, *, timeout: float
 ) -> generate_pb2.Model:
     """What the first server that answers serves.
 

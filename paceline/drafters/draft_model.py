@@ -67,6 +67,11 @@ class DraftModel:
         self._states: dict[str, _State] = {}
         self.last_hidden: torch.Tensor | None = None
 
+    def fit_vocabulary(self, vocab_size: int) -> None:
+        """Give logits of the target's width, where that was not known when the model was made."""
+        self.vocab_size = vocab_size
+        self._padding = vocab_size - self.runner.vocab_size
+
     def open(self, session: Session) -> None:
         self._states[session.session_id] = _State(self.runner.new_sequence())
 

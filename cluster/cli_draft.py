@@ -1,0 +1,412 @@
+"""`paceline draft`: a drafter on this machine, the target on a server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from cluster.cli_generate import (
+    ACCEPTED_STYLE,
+    OWN_STYLE,
+    Piece,
+    PieceSplitter,
+    Request,
+    check_address,
+    finish,
+    read_prompt,
+    sampling_params,
+    speculation,
+)
+from cluster.cli_output import (
+    Ca,
+    Cert,
+    Json,
+    Key,
+    TokenFile,
+    client_options,
+    err,
+    out,
+    print_json,
+    require,
+    set_threads,
+)
+from paceline.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from paceline.drafters.draft_model import DraftModel
+    from paceline.tokenizer import Tokenizer
+    from rpc.device import DeviceResult
+
+UNVERIFIED_STYLE = "yellow dim"
+
+
+def draft(
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to go on from; `-` is standard input.")
+    ],
+    server: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT[,...]",
+            help="Servers with the same target. The first that works is used, the others take over "
+            "when it is lost.",
+        ),
+    ],
+    drafter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Draft model, with the target's tokenizer. Default: the demo's.",
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            "-m",
+            metavar="ROW",
+            help="A row of `paceline methods` whose drafter needs tokens only. Default: "
+            "draft_model.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens to generate at most.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", metavar="T", help="0 is argmax.")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(metavar="S", help="Equal seeds give equal tokens, with any method.")
+    ] = 0,
+    top_k: Annotated[
+        int, typer.Option(metavar="K", help="Keep the K most likely tokens; 0 keeps all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Keep the most likely tokens up to this mass.")
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(metavar="P", help="Drop tokens less likely than P times the likeliest."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(metavar="R", help="Above 1, tokens that already occur get less likely.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text. Repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")
+    ] = False,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option("-k", "--num-speculative-tokens", metavar="K", help="Depth of a draft."),
+    ] = None,
+    knobs: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KNOB=VALUE", help="Any other knob of the method."),
+    ] = None,
+    offline_ok: Annotated[
+        bool,
+        typer.Option(
+            "--offline-ok",
+            help="While no server answers, go on with the drafter alone. Its text is marked, and "
+            "verified or replaced when a server is back.",
+        ),
+    ] = False,
+    give_up: Annotated[
+        float,
+        typer.Option(
+            "--give-up", metavar="SECONDS", help="How long to look for a server that answers."
+        ),
+    ] = 30.0,
+    only_device: Annotated[
+        bool,
+        typer.Option(
+            "--only-device",
+            help="Always draft here, also where the server alone is measured to be faster.",
+        ),
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="CPU threads of the drafter.")
+    ] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Draft on this machine and let a server verify; the tokens are those of the target alone.
+
+    Text appears as it is committed: **green** tokens were drafted and accepted, **bold** ones are
+    the target's own. While an answer travels, the drafter goes on; a connection that breaks is
+    taken up again, there or at the next server. Where drafting here does not pay, the server
+    drafts, or decodes without drafts, as measured.
+
+    Examples:
+
+    - `paceline draft 'def fibonacci(n):' --server 127.0.0.1:50051`
+    - `paceline draft 'Once' --server a:50051,b:50051 --drafter ./small -t 0.8 --seed 7 --json`
+    - `paceline draft - --server a:50051 --method prompt_lookup < code.py`
+    """
+    require("serve", "grpc")
+    request = Request(
+        prompt=read_prompt(prompt),
+        params=sampling_params(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            logit_bias=(),
+            stop=stop or (),
+            stop_token_ids=(),
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+        ),
+        speculation=speculation(method, num_speculative_tokens, knobs or ()),
+    )
+    servers = [check_address(address.strip()) for address in server.split(",")]
+    screen = _Screen(plain=as_json or not out.is_terminal)
+    run = _run(
+        request,
+        servers,
+        drafter=drafter,
+        offline_ok=offline_ok,
+        give_up=give_up,
+        only_device=only_device,
+        threads=threads,
+        connection=client_options(server, ca, cert, key, token_file),
+        screen=screen,
+    )
+    if as_json:
+        print_json(finish(run))
+    else:
+        _show(run, screen)
+
+
+def _run(
+    request: Request,
+    servers: Sequence[str],
+    *,
+    drafter: Path | None,
+    offline_ok: bool,
+    give_up: float,
+    only_device: bool,
+    threads: int | None,
+    connection: Mapping[str, Any],
+    screen: _Screen,
+) -> Generator[list[Piece], None, dict[str, Any]]:
+    from paceline.config import parse_speculation
+    from paceline.methods import METHODS
+    from rpc.client import open_channel
+    from rpc.device import LADDER, DeviceClient, checked_speculation
+    from rpc.remote_target import Mode, Patience
+
+    if not give_up > 0:
+        raise InvalidArgument("give_up", give_up, "seconds above 0")
+    given = {"method": "draft_model", **request.speculation}
+    row = METHODS.get(given["method"])
+    if row is not None and row.length in ("fixed", "goodput"):
+        given.setdefault("length", "round_trip")  # it knows what a round trip costs
+    config = checked_speculation(parse_speculation(given))
+    patience = Patience(give_up=give_up)
+    connect = partial(open_channel, **connection)
+    with err.status("loading the drafter ..."):
+        set_threads(threads, drafter)
+        model, tokenizer = _load(drafter)
+    info = _info(servers, connect, patience, model, drafter, offline_ok)
+    if tokenizer.vocab_size > info.vocab_size:
+        raise InvalidArgument(
+            "drafter", str(drafter or "the demo's"),
+            f"a drafter with the target's tokenizer: the target has {info.vocab_size} tokens, this "
+            f"tokenizer {tokenizer.vocab_size}",
+        )  # fmt: skip
+    model.fit_vocabulary(info.vocab_size)
+    splitter = PieceSplitter(tokenizer)
+    screen.decode = tokenizer.decode
+    with DeviceClient(
+        servers, {"draft_model": model},
+        speculation=config,
+        info=info,
+        tokenizer=tokenizer,
+        connect=connect,
+        patience=patience,
+        offline_ok=offline_ok,
+        modes=(Mode.DEVICE,) if only_device else LADDER,
+        on_unverified=screen.unverified,
+    ) as client:  # fmt: skip
+        prompt_ids = tokenizer.encode(request.prompt)
+        for item in client.generate(prompt_ids, request.params):
+            pieces = splitter.split(item.token_ids, item.num_accepted, item.text)
+            if pieces:
+                yield pieces
+        return _result(client.result, config.method, len(prompt_ids), tokenizer)
+
+
+def _load(folder: Path | None) -> tuple[DraftModel, Tokenizer]:
+    """The draft model of a folder (None: the demo's), and its tokenizer."""
+    from paceline.demo import DRAFTER_DIR
+    from paceline.loading import load_drafter
+    from paceline.tokenizer import load_tokenizer
+
+    path = folder or DRAFTER_DIR
+    return load_drafter(path, path), load_tokenizer(path)
+
+
+def _info(
+    servers: Sequence[str],
+    connect: Any,
+    patience: Any,
+    model: DraftModel,
+    folder: Path | None,
+    offline_ok: bool,
+) -> Any:
+    """What the servers say of their target; offline, the drafter's own sizes stand in."""
+    from paceline.demo import DRAFTER_DIR
+    from paceline.tokenizer import eos_token_ids
+    from rpc.errors import ServerUnavailable
+    from rpc.remote_target import TargetInfo, get_model
+
+    try:
+        timeout = min(2.0, patience.give_up) if offline_ok else patience.give_up
+        return TargetInfo.of(get_model(servers, connect, timeout=timeout))
+    except ServerUnavailable as error:
+        if not offline_ok:
+            raise
+        err.print(f"offline: {error}", style="yellow", highlight=False, soft_wrap=True)
+        return TargetInfo(
+            vocab_size=model.vocab_size,
+            context_length=model.runner.context_length,
+            eos_token_ids=eos_token_ids(folder or DRAFTER_DIR),
+        )
+
+
+def _result(
+    result: DeviceResult, method: str, num_prompt_tokens: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """What `--json` prints: raw counters and what is derived from them."""
+    counters, stats = result.counters, result.statistics
+    travel = counters.median_travel_seconds
+    answered = max(1, counters.rounds_sent)
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "method": method,
+        "num_prompt_tokens": num_prompt_tokens,
+        **stats.as_dict(),
+        "finish_reason": result.finish_reason,
+        "verified": not result.unverified_ids,
+        "unverified_text": tokenizer.decode(result.unverified_ids),
+        "unverified_token_ids": result.unverified_ids,
+        "round_trip_p50_ms": None if travel is None else 1e3 * travel,
+        "rounds_sent": counters.rounds_sent,
+        "rounds_sent_ahead": counters.sent_ahead,
+        "rounds_ahead_right": counters.ahead_right,
+        "bytes_up_per_round": counters.bytes_up / answered,
+        "bytes_down_per_round": counters.bytes_down / answered,
+        "num_failures": counters.num_failures,
+        "num_resumed": counters.num_resumed,
+        "mode_changes": [
+            {"after_tokens": change.num_tokens, "from": change.old.value, "to": change.new.value}
+            for change in result.mode_changes
+        ],
+    }
+
+
+class _Screen:
+    """Shows unverified text beside the committed one: behind it, until a server is back.
+
+    Args:
+        plain: only committed text counts (a pipe, or JSON).
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        self._plain = plain
+        self._lock = threading.Lock()
+        self._shown = ""  # unverified text that is on the terminal
+        self.decode: Any = None
+
+    def unverified(self, token_ids: Sequence[int]) -> None:
+        """All tokens so far that only the drafter has seen."""
+        if self._plain:
+            return
+        text = self.decode(list(token_ids))
+        if not self._shown:
+            err.print("\n[offline, not verified]", style=UNVERIFIED_STYLE, markup=False)
+        if text.startswith(self._shown):
+            out.print(Text(text[len(self._shown) :], UNVERIFIED_STYLE), end="", soft_wrap=True)
+            self._shown = text
+        out.file.flush()
+
+    def committed(self, pieces: Sequence[Piece]) -> None:
+        """Tokens that the target stands for."""
+        if self._shown:
+            # What is on a terminal cannot be taken back: the verified text follows anew.
+            err.print("\n[connected again: verified text]", style=UNVERIFIED_STYLE, markup=False)
+            self._shown = ""
+        for piece in pieces:
+            style = {True: ACCEPTED_STYLE, False: OWN_STYLE, None: ""}[piece.accepted]
+            out.print(Text(piece.text, style), end="", soft_wrap=True)
+        out.file.flush()
+
+
+def _show(run: Generator[list[Piece], None, dict[str, Any]], screen: _Screen) -> None:
+    """Print pieces as they come, then a line of statistics (on stderr: the text can be piped)."""
+    started = False
+    try:
+        while True:
+            pieces = next(run)
+            started = True
+            screen.committed(pieces)
+    except StopIteration as stop:
+        result = stop.value
+    finally:
+        run.close()
+        if started:
+            out.print()
+    if not result["verified"]:
+        err.print(
+            f"no server came back: {len(result['unverified_token_ids'])} more tokens are the "
+            "drafter's alone, not verified:",
+            style=UNVERIFIED_STYLE,
+        )
+        err.print(Text(result["unverified_text"], UNVERIFIED_STYLE), soft_wrap=True)
+    err.print(" · ".join(statistics(result)), style="dim", highlight=False, soft_wrap=True)
+
+
+def statistics(result: Mapping[str, Any]) -> list[str]:
+    """The line at the end, in parts."""
+    seconds = result["num_tokens"] / result["tokens_per_second"] if result["num_tokens"] else 0.0
+    parts = [
+        f"{result['num_tokens']} tokens in {seconds:.2f} s ({result['tokens_per_second']:.0f}/s)",
+        f"{result['num_rounds']} rounds",
+        f"mean accepted length {result['mean_accepted_length']:.2f}",
+    ]
+    if result["num_drafted"]:
+        parts.append(f"acceptance rate {result['acceptance_rate']:.2f}")
+    if result["round_trip_p50_ms"] is not None:
+        parts.append(f"round trip {result['round_trip_p50_ms']:.1f} ms")
+    parts.append(
+        f"{result['bytes_up_per_round']:.0f} B up, {result['bytes_down_per_round']:.0f} B down a "
+        "round"
+    )
+    if result["rounds_sent_ahead"]:
+        parts.append(
+            f"{result['rounds_ahead_right']} of {result['rounds_sent_ahead']} rounds ahead were "
+            "right"
+        )
+    if result["num_failures"]:
+        parts.append(f"{result['num_failures']} lost connections")
+    parts += [
+        f"{change['from']} → {change['to']} after {change['after_tokens']}"
+        for change in result["mode_changes"]
+    ]
+    parts.append(f"method {result['method']}, finished: {result['finish_reason'] or 'offline'}")
+    return parts

@@ -1,0 +1,124 @@
+"""`paceline draft`: the drafter here, the target on a server."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpc.server import RpcServer
+from tests.cli.conftest import Cli
+from tests.rpc.netem import Netem
+
+PROMPT = "import os\n"
+
+
+def draft(cli: Cli, *arguments: Any) -> dict[str, Any]:
+    result = cli("draft", PROMPT, *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+@pytest.mark.parametrize("method", ["draft_model", "pearl", "draft_model_tree", "prompt_lookup"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_tokens_are_those_of_the_target(
+    method: str, temperature: int, cli: Cli, server: RpcServer, target_folder: Path,
+    drafter_folder: Path,
+) -> None:  # fmt: skip
+    options = ("-n", 32, "--temperature", temperature, "--seed", 5, "--ignore-eos")
+    result = cli(
+        "generate", PROMPT, "--target", target_folder, "--method", "ar", *options, "--json"
+    )
+    expected = json.loads(result.stdout)
+    document = draft(
+        cli, "--server", server.address, "--drafter", drafter_folder, "--method", method, *options
+    )
+    assert document["token_ids"] == expected["token_ids"]
+    assert document["text"] == expected["text"]
+    assert document["verified"] is True
+    assert document["method"] == method
+    assert document["num_tokens"] == 32
+    assert document["finish_reason"] == "length"
+    assert document["round_trip_p50_ms"] > 0
+    assert 0 < document["bytes_up_per_round"] < 1024
+
+
+def test_a_stop_string_ends_the_text(
+    cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path
+) -> None:
+    options = ("-n", 40, "--ignore-eos")
+    whole = draft(cli, "--server", server.address, "--drafter", drafter_folder, *options)["text"]
+    stop = whole[7:9]
+    document = draft(
+        cli, "--server", server.address, "--drafter", drafter_folder, *options, "--stop", stop
+    )
+    assert document["text"] == whole[: whole.index(stop)]
+    assert document["finish_reason"] == "stop"
+
+
+def test_text_streams_and_a_line_of_statistics_ends_it(
+    cli: Cli, server: RpcServer, drafter_folder: Path
+) -> None:
+    options = ("--server", server.address, "--drafter", drafter_folder, "-n", 16, "--ignore-eos")
+    result = cli("draft", PROMPT, *options)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.rstrip("\n") == draft(cli, *options)["text"].rstrip("\n")
+    assert "16 tokens in" in result.stderr
+    for part in ("rounds", "mean accepted length", "round trip", "B up", "finished: length"):
+        assert part in result.stderr
+
+
+def test_the_next_server_of_the_list_is_used(
+    cli: Cli, server: RpcServer, drafter_folder: Path
+) -> None:
+    document = draft(
+        cli, "--server", f"127.0.0.1:1,{server.address}", "--drafter", drafter_folder, "-n", 8
+    )
+    assert document["num_tokens"] == 8
+
+
+def test_offline_text_is_marked(cli: Cli, server: RpcServer, drafter_folder: Path) -> None:
+    with Netem(server.address) as netem:
+        netem.refuse()
+        document = draft(
+            cli, "--server", netem.address, "--drafter", drafter_folder, "-n", 20, "--ignore-eos",
+            "--offline-ok", "--give-up", "1.0",
+        )  # fmt: skip
+    assert document["verified"] is False
+    assert document["token_ids"] == []
+    assert document["finish_reason"] is None
+    # One token of the end is the target's own: no drafter can stand in for it.
+    assert 16 <= len(document["unverified_token_ids"]) <= 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--server", "nonsense"), ("server", "HOST:PORT")),
+        (("--server", "127.0.0.1:1", "--give-up", "0.3"), ("127.0.0.1:1",)),
+        (("--server", "127.0.0.1:1", "--give-up", "0"), ("give_up", "above 0")),
+        (("--server", "127.0.0.1:1", "-m", "medusa"), ("method", "medusa", "tokens only")),
+        (("--server", "127.0.0.1:1", "-m", "nothing"), ("method", "nothing", "one of")),
+        (("--server", "127.0.0.1:1", "-m", "speculative_sampling"), ("acceptance", "coupled")),
+        (("--server", "127.0.0.1:1", "--drafter", "/nowhere"), ("/nowhere",)),
+        (("--server", "127.0.0.1:1", "-t", "-1"), ("temperature",)),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], words: tuple[str, ...], cli: Cli) -> None:
+    started = time.monotonic()
+    result = cli("draft", PROMPT, *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error:"), result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert time.monotonic() - started < 20
+
+
+def test_a_drafter_with_another_tokenizer(cli: Cli, server: RpcServer) -> None:
+    result = cli("draft", PROMPT, "--server", server.address)  # the demo's drafter
+    assert result.exit_code == 2
+    assert "tokenizer" in result.stderr

@@ -46,7 +46,9 @@ Drafter = Annotated[
 Ca = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="With `--server`: use TLS, and trust who this PEM file names."
+        metavar="FILE",
+        help="With `--server`: use TLS, and trust who this PEM file names; `system` trusts the "
+        "public authorities.",
     ),
 ]
 Cert = Annotated[

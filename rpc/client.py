@@ -55,6 +55,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 Prompt = str | Sequence[int]
 
 Metadata = tuple[tuple[str, str], ...]
+SYSTEM_CA = "system"
+"""As ``ca``: the authorities that come with gRPC, as for servers on the open internet."""
 
 
 def bearer(token: str) -> Metadata:
@@ -92,7 +94,11 @@ class _Access:
         if given and credentials is not None:
             name, value = next(iter(given.items()))
             raise InvalidArgument(name, value, "nothing beside `credentials`")
-        self.credentials = ClientTls(**given).credentials() if given else credentials
+        self.credentials = credentials
+        if given:
+            if given.get("ca") == SYSTEM_CA:
+                del given["ca"]
+            self.credentials = ClientTls(**given).credentials()
         self.metadata: Metadata = () if token is None else bearer(token)
         host = address.rpartition(":")[0]
         if token is not None and self.credentials is None and not is_loopback(host):
@@ -391,7 +397,8 @@ class Client:
         timeout: seconds for each call as a whole; None means no deadline.
         credentials: for TLS, as gRPC makes them; None is plain text, unless one of the files below
             is given.
-        ca: PEM file of who signs the server's certificate; turns TLS on.
+        ca: PEM file of who signs the server's certificate; turns TLS on. "system" trusts the public
+            authorities.
         cert, key: PEM files of the client's own certificate, for servers that want one (mTLS).
         token: who calls, for servers with tenants. Over plain text only to loopback.
 

@@ -65,6 +65,11 @@ BAD_VALUES: list[tuple[list[Any], list[str]]] = [
     (["--server", "localhost:1", "--dtype", "float32"], ["dtype", "--server"]),
     (["--server", "localhost:1", "--timeout", 0], ["timeout", "0.0"]),
     (["--server", "localhost:1", "--timeout", "nan"], ["timeout", "nan"]),
+    (["--ca", "ca.crt"], ["ca", "'ca.crt'", "--server"]),
+    (["--token-file", "token"], ["token_file", "'token'", "--server"]),
+    (["--server", "localhost:1", "--token-file", "none"], ["token_file", "'none'", "a file"]),
+    (["--server", "localhost:1", "--ca", "none.crt"], ["ca", "'none.crt'", "a PEM file"]),
+    (["--server", "localhost:1", "--ca", "system", "--cert", "none.crt"], ["key", "None"]),
 ]
 
 

@@ -289,3 +289,42 @@ def test_reader_that_goes_away(arguments: list[str]) -> None:
     os.close(write_end)
     assert result.returncode == 1
     assert result.stderr == ""
+
+
+def test_certs(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    result = cli("certs", folder, "--host", "gateway.example.org", "--host", "10.1.2.3", "--json")
+    assert result.exit_code == 0, result.output
+    files = {name: Path(path) for name, path in json.loads(result.stdout).items()}
+    assert {path.name for path in folder.iterdir()} == set(files)
+    for name, path in files.items():
+        assert (path.stat().st_mode & 0o777 == 0o600) == name.endswith(".key")
+    authority = files["ca.crt"].read_bytes()
+    shown = cli("certs", folder)  # renews the certificates
+    assert shown.exit_code == 0
+    assert "gateway.tls.cert" in shown.stdout
+    assert files["ca.crt"].read_bytes() == authority
+    assert cli("certs", folder, "--host", "no host").exit_code == 2
+    assert cli("certs", folder, "--days", 0).exit_code == 2
+    files["ca.key"].write_text("nothing")
+    broken = cli("certs", folder)
+    assert broken.exit_code == 2
+    assert "ca.key" in broken.stderr
+
+
+def test_tokens_of_the_command_line(
+    cli: Cli, server: RpcServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A token that the server does not ask for does no harm; one with blanks is not sent.
+    monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-many-characters")
+    result = cli("generate", "hello", "--server", server.address, "-n", 4, "--json")
+    assert result.exit_code == 0, result.output
+    bad = tmp_path / "token"
+    bad.write_text("two words")
+    refused = cli("generate", "hello", "--server", server.address, "--token-file", bad)
+    assert refused.exit_code == 2
+    assert "two words" not in refused.stderr
+    elsewhere = cli("generate", "hello", "--server", "192.0.2.1:50051")
+    assert elsewhere.exit_code == 2
+    assert "a-token" not in elsewhere.stderr
+    assert "loopback" in elsewhere.stderr

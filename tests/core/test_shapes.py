@@ -164,6 +164,7 @@ def test_a_shape_that_a_rule_cannot_verify_is_refused() -> None:
         ({"shape": "rsd_c", "branching_vector": [2, 0]}, "branching_vector.1"),
         ({"shape": "sequoia", "rank_acceptance": [1.5]}, "rank_acceptance.0"),
         ({"shape": "chain", "branching_vector": [2]}, "a knob of method 'draft_model'"),
+        ({"method": "lookahead", "shape": "oak"}, "a knob of method 'lookahead'"),
     ],
 )
 def test_impossible_knobs_are_refused(speculation: dict[str, Any], message: str) -> None:

@@ -396,9 +396,10 @@ def _num_tokens(result: verify_pb2.VerifyResult) -> int:
 class _Stream:
     """Both directions of one session stream.
 
-    The target takes one frame after the other and answers each once, so the next one is passed on
-    when the answer to the last one was: a refusal of this side has its place, and nothing is
-    written to a call that has ended, whose status gRPC would then replace by INTERNAL.
+    The target takes one frame after the other and answers each once, so the next one is asked for
+    when the answer to the last one was passed on: a refusal of this side has its place, nobody is
+    idle who waits for an answer, and nothing is written to a call that has ended, whose status gRPC
+    would then replace by INTERNAL.
     """
 
     def __init__(self, call: Any, admission: Admission, context: Context) -> None:
@@ -412,7 +413,6 @@ class _Stream:
         """Pass frames to the target until the client has sent its last one."""
         await self._write(first)
         async for data in frames:
-            await self._answered.wait()
             frame = _parse(verify_pb2.VerifyFrame, data)
             try:
                 if not frame.HasField("close"):  # which frees what others wait for
@@ -426,10 +426,12 @@ class _Stream:
             await self._call.done_writing()
 
     async def _write(self, data: bytes) -> None:
+        """One frame to the target; returns when the client has the answer."""
         self._answered.clear()
         # A call that has ended refuses writes; whoever reads its replies learns why it ended.
         with suppress(grpc.RpcError, asyncio.InvalidStateError):
             await self._call.write(data)
+        await self._answered.wait()
 
     async def pass_on(self, reply: bytes, message: verify_pb2.VerifyReply) -> None:
         """Give the client the target's next answer."""

@@ -26,7 +26,15 @@ _PUBLIC_SERVICE = "/grpc.health.v1.Health/"
 
 
 class QuotaExceeded(ResourceExhausted):
-    """A quota of a tenant or a limit of the server; the session itself is unharmed."""
+    """A quota of a tenant or a limit of the server; the session itself is unharmed.
+
+    Attributes:
+        quota: its name.
+    """
+
+    def __init__(self, message: str, quota: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s)
+        self.quota = quota
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +112,9 @@ class _Account:
     def check_open(self, session: bool) -> None:
         limit = self.quotas.max_sessions
         if session and limit is not None and self.num_sessions >= limit:
-            raise QuotaExceeded(f"{self.who} has {limit} sessions open (max_sessions)")
+            raise QuotaExceeded(
+                f"{self.who} has {limit} sessions open (max_sessions)", "max_sessions"
+            )
         self._check(self._opens, 1.0, "opens_per_second")
         self._check(self._tokens, 1.0, "tokens_per_minute")
 
@@ -129,7 +139,7 @@ class _Account:
         wait = 0.0 if bucket is None else bucket.wait(amount)
         if wait > 0:
             limit = getattr(self.quotas, quota)
-            raise QuotaExceeded(f"{self.who} is over {quota} ({limit:g})", retry_after_s=wait)
+            raise QuotaExceeded(f"{self.who} is over {quota} ({limit:g})", quota, wait)
 
 
 class Gate:
@@ -241,7 +251,7 @@ class Gate:
         caller, row = _caller.get(), row_of(error)
         reason = row.reason if row is not None else type(error).__name__
         if isinstance(error, QuotaExceeded):
-            reason = str(error)
+            reason = error.quota
         self._audit.refused(
             tenant=caller.name,
             peer=caller.peer,
@@ -318,7 +328,8 @@ class Admission:
         try:
             if num_nodes > limit:
                 raise QuotaExceeded(
-                    f"a draft of {num_nodes} nodes: this server takes {limit} a round (max_nodes)"
+                    f"a draft of {num_nodes} nodes: this server takes {limit} a round (max_nodes)",
+                    "max_nodes",
                 )
             for account in self._accounts:
                 account.check_round()

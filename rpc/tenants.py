@@ -84,7 +84,7 @@ class Tenant:
 
 def digest_of(token: str) -> bytes:
     """What is kept of a token. Tokens are long and random, so a plain hash cannot be inverted."""
-    return hashlib.sha256(token.encode()).digest()
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
 def read_tenants(path: str | Path) -> dict[str, Tenant]:

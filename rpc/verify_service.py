@@ -312,7 +312,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             committed_length=len(wire.token_ids),
             digest=wire.digest.value(),
             next_round=wire.round + 1,
-            max_nodes=config.node_budget or 0,
+            max_nodes=min(config.node_budget or 0, self._gate.limits.max_nodes),
             max_depth=config.num_speculative_tokens or 0,
             idle_timeout_seconds=self._idle_timeout_s,
         )

@@ -67,7 +67,7 @@ def secure(ray_cluster: None, folder: Path) -> Iterator[App]:
             "ca": path("replica-ca.crt"),
             "server_name": REPLICA_NAME,
         },
-        "target": {"idle_timeout_s": 5},
+        "target": {"idle_timeout_s": 2},
     }
     file = config_file("actors", "test-secure", free_port()).with_args(blocks)
     local.deploy(file, lambda line: None)

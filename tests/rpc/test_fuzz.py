@@ -271,7 +271,7 @@ async def target_survives(
         before = await tokens()
         codes = await fuzz(plain(running.address), TARGET_CALLS, num_messages, seed)
         assert await tokens() == before
-        await asyncio.to_thread(eventually, lambda: not engine.engine.sessions)
+        assert await asyncio.to_thread(eventually, lambda: not engine.engine.sessions)
         report(running, codes)
     assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(codes)
     assert not complaints(caplog)

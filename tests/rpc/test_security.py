@@ -29,7 +29,7 @@ from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
 from paceline.sampling import SamplingParams
 from paceline.types import Draft
-from rpc.access import Gate, Limits, QuotaExceeded
+from rpc.access import Gate, Limits
 from rpc.audit import Audit
 from rpc.client import AsyncClient, Client, open_channel
 from rpc.draft_service import DraftServicer
@@ -454,6 +454,20 @@ async def test_a_withdrawn_token_ends_a_running_stream(
         assert await asyncio.to_thread(eventually, lambda: not engine.engine.sessions)
 
 
+def test_a_withdrawn_token_ends_a_running_generation(
+    shared: RpcServer, tenants_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rpc.tenants.CHECK_INTERVAL_S", 0.01)
+    with Client(shared.address, timeout=10, token=ALICE) as alice:
+        generation = iter(
+            alice.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True), AR)
+        )
+        next(generation)
+        write_tenants(tenants_file, bob={"token": BOB})
+        with pytest.raises(Unauthenticated):
+            list(generation)
+
+
 BAD_FILES = {
     "not yaml": "tenants: {alice: {token: TOPSECRETTOPSECRET",
     "no mapping": "- TOPSECRETTOPSECRET",
@@ -625,6 +639,7 @@ def test_limits_of_a_server_on_rounds(engine: EngineThread) -> None:
         request = session.prefix.request(Draft.chain([1, 2, 3, 4]))
         request.session_id, request.epoch = session.prefix.session_id, session.prefix.epoch
         refused(client._verify.Verify, request, match="max_nodes")
+        assert session.prefix.max_nodes == 3
         session.verify(Draft.chain([1, 2, 3]))
         session.verify()
         with pytest.raises(ResourceExhausted, match="rounds_per_second"):
@@ -762,7 +777,3 @@ async def test_a_round_over_tls_costs_less_than_a_millisecond_more(
     without, with_tls = (1e3 * median(times) for times in seconds)
     print(f"round without the forward, p50: {without:.3f} ms plain, {with_tls:.3f} ms TLS + token")
     assert with_tls - without < 1.0
-
-
-def test_quota_exceeded_is_an_error_of_the_table() -> None:
-    assert issubclass(QuotaExceeded, ResourceExhausted)

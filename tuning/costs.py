@@ -28,19 +28,17 @@ from pydantic import BaseModel, ConfigDict
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
-from paceline.plan import Plan, resolve
+from paceline.plan import resolve
 from paceline.profile import CostProfile, measure
 from paceline.sampling import SamplingParams
-from paceline.shapes.kary import chain
-from paceline.types import Budget
-from tuning.families import Family, is_ar, parts_of, why_not, with_budget
+from tuning.families import Part, is_ar, parts_of, why_not, with_budget
 from tuning.results import Results
 from tuning.shapes import size_of
 
 VERSION = 1
 FILE = "costs.json"
 REPETITIONS = 3
-LIMIT_S = 180.0  # after which no further run begins
+LIMIT_S = 90.0  # after which no further run begins
 _TOKENS = 40  # generated for each prompt of a run
 _GROUPS = 2  # of prompts in a run
 _AR = SpeculationConfig(method="ar")
@@ -90,9 +88,9 @@ class Size(NamedTuple):
     expanded: int
 
 
-def draft_size(plan: Plan, budget: Budget) -> Size:
-    """The size of a configuration's drafts."""
-    return Size(plan.config.exit_layer or 0, *size_of(plan.shape, budget))
+def draft_size(part: Part) -> Size:
+    """The size of a part's full drafts."""
+    return Size(part.timed.config.exit_layer or 0, *size_of(part.timed.shape, part.budget))
 
 
 def _features(size: Size) -> tuple[int, int, int, int, int]:
@@ -108,7 +106,7 @@ class Costs(BaseModel):
         concurrency: sessions that were decoded together.
         profile: the target's forwards.
         ar: a round of AR.
-        groups: by :func:`cost_group`.
+        groups: by :attr:`Part.cost_group`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -149,13 +147,6 @@ class Costs(BaseModel):
                 allowed = f"costs whose {part} is {wanted}, not {costs.key.get(part)}"
                 raise InvalidArgument("costs", where, allowed)
         return costs
-
-
-def cost_group(family: Family, plan: Plan) -> str:
-    """Configurations whose rounds cost alike: the same family, drafted by the same code."""
-    if family.kind != "ranks":
-        return family.cost_key
-    return f"{family.cost_key} {'chain' if plan.shape == chain() else 'tree'}"
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -268,18 +259,17 @@ def _choose(
     engine: Engine, configs: Iterable[SpeculationConfig], params: SamplingParams
 ) -> tuple[_Picks, int]:
     """A few configurations of each group, far apart, and the largest number of nodes of all."""
-    known: dict[str, dict[Size, tuple[Plan, Budget]]] = defaultdict(dict)
+    known: dict[str, dict[Size, Part]] = defaultdict(dict)
     count: dict[str, int] = defaultdict(int)
     largest = 1
     for config in configs:
         plan = resolve(config)
         if is_ar(plan) or why_not(plan, params) or engine.refusal(plan.method):
             continue
-        for family, budget in parts_of(plan):
-            group = cost_group(family, plan)
-            known[group].setdefault(draft_size(plan, budget), (plan, budget))
-            count[group] += 1
-            largest = max(largest, budget.nodes)
+        for part in (each for whole in parts_of(plan) for each in whole.everything()):
+            known[part.cost_group].setdefault(draft_size(part), part)
+            count[part.cost_group] += 1
+            largest = max(largest, part.budget.nodes)
     picks: _Picks = {}
     for group in sorted(known, key=lambda group: -count[group]):
         sizes = known[group]
@@ -288,7 +278,9 @@ def _choose(
             members = sorted(size for size in sizes if size.exit_layer == layer)
             chosen.update(_spread(members))
             chosen.add(max(members, key=lambda size: (size.expanded, size.levels)))
-        picks[group] = {size: with_budget(*sizes[size]) for size in sorted(chosen)}
+        picks[group] = {
+            size: with_budget(sizes[size].timed, sizes[size].budget) for size in sorted(chosen)
+        }
     return picks, largest
 
 

@@ -12,7 +12,8 @@ budget and the static shape of the draft. There are three kinds of recordings:
     For trees whose nodes compete (``confidence``, ``dyspec``, ``rsd_s``): one tree of the largest
     size, and the order in which smaller ones take its nodes.
 ``drafts``
-    For drafters that make whole drafts: they are asked for a draft of every budget.
+    For drafters that make whole drafts: they are asked for a draft of every budget. Where another
+    drafter drafts when they find nothing, its own recording says what.
 
 Rows that learn from what was drafted and rejected, rules that accept by chance and rules that are
 not lossless have no recording: :func:`why_not` says so.
@@ -21,13 +22,14 @@ not lossless have no recording: :func:`why_not` says so.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from paceline.config import SpeculationConfig
-from paceline.methods import SHAPE_KNOBS, length_bounds
-from paceline.plan import Plan
+from paceline.methods import METHODS, SHAPE_KNOBS, length_bounds
+from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
+from paceline.shapes.kary import chain
 from paceline.types import Budget
 
 Kind: TypeAlias = Literal["ranks", "order", "drafts"]
@@ -36,11 +38,14 @@ Kind: TypeAlias = Literal["ranks", "order", "drafts"]
 # committed or drafted.
 PREFIX_ONLY = frozenset({"draft_model", "early_exit", "s2d", "staged"})
 _EXPANDING = PREFIX_ONLY | {"fewer_layers"}  # and every head that shapes expand
-# Asking one of these twice gives the same draft, and nothing comes of a draft's rejection. The
-# last ones of each group are made of others.
+# Asking one of these twice gives the same draft, and nothing comes of a draft's rejection.
 _LOOKUP = frozenset({"prompt_lookup", "suffix", "sam", "copyspec", "aggressive"})
-COMPOSITE = frozenset({"suffix_or_draft_model", "copyspec_or_draft_model", "rasd", "combined"})
-REMEMBERING = frozenset({"suffix", "suffix_or_draft_model", "sam", "rasd", "combined"})
+_HYBRID = {  # lookups with a fallback: the rows that do either alone
+    "suffix_or_draft_model": ("suffix_decoding", "draft_model"),
+    "copyspec_or_draft_model": ("copyspec", "draft_model"),
+}
+COMPOSITE = frozenset({"rasd", "combined"})  # models take part, so every question costs
+REMEMBERING = frozenset({"suffix", "suffix_or_draft_model", "sam"}) | COMPOSITE
 _DYNAMIC = frozenset({"confidence", "dyspec", "rsd_s"})
 
 _LENGTH_KNOBS = frozenset(
@@ -52,7 +57,7 @@ _RULE_KNOBS = frozenset({"acceptance", "draft_support"})
 # Beside the drafter's own code and the size of a draft, what makes a round cheap or dear.
 _COST_KNOBS = frozenset(
     {"shape", "exit_layers", "exit_threshold", "speedup_ratio", "min_layers", "max_layers",
-     "depth_decay", "drafters", "stage_tokens", "fallback_depth", "use_tree"}
+     "depth_decay", "drafters", "stage_tokens", "use_tree"}
 )  # fmt: skip
 
 
@@ -62,16 +67,39 @@ class Family:
 
     Attributes:
         key: equal for configurations whose drafts come from the same recording.
-        cost_key: equal for those whose drafts are made by the same code; the exit layer, of which
-            costs are a function, is no part of it.
         kind: of the recording.
         label: for people.
     """
 
     key: str
-    cost_key: str
     kind: Kind
     label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The drafts of one budget.
+
+    Attributes:
+        family: where they are recorded.
+        plan: makes them.
+        budget: of a whole draft.
+        timed: makes drafts that cost as much: those of a hybrid's lookup are another row's.
+        cost_group: equal for parts whose drafts are made by the same code. The exit layer, of
+            which costs are a function, does not count.
+        fallback: what drafts where the lookup of a hybrid finds nothing.
+    """
+
+    family: Family
+    plan: Plan
+    budget: Budget
+    timed: Plan
+    cost_group: str
+    fallback: Part | None = None
+
+    def everything(self) -> tuple[Part, ...]:
+        """The part itself and its fallback."""
+        return (self,) if self.fallback is None else (self, self.fallback)
 
 
 def why_not(plan: Plan, params: SamplingParams) -> str | None:
@@ -86,7 +114,7 @@ def why_not(plan: Plan, params: SamplingParams) -> str | None:
     if plan.config.length not in ("fixed", "goodput"):
         return f"controller {plan.config.length!r} chooses lengths from what it sees"
     names = {row.drafter for row in plan.parts} | {method.drafter}
-    replayable = _EXPANDING | _LOOKUP | COMPOSITE
+    replayable = _EXPANDING | _LOOKUP | _HYBRID.keys() | COMPOSITE
     if any(name not in replayable for name in names) and not _is_head(plan):
         return "what it drafts depends on what was drafted before"
     return None
@@ -103,10 +131,10 @@ def _is_head(plan: Plan) -> bool:
     return method.head is not None and method.shape is not None
 
 
-def parts_of(plan: Plan) -> list[tuple[Family, Budget]]:
-    """The drafts that a configuration may ask for, and where each is recorded.
+def parts_of(plan: Plan) -> list[Part]:
+    """The drafts that a configuration may ask for.
 
-    One with a constant length; each of its lengths for the controller ``goodput``.
+    Those of its length; of each of its lengths for the controller ``goodput``.
     """
     config = plan.config
     budgets = [Budget(config.num_speculative_tokens or 0, config.node_budget or 0)]
@@ -115,29 +143,53 @@ def parts_of(plan: Plan) -> list[tuple[Family, Budget]]:
         budgets = [bounds.budget(d) for d in range(max(1, bounds.shortest), bounds.longest + 1)]
         if config.shape == "dyspec":  # a recording for each depth would cost too much
             budgets = budgets[-1:]
-    return [(_family(plan, budget), budget) for budget in budgets]
+    return [_part(plan, budget) for budget in budgets]
 
 
-def _family(plan: Plan, budget: Budget) -> Family:
-    drafter, knobs = plan.method.drafter, plan.config.overrides()
-    del knobs["method"]
-    shape = plan.config.shape
-    dropped = set(_LENGTH_KNOBS)
+def _part(plan: Plan, budget: Budget) -> Part:
+    drafter, config = plan.method.drafter, plan.config
     kind: Kind = "drafts"
-    if drafter in _EXPANDING or _is_head(plan):
+    dropped = set(_LENGTH_KNOBS)
+    if drafter in _HYBRID:
+        dropped |= SHAPING_KNOBS | {"fallback_depth"}
+    elif drafter in _EXPANDING or _is_head(plan):
         dropped |= SHAPING_KNOBS | _RULE_KNOBS
-        kind = "order" if shape in _DYNAMIC else "ranks"
+        kind = "order" if config.shape in _DYNAMIC else "ranks"
         if kind == "order":
             dropped -= {"shape", "branching"}
+    knobs = config.overrides()
+    del knobs["method"]
     kept = {name: value for name, value in sorted(knobs.items()) if name not in dropped}
-    told: dict[str, Any] = {"drafter": drafter, "policy": plan.method.depth_policy, **kept}
-    own_exit = plan.config.exit_layer is not None  # otherwise it is the target's default
-    dear = {name: value for name, value in told.items() if name in _COST_KNOBS}
-    cost_key = json.dumps({"drafter": drafter, "own_exit": own_exit, **dear})
-    if shape == "dyspec" and kind == "order":
+    told = {"drafter": drafter, "policy": plan.method.depth_policy, **kept}
+    if config.shape == "dyspec" and kind == "order":
         told["depth"] = budget.depth  # which nodes a smaller tree has instead is not recorded
     words = [f"{name}={json.dumps(value)}" for name, value in kept.items() if name != "acceptance"]
-    return Family(json.dumps(told), cost_key, kind, " ".join([plan.method.name, *words]))
+    family = Family(json.dumps(told), kind, " ".join([plan.method.name, *words]))
+    if drafter in _HYBRID:
+        return _hybrid(plan, budget, family)
+    dear = {name: value for name, value in kept.items() if name in _COST_KNOBS}
+    dear |= {"drafter": drafter, "own_exit": config.exit_layer is not None}  # or the default
+    if kind == "ranks":
+        dear["chain"] = plan.shape == chain()
+    group = " ".join(f"{name}={json.dumps(value)}" for name, value in dear.items())
+    return Part(family, plan, budget, plan, group)
+
+
+def _hybrid(plan: Plan, budget: Budget, family: Family) -> Part:
+    lookup, fallback = (METHODS[name] for name in _HYBRID[plan.method.drafter])
+    knobs = with_budget(plan, budget).overrides()
+    own = {name: knobs[name] for name in lookup.defaults.keys() & knobs.keys()}
+    timed = resolve(SpeculationConfig.model_validate({"method": lookup.name, **own}))
+    depth = min(budget.depth, plan.config.fallback_depth or budget.depth)
+    shaped = {name: value for name, value in knobs.items() if name in SHAPING_KNOBS}
+    other = SpeculationConfig(
+        method=fallback.name, length="fixed", num_speculative_tokens=depth,
+        node_budget=budget.nodes, **shaped,
+    )  # fmt: skip
+    return replace(
+        _part(timed, budget), family=family, plan=plan, timed=timed,
+        fallback=_part(resolve(other), Budget(depth, budget.nodes)),
+    )  # fmt: skip
 
 
 def with_budget(plan: Plan, budget: Budget, **changes: Any) -> SpeculationConfig:

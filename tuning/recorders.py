@@ -8,7 +8,7 @@ known. So the drafter is seen at every position, in the state that it has there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.acceptance.base import AcceptanceRule, PathLogits
 from paceline.config import MAX_NODES, SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter, is_remote
+from paceline.drafters.base import AsyncDrafter, Drafter, LookupDrafter, is_remote
 from paceline.errors import InvalidArgument
 from paceline.plan import Plan, resolve
 from paceline.session import Session
@@ -64,23 +64,32 @@ class Recorder(ABC):
 
     Attributes:
         config: what sessions are submitted with.
-        error: why looking failed.
     """
 
     config: SpeculationConfig
 
     def __init__(self, truth: Truth) -> None:
-        self.error: Exception | None = None
+        self._error: Exception | None = None
         self._truth = truth
         self._rules: dict[str, _Follow] = {}
         self._prompts: dict[str, int] = {}  # number of each session's
         self._outputs = [truth.output(prompt) for prompt in range(truth.num_prompts)]
         self._drafter: Any = None
+        self._fallback: Drafter | None = None
 
     def wrap(self, drafter: Drafter | AsyncDrafter) -> None:
+        """Take the place of a drafter that has no sessions, until :meth:`release`."""
         if is_remote(drafter):
             raise InvalidArgument("engine", "a drafter elsewhere", "drafters in this process")
         self._drafter = drafter
+        if isinstance(drafter, LookupDrafter):
+            self._fallback = drafter.fallback
+            drafter.fallback = None  # which has a recording of its own
+
+    def release(self) -> None:
+        """Leave the drafter as it was."""
+        if isinstance(self._drafter, LookupDrafter):
+            self._drafter.fallback = self._fallback
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)  # open, observe, ...: as if nobody looked
@@ -96,9 +105,24 @@ class Recorder(ABC):
         try:
             self._look(sessions)
         except Exception as error:
-            self.error = error
+            self._error = error
             raise
         return [EMPTY_DRAFT] * len(sessions)
+
+    def check(self, sessions: Iterable[Session]) -> None:
+        """That these sessions were followed to their end.
+
+        Raises:
+            RuntimeError: the drafter failed; the engine would go on without it.
+        """
+        for session in sessions:
+            if session.error is not None:
+                raise session.error
+            if self._error is not None or session.stats.drafter_lost:
+                name = session.plan.method.drafter
+                raise RuntimeError(f"a drafter failed while it was recorded ({name})") from (
+                    self._error
+                )
 
     def _position(self, session: Session) -> int:
         """Where a session is, in the arrays over all outputs."""

@@ -22,10 +22,9 @@ from paceline.errors import InvalidArgument
 from paceline.plan import Plan, resolve
 from paceline.shapes.base import Shape
 from paceline.shapes.template import Template
-from paceline.types import Budget
-from tuning.costs import Costs, RoundCosts, Size, cost_group, draft_size
-from tuning.families import Family, is_ar, parts_of, why_not
-from tuning.recordings import ABSENT, NUM_RANKS, OrderRecording, RankRecording, Recording
+from tuning.costs import Costs, RoundCosts, Size, draft_size
+from tuning.families import Part, is_ar, parts_of, why_not
+from tuning.recordings import ABSENT, NUM_RANKS, OrderRecording, RankRecording
 from tuning.results import Point, Prediction
 from tuning.shapes import StaticShape, paths_of
 from tuning.traces import Traces
@@ -42,12 +41,14 @@ class Rounds:
         accepted: drafted tokens that each round commits.  # [rounds]
         nodes: of each round's draft.  # [rounds]
         prompts: each round's.  # [rounds]
+        fell_back: whether the fallback of a hybrid drafted, in which nothing was found.  # [rounds]
         num_tokens: committed by all of them.
     """
 
     accepted: Ints
     nodes: Ints
     prompts: Ints
+    fell_back: npt.NDArray[np.bool_]
     num_tokens: int
 
     @property
@@ -82,7 +83,7 @@ class Simulator:
         self._room = np.repeat(truth.room, lengths) - index - 1
         self._left = np.repeat(lengths, lengths) - index  # tokens that come
         self._behind = np.repeat(truth.prompt_lengths, lengths) + index  # committed tokens
-        self._rounds: dict[tuple[str, Shape | None, int, int], Rounds] = {}
+        self._rounds: dict[tuple[str, Shape | None, int, int, int], Rounds] = {}
 
     # --- acceptance -------------------------------------------------------------------------------
 
@@ -99,31 +100,39 @@ class Simulator:
             return self._ar
         if plan.config.length != "fixed":
             return None
-        ((family, budget),) = parts_of(plan)
-        return self._rounds_of(plan, family, budget)
+        (part,) = parts_of(plan)
+        return self._rounds_of(part)
 
     @cached_property
     def _ar(self) -> Rounds:
         nothing = np.zeros(len(self._left), np.int64)
-        return self._walk(nothing, nothing)
+        return self._walk(nothing, nothing, nothing > 0)
 
-    def _rounds_of(self, plan: Plan, family: Family, budget: Budget) -> Rounds:
-        key = family.key, plan.shape, budget.depth, budget.nodes
+    def _rounds_of(self, part: Part) -> Rounds:
+        shape, budget = part.plan.shape, part.budget
+        other = part.fallback.budget.depth if part.fallback else 0
+        key = part.family.key, shape, budget.depth, budget.nodes, other
         if key not in self._rounds:
-            recording = self.traces.recordings[family.key]
-            self._rounds[key] = self._walk(*self._drafts(recording, plan.shape, budget))
+            accepted, nodes = self._drafts(part)
+            falls_back = np.zeros(len(nodes), np.bool_)
+            if part.fallback is not None:
+                falls_back = nodes == 0
+                instead = self._drafts(part.fallback)
+                accepted = np.where(falls_back, instead[0], accepted)
+                nodes = np.where(falls_back, instead[1], nodes)
+            self._rounds[key] = self._walk(accepted, nodes, falls_back)
         return self._rounds[key]
 
-    def _drafts(
-        self, recording: Recording, shape: Shape | None, budget: Budget
-    ) -> tuple[Ints, Ints]:
+    def _drafts(self, part: Part) -> tuple[Ints, Ints]:
         """Accepted tokens and nodes of a draft at every position.  # 2 x [positions]"""
+        recording, budget = self.traces.recordings[part.family.key], part.budget
         if isinstance(recording, RankRecording | OrderRecording):
             limits = np.minimum(self._room, budget.depth)
             if recording.context_length:  # counted with what the loop asks for
                 fits = self._behind + limits <= recording.context_length
                 limits = np.where(fits, limits, 0)
             if isinstance(recording, RankRecording):
+                shape = part.plan.shape
                 assert isinstance(shape, StaticShape)
                 if not recording.prefix_only:
                     limits = np.minimum(limits, recording.reached)
@@ -168,7 +177,7 @@ class Simulator:
         ranks: npt.NDArray[np.uint8] = shifted[: len(first)].reshape(len(first), depth)
         return ranks
 
-    def _walk(self, accepted: Ints, nodes: Ints) -> Rounds:
+    def _walk(self, accepted: Ints, nodes: Ints, falls_back: npt.NDArray[np.bool_]) -> Rounds:
         steps = (accepted + 1).tolist()
         offsets = self.traces.truth.offsets.tolist()
         visited: list[int] = []
@@ -180,7 +189,10 @@ class Simulator:
                 at += steps[at]
             prompts += [prompt] * (len(visited) - before)
         at_rounds = np.array(visited)
-        return Rounds(accepted[at_rounds], nodes[at_rounds], np.array(prompts), len(self._left))
+        return Rounds(
+            accepted[at_rounds], nodes[at_rounds], np.array(prompts), falls_back[at_rounds],
+            len(self._left),
+        )  # fmt: skip
 
     # --- seconds ----------------------------------------------------------------------------------
 
@@ -192,13 +204,10 @@ class Simulator:
         if is_ar(plan):
             best, rounds = 1.0, self._ar
         else:
-            ratio = {
-                i: self._ratio(plan, family, budget)
-                for i, (family, budget) in enumerate(parts_of(plan))
-            }
-            chosen = max(ratio, key=lambda i: ratio[i])
-            best = ratio[chosen]
-            rounds = self._rounds_of(plan, *parts_of(plan)[chosen])
+            best, rounds = max(
+                ((self._ratio(part), self._rounds_of(part)) for part in parts_of(plan)),
+                key=lambda found: found[0],
+            )
             if plan.config.length == "goodput" and not plan.config.length_min and best < 1.0:
                 best, rounds = 1.0, self._ar
         return Prediction(
@@ -223,61 +232,73 @@ class Simulator:
         reason = self._why_not(plan)
         if reason is not None or is_ar(plan):
             return reason
-        for family, _ in parts_of(plan):
-            if self.costs is None or cost_group(family, plan) not in self.costs.groups:
-                return "what its rounds cost was not measured"
+        parts = [each for part in parts_of(plan) for each in part.everything()]
+        if self.costs is None or any(p.cost_group not in self.costs.groups for p in parts):
+            return "what its rounds cost was not measured"
         return None
 
     def _why_not(self, plan: Plan) -> str | None:
         reason = why_not(plan, self.traces.params)
         if reason is not None or is_ar(plan):
             return reason
-        for family, budget in parts_of(plan):
-            if family.key in self.traces.refused:
-                return self.traces.refused[family.key]
-            recording = self.traces.recordings.get(family.key)
-            if recording is None or not recording.covers(budget):
+        for part in (each for whole in parts_of(plan) for each in whole.everything()):
+            if part.family.key in self.traces.refused:
+                return self.traces.refused[part.family.key]
+            if not self.traces.covers(part):
                 return "what its drafter proposes was not recorded"
         return None
 
-    def _ratio(self, plan: Plan, family: Family, budget: Budget) -> float:
+    def _ratio(self, part: Part) -> float:
         assert self.costs is not None
-        costs = self.costs.groups[cost_group(family, plan)]
-        size = draft_size(plan, budget)
-        rounds = self._rounds_of(plan, family, budget)
-        return self._ar_seconds / self._seconds(rounds, costs, size)
+        rounds, groups = self._rounds_of(part), self.costs.groups
+        own = groups[part.cost_group]
+        if part.fallback is None:
+            return self._ar_seconds / self._seconds(rounds, own, draft_size(part))
+        # The lookup is asked in every round; the rest of a round is what it is with the model.
+        other, size = groups[part.fallback.cost_group], draft_size(part.fallback)
+        seconds = self._seconds(rounds, other, size, own.drafting(draft_size(part)))
+        return self._ar_seconds / seconds
 
     @cached_property
     def _ar_seconds(self) -> float:
         assert self.costs is not None
         return self._seconds(self._ar, self.costs.ar, Size(0, 0, 0))
 
-    def _seconds(self, rounds: Rounds, costs: RoundCosts, size: Size) -> float:
-        """Until all prompts are done, ``concurrency`` of them at a time."""
+    def _seconds(
+        self, rounds: Rounds, costs: RoundCosts, size: Size, lookup: float | None = None
+    ) -> float:
+        """Until all prompts are done, ``concurrency`` of them at a time.
+
+        Args:
+            lookup: of a hybrid; then only the rounds that fell back draft at these costs.
+        """
         prefill = costs.prefill * float(self.traces.truth.prompt_lengths.sum())
-        active, nodes = self._steps(rounds)
+        active, nodes, fell_back = self._steps(rounds)
         table = self._verify_table
         whole = np.minimum(nodes.astype(np.int64), MAX_NODES - 1)
         share = np.minimum(nodes - whole, 1.0)
         verify = (1 - share) * table[active, whole] + share * table[active, whole + 1]
-        # Drafting and the rest are measured with all sessions; of fewer they cost less.
-        scale = table[active, 0] / table[self.traces.concurrency, 0]
         verify *= costs.verify_factor(size.exit_layer)
-        return prefill + float((verify + (costs.drafting(size) + costs.rest) * scale).sum())
+        others = costs.rest + costs.drafting(size) * (1.0 if lookup is None else fell_back)
+        others += lookup or 0.0
+        # These are measured with all sessions; of fewer they cost less.
+        scale = table[active, 0] / table[self.traces.concurrency, 0]
+        return prefill + float((verify + others * scale).sum())
 
-    def _steps(self, rounds: Rounds) -> tuple[Ints, Floats]:
-        """Sessions that take part in each step of the engine, and their mean number of nodes."""
+    def _steps(self, rounds: Rounds) -> tuple[Ints, Floats, Floats]:
+        """Sessions in each step of the engine, their mean nodes, and the share that fell back."""
         together = self.traces.concurrency
         if together == 1:
-            return np.ones(len(rounds.nodes), np.int64), rounds.nodes.astype(np.float64)
-        count = np.bincount(rounds.prompts, minlength=self.traces.truth.num_prompts)
-        first = np.cumsum(count) - count
-        turn = np.arange(len(rounds.prompts)) - first[rounds.prompts]  # of each round
-        step = rounds.prompts // together * int(count.max()) + turn
+            step = np.arange(len(rounds.nodes))
+        else:
+            count = np.bincount(rounds.prompts, minlength=self.traces.truth.num_prompts)
+            first = np.cumsum(count) - count
+            turn = np.arange(len(rounds.prompts)) - first[rounds.prompts]  # of each round
+            step = rounds.prompts // together * int(count.max()) + turn
         active = np.bincount(step)
-        nodes = np.bincount(step, weights=rounds.nodes)
         used = active > 0
-        return active[used], nodes[used] / active[used]
+        sums = [np.bincount(step, values)[used] for values in (rounds.nodes, rounds.fell_back)]
+        return active[used], sums[0] / active[used], sums[1] / active[used]
 
     @cached_property
     def _verify_table(self) -> Floats:

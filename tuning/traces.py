@@ -27,8 +27,7 @@ from paceline.plan import Plan, resolve
 from paceline.profile import fingerprint
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from paceline.types import Budget
-from tuning.families import COMPOSITE, REMEMBERING, Family, is_ar, parts_of, why_not
+from tuning.families import COMPOSITE, REMEMBERING, Family, Part, is_ar, parts_of, why_not
 from tuning.recorders import RECORDERS
 from tuning.recordings import (
     DraftRecording,
@@ -41,7 +40,7 @@ from tuning.results import Results
 
 VERSION = 1
 FILE = "traces.npz"
-LIMIT_S = 300.0  # after which no further recording begins
+LIMIT_S = 120.0  # after which no further recording begins
 _TOGETHER = 16  # prompts that are recorded at once, where drafters do not remember earlier ones
 _BUDGETS = 4  # of a drafter with models in it that are asked for in one recording
 _KINDS: tuple[type[Recording], ...] = (RankRecording, OrderRecording, DraftRecording)
@@ -70,20 +69,18 @@ class Traces:
     recordings: dict[str, Recording]
     refused: dict[str, str]
 
-    def covers(self, family: Family, budget: Budget) -> bool:
-        """Whether nothing is left to record of a family and a budget."""
-        found = self.recordings.get(family.key)
-        return family.key in self.refused or (found is not None and found.covers(budget))
+    def covers(self, part: Part) -> bool:
+        """Whether nothing is left to record of a part itself."""
+        found = self.recordings.get(part.family.key)
+        return part.family.key in self.refused or (found is not None and found.covers(part.budget))
 
     def missing(self, configs: Iterable[SpeculationConfig]) -> list[SpeculationConfig]:
         """Those of the configurations that could be simulated, and are not recorded."""
-        found = []
-        for config in configs:
-            plan = resolve(config)
-            hopeless = is_ar(plan) or why_not(plan, self.params) is not None
-            if not hopeless and not all(self.covers(*part) for part in parts_of(plan)):
-                found.append(config)
-        return found
+        return [
+            config
+            for config in configs
+            if not all(self.covers(part) for part in _wanted(resolve(config), self.params))
+        ]
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -287,19 +284,25 @@ class _RefusedError(Exception):
     """The engine does not take a configuration."""
 
 
+def _submit(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, config: SpeculationConfig
+) -> Session:
+    try:
+        return engine.submit(prompt, params, config)
+    except InvalidArgument as error:
+        raise _RefusedError from error
+
+
 def _tasks(
     configs: Iterable[SpeculationConfig], params: SamplingParams, known: Traces | None
 ) -> list[_Task]:
     tasks: dict[str, _Task] = {}
     for config in configs:
-        plan = resolve(config)
-        if is_ar(plan) or why_not(plan, params):
-            continue
-        for family, budget in parts_of(plan):
-            if known is not None and known.covers(family, budget):
+        for part in _wanted(resolve(config), params):
+            if known is not None and known.covers(part):
                 continue
-            task = tasks.setdefault(family.key, _Task(family, plan, set()))
-            task.budgets.add((budget.depth, budget.nodes))
+            task = tasks.setdefault(part.family.key, _Task(part.family, part.plan, set()))
+            task.budgets.add((part.budget.depth, part.budget.nodes))
             task.num_points += 1
     for key, task in tasks.items():
         before = known.recordings.get(key) if known else None
@@ -307,6 +310,13 @@ def _tasks(
             task.budgets.add((before.before.shape[1], before.nodes))
     parts = [part for task in tasks.values() for part in task.split()]
     return sorted(parts, key=lambda task: task.rank)
+
+
+def _wanted(plan: Plan, params: SamplingParams) -> list[Part]:
+    """All that has to be recorded of a configuration."""
+    if is_ar(plan) or why_not(plan, params) is not None:
+        return []
+    return [each for part in parts_of(plan) for each in part.everything()]
 
 
 def _generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Truth:
@@ -336,29 +346,22 @@ def _record(
     sibling = engine.sibling()
     together = concurrency if name in REMEMBERING else _TOGETHER
     together = min(together, engine.limits.max_waiting)
-    for start in range(0, len(prompts), together):
-        sessions: list[Session] = []
-        try:
-            for number in range(start, min(start + together, len(prompts))):
-                try:
-                    session = sibling.submit(prompts[number], params, recorder.config)
-                except InvalidArgument as error:
-                    raise _RefusedError from error
-                sessions.append(session)
-                recorder.follow(session, number)
-            if sibling.drafters[name] is not recorder:
-                recorder.wrap(sibling.drafters[name])
-                sibling.drafters[name] = recorder
-            while not all(session.finished for session in sessions):
-                sibling.step()
-        finally:
-            for session in sessions:
-                sibling.cancel(session.session_id)
-        if recorder.error is not None:
-            raise RuntimeError(f"{name} cannot be recorded") from recorder.error
-        for session in sessions:
-            if session.error is not None:
-                raise session.error
-            if session.stats.drafter_lost:
-                raise RuntimeError(f"{name} failed while it was recorded; the log says how")
+    try:
+        for start in range(0, len(prompts), together):
+            sessions: list[Session] = []
+            try:
+                for number in range(start, min(start + together, len(prompts))):
+                    sessions.append(_submit(sibling, prompts[number], params, recorder.config))
+                    recorder.follow(sessions[-1], number)
+                if sibling.drafters[name] is not recorder:  # it is made for the first session
+                    recorder.wrap(sibling.drafters[name])
+                    sibling.drafters[name] = recorder
+                while not all(session.finished for session in sessions):
+                    sibling.step()
+            finally:
+                for session in sessions:
+                    sibling.cancel(session.session_id)
+            recorder.check(sessions)
+    finally:
+        recorder.release()
     return recorder.recording()

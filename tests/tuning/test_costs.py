@@ -18,7 +18,7 @@ from paceline.sampling import SamplingParams
 from tests.core.engines import small_engine
 from tests.modelzoo import make_model
 from tuning import costs as module
-from tuning.costs import Costs, RoundCosts, Size, _Sample, cost_group, draft_size, measure_costs
+from tuning.costs import Costs, RoundCosts, Size, _Sample, draft_size, measure_costs
 from tuning.families import parts_of
 from tuning.results import Point, Results
 from tuning.simulator import Simulator
@@ -57,6 +57,7 @@ def test_whatever_is_recorded_and_measured_is_predicted(engine: Engine, concurre
         fixed("prompt_lookup", num_speculative_tokens=3),
         fixed("eagle2"),
         fixed("combined"),
+        fixed("copyspec_draft_model"),
         SpeculationConfig(method="draft_model", length="goodput"),
         fixed("token_recycling"),  # cannot be simulated
         fixed("layer_skip", exit_layer=9),  # refused
@@ -84,8 +85,7 @@ def test_whatever_is_recorded_and_measured_is_predicted(engine: Engine, concurre
 
 def test_costs_are_those_of_the_code_that_runs() -> None:
     def group(config: SpeculationConfig) -> str:
-        plan = resolve(config)
-        return cost_group(parts_of(plan)[0][0], plan)
+        return parts_of(resolve(config))[0].cost_group
 
     chain = group(fixed("draft_model", num_speculative_tokens=3))
     assert group(fixed("draft_model", num_speculative_tokens=9)) == chain
@@ -97,6 +97,10 @@ def test_costs_are_those_of_the_code_that_runs() -> None:
     skip = group(fixed("layer_skip", exit_layer=3))
     assert group(fixed("layer_skip", exit_layer=8)) == skip, "a function of the exit layer"
     assert group(fixed("layer_skip")) != skip, "whatever layer that is"
+    hybrid = parts_of(resolve(fixed("suffix_decoding_hybrid", shape="kary")))[0]
+    assert hybrid.fallback is not None
+    assert hybrid.cost_group == group(fixed("suffix_decoding"))
+    assert hybrid.fallback.cost_group == tree
     assert group(fixed("d3", depth_decay=0.9)) != group(fixed("d3", depth_decay=0.8))
 
 
@@ -120,8 +124,7 @@ def test_costs_are_those_of_the_code_that_runs() -> None:
     ],
 )
 def test_sizes(config: SpeculationConfig, size: tuple[int, int, int]) -> None:
-    plan = resolve(config)
-    assert draft_size(plan, parts_of(plan)[0][1]) == size
+    assert draft_size(parts_of(resolve(config))[0]) == size
 
 
 def test_few_configurations_of_a_group_run(engine: Engine) -> None:

@@ -20,7 +20,7 @@ from paceline.sampling import SamplingParams
 from tests.core.engines import small_engine
 from tests.core.prompts import code_prompts
 from tests.modelzoo import make_model
-from tuning.costs import Costs, RoundCosts, cost_group
+from tuning.costs import Costs, RoundCosts
 from tuning.families import parts_of, why_not
 from tuning.recordings import RankRecording, Truth
 from tuning.results import Point
@@ -64,6 +64,7 @@ EXACT = [
     *(fixed("prompt_lookup", num_speculative_tokens=depth) for depth in (2, 10)),
     *(fixed("suffix_decoding", num_speculative_tokens=depth) for depth in (3, 24)),
     fixed("suffix_decoding_hybrid"),
+    tree("confidence", 8, 12, "copyspec_draft_model", branching=3),
     fixed("staged"),
     fixed("s2d"),
     fixed("combined"),
@@ -223,7 +224,7 @@ def scripted(ranks: Sequence[int], concurrency: int = 1) -> tuple[Traces, Point,
     """Two prompts of 10 tokens whose first candidate has these ranks; costs in whole seconds."""
     point = Point(speculation=fixed("draft_model", num_speculative_tokens=2))
     plan = resolve(point.speculation)
-    ((family, _),) = parts_of(plan)
+    (part,) = parts_of(plan)
     half = len(ranks) // 2
     truth = Truth(
         np.zeros(len(ranks), np.int64),
@@ -232,14 +233,14 @@ def scripted(ranks: Sequence[int], concurrency: int = 1) -> tuple[Traces, Point,
         np.array([half, len(ranks) - half]),
     )
     recording = RankRecording(np.array(ranks, np.uint8)[:, None], 1, True)
-    traces = Traces({}, concurrency, GREEDY, truth, {family.key: recording}, {})
+    traces = Traces({}, concurrency, GREEDY, truth, {part.family.key: recording}, {})
     costs = Costs(
         key={},
         concurrency=concurrency,
         profile=PROFILE,
         ar=RoundCosts(rest=1.0, prefill=0.1),
         groups={
-            cost_group(family, plan): RoundCosts(
+            part.cost_group: RoundCosts(
                 draft=(0.5, 0.25, 0.0, 0.0, 0.0), verify=(0.5, 0.0), rest=2.0, prefill=0.2
             )
         },

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.copyspec import CopySpec
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.plan import resolve
@@ -61,8 +62,8 @@ def traces(folder: Path) -> Traces:
 
 def only(traces: Traces, config: SpeculationConfig) -> Any:
     """The one recording of a configuration."""
-    ((family, _),) = parts_of(resolve(config))
-    return traces.recordings[family.key]
+    (part,) = parts_of(resolve(config))
+    return traces.recordings[part.family.key]
 
 
 def assert_equal(one: Traces, other: Traces) -> None:
@@ -184,7 +185,7 @@ def test_no_recording_begins_after_the_time_is_up(engine: Engine) -> None:
 
 def test_cheap_recordings_come_first(engine: Engine) -> None:
     told: list[str] = []
-    budgets = [fixed("copyspec_draft_model", num_speculative_tokens=n) for n in range(1, 7)]
+    budgets = [fixed("combined", num_speculative_tokens=n) for n in range(1, 7)]
     configs = [*budgets, CONFIDENCE, LOOKUP, CHAIN, replaced(CHAIN, num_speculative_tokens=1)]
     traces = record(
         engine, configs, PROMPTS, PARAMS, key=KEY,
@@ -192,7 +193,7 @@ def test_cheap_recordings_come_first(engine: Engine) -> None:
     )  # fmt: skip
     assert told == [
         "the", "draft_model", "prompt_lookup", "draft_model shape",
-        "copyspec_draft_model shape", "copyspec_draft_model shape", "done",
+        "combined shape", "combined shape", "done",
     ]  # fmt: skip
     assert len(only(traces, budgets[0]).budgets) == 6
     assert traces.missing(configs) == []
@@ -200,6 +201,24 @@ def test_cheap_recordings_come_first(engine: Engine) -> None:
 
 def replaced(config: SpeculationConfig, **changes: Any) -> SpeculationConfig:
     return SpeculationConfig.model_validate(config.overrides() | changes)
+
+
+def test_a_hybrid_is_recorded_without_its_fallback(folder: Path) -> None:
+    """Whose drafts have a recording already; and it has its fallback again afterwards."""
+    drafter = CopySpec(small_engine(folder).engine.drafters["draft_model"])  # type: ignore[arg-type]
+    fallback = drafter.fallback
+    assert fallback is not None
+    engine = small_engine(folder, drafters={"copyspec_or_draft_model": drafter}).engine
+    hybrid = fixed("copyspec_draft_model")
+    traces = record(engine, [hybrid, CHAIN], PROMPTS, PARAMS, key=KEY)
+    assert sorted(each.kind for each in traces.recordings.values()) == ["drafts", "ranks"]
+    assert drafter.fallback is fallback
+    rounds = Simulator(traces).rounds(hybrid)
+    assert rounds is not None
+    assert rounds.fell_back.any()
+    # Whatever the shape of the fallback's drafts, and however deep they are.
+    others = [replaced(hybrid, shape="kary", node_budget=10), replaced(hybrid, fallback_depth=2)]
+    assert traces.missing([hybrid, *others]) == []
 
 
 def test_what_the_engine_refuses_is_left_out(folder: Path) -> None:
@@ -240,7 +259,7 @@ class _Elsewhere(_Broken):
 
 def test_a_drafter_that_fails_is_no_silent_zero(folder: Path) -> None:
     small = small_engine(folder, drafters={"prompt_lookup": _Broken()})
-    with pytest.raises(RuntimeError, match="prompt_lookup cannot be recorded") as error:
+    with pytest.raises(RuntimeError, match="drafter failed while it was recorded") as error:
         record(small.engine, [LOOKUP], PROMPTS, PARAMS, key=KEY)
     assert str(error.value.__cause__) == "out of paper"
     small.assert_nothing_is_left()

@@ -360,7 +360,9 @@ class _Link:
     @property
     def guess(self) -> list[int]:
         """The tokens of all rounds in flight, which no target has seen or will all accept."""
-        return [token for each in self.rounds for token in each.guess]
+        tokens = [token for each in self.rounds for token in each.guess]
+        # The first round's guess about the target's own token came true: it is committed.
+        return tokens[1:] if self.rounds and self.rounds[0].bonus is not None else tokens
 
     # --- the connection -------------------------------------------------------------------------
 
@@ -737,8 +739,9 @@ class _Link:
             draft = EMPTY_DRAFT
         finally:
             del session.token_ids[committed:]
-        tokens = draft.token_ids.tolist()
-        if not tokens or not is_chain(draft.parent_indices):
+        sound = draft.is_sound(self._owner.vocab_size) and is_chain(draft.parent_indices)
+        tokens = draft.token_ids[: depth + 1].tolist() if sound else []
+        if not tokens:
             self._ahead_done = True
             return
         ends = [i for i, token in enumerate(tokens) if session.stops_at(token)]

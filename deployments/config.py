@@ -80,6 +80,8 @@ class CallLimits(_Block):
 
 
 class GatewayLimits(CallLimits):
+    """How much one gateway passes on."""
+
     max_sessions: int | None = Field(None, ge=1, description="Open sessions and generations.")
 
     def call_limits(self) -> Limits:

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,6 @@ _GROUPS = 2  # of prompts in a run
 _AR = SpeculationConfig(method="ar")
 
 Floats = npt.NDArray[np.float64]
-T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, runs in all, what comes next)."""
 
@@ -274,19 +273,15 @@ def _choose(
     for group in sorted(known, key=lambda group: -count[group]):
         sizes = known[group]
         chosen: set[Size] = set()
-        for layer in _spread(sorted({size.exit_layer for size in sizes})):
+        layers = sorted({size.exit_layer for size in sizes})
+        for layer in dict.fromkeys((layers[0], layers[-1])):
             members = sorted(size for size in sizes if size.exit_layer == layer)
-            chosen.update(_spread(members))
+            chosen.update(members[i] for i in (0, len(members) // 2, -1))
             chosen.add(max(members, key=lambda size: (size.expanded, size.levels)))
         picks[group] = {
             size: with_budget(sizes[size].timed, sizes[size].budget) for size in sorted(chosen)
         }
     return picks, largest
-
-
-def _spread(values: Sequence[T]) -> Sequence[T]:
-    """The first, the middle one and the last."""
-    return [values[i] for i in sorted({0, len(values) // 2, len(values) - 1})]
 
 
 def _profile(engine: Engine, key: dict[str, str], largest: int, concurrency: int) -> CostProfile:

@@ -707,6 +707,8 @@ class _Link:
         owner = self._owner
         if owner.drafter is None or self._ahead_done or not self.rounds:
             return False
+        if self.session.stats.drafter_lost:
+            return False  # the loop has closed it
         if not is_chain(self.rounds[-1].draft.parent_indices):
             return False
         guess = self.guess

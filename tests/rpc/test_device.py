@@ -199,6 +199,32 @@ def test_a_lying_drafter_costs_time_only(
     assert result.counters.num_failures == 0
 
 
+class Breaks(RewindingMix):
+    """Fails after a while, for good."""
+
+    calls = 0
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        self.calls += 1
+        if self.calls > 4:
+            raise RuntimeError("out of order")
+        return super().propose(sessions, budgets)
+
+
+def test_a_drafter_that_breaks_leaves_ar(server: RpcServer, runner: ModelRunner) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    truth = ar(runner, params)
+    with DeviceClient(
+        [server.address], {"mix": Breaks({tuple(PROMPT): truth}, VOCAB_SIZE, rho=0.5)},
+        speculation=SpeculationConfig(method="mix"),
+        modes=DEVICE_ONLY,
+        catalogue=WITH_FAKES,
+    ) as client:  # fmt: skip
+        result = client.complete(PROMPT, params)
+    assert result.token_ids == truth
+    assert result.statistics.drafter_lost
+
+
 # --- the wire -------------------------------------------------------------------------------------
 
 

@@ -10,12 +10,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from paceline.config import MAX_NODES, SpeculationConfig
+from paceline.config import MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
@@ -246,7 +246,7 @@ def parse_config(args: Mapping[str, Any] | None) -> DeploymentConfig:
         key = ".".join(str(part) for part in first["loc"])
         allowed = first["msg"]
         if first["type"] == "extra_forbidden":
-            allowed = "one of the keys " + ", ".join(_keys_at(first["loc"][:-1]))
+            allowed = "one of the keys " + ", ".join(keys_at(DeploymentConfig, first["loc"][:-1]))
         raise InvalidArgument(key, _shown(key, first["input"]), allowed) from None
     config = _with_secure_ports(config)
     try:
@@ -322,18 +322,6 @@ def _absolute(block: B, *names: str) -> B:
     given = {name: getattr(block, name) for name in names}
     paths = {n: str(Path(p).expanduser().absolute()) for n, p in given.items() if p is not None}
     return block.model_copy(update=paths)
-
-
-def _keys_at(path: tuple[str | int, ...]) -> list[str]:
-    """The keys that the block at ``path`` knows."""
-    block: type[BaseModel] = DeploymentConfig
-    for part in path:
-        annotation: Any = block.model_fields[str(part)].annotation
-        # Of a block that may be null, the block.
-        inner = next((a for a in get_args(annotation) if a is not type(None)), annotation)
-        assert isinstance(inner, type) and issubclass(inner, BaseModel)
-        block = inner
-    return sorted(block.model_fields)
 
 
 class ConfigFile(BaseModel):

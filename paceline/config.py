@@ -6,8 +6,8 @@ YAML, the values of the Helm chart, a point of the search space and the output o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -272,6 +272,16 @@ class SpeculationConfig(BaseModel):
         return self.model_dump(exclude_none=True, exclude_defaults=False)
 
 
+def keys_at(schema: type[BaseModel], path: Iterable[str | int]) -> list[str]:
+    """The keys that the block at ``path`` of a nested schema knows."""
+    for part in path:
+        inner = schema.model_fields[str(part)].annotation
+        # An optional block is a union of its schema and None.
+        kinds = [k for k in (inner, *get_args(inner)) if isinstance(k, type)]
+        schema = next(kind for kind in kinds if issubclass(kind, BaseModel))
+    return sorted(schema.model_fields)
+
+
 def parse_speculation(
     value: Mapping[str, Any] | None, prefix: str = "speculation"
 ) -> SpeculationConfig:
@@ -288,6 +298,6 @@ def parse_speculation(
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            allowed = "one of the keys " + ", ".join(sorted(SpeculationConfig.model_fields))
+            allowed = "one of the keys " + ", ".join(keys_at(SpeculationConfig, ()))
             raise InvalidArgument(f"{prefix}.{key}", first["input"], allowed) from None
         raise InvalidArgument(f"{prefix}.{key}", first["input"], first["msg"]) from None

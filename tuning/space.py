@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.config import ModelConfig
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
-from paceline.config import SpeculationConfig, parse_speculation
+from paceline.config import SpeculationConfig, keys_at, parse_speculation
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import DTYPES
 from paceline.methods import METHODS
@@ -427,20 +427,13 @@ def parse_space(data: Mapping[str, Any], *, source: str = "", folder: Path | Non
         name = ".".join(str(part) for part in first["loc"])
         allowed = first["msg"]
         if first["type"] == "extra_forbidden":
-            allowed = "one of the keys " + ", ".join(_keys_at(first["loc"][:-1]))
+            allowed = "one of the keys " + ", ".join(keys_at(_Document, first["loc"][:-1]))
         raise InvalidArgument(name, first["input"], allowed) from None
     document = _with_paths(document, folder)
     space = Space(document, _parse_choices(document), source)
     _check_objectives(space)
     _check_fields(space)
     return space
-
-
-def _keys_at(path: tuple[str | int, ...]) -> list[str]:
-    block: Any = _Document
-    for part in path:
-        block = block.model_fields[str(part)].annotation
-    return sorted(block.model_fields)
 
 
 def _with_paths(document: _Document, folder: Path | None) -> _Document:

@@ -104,9 +104,7 @@ class PairedMeasurement:
         """Measure twice what the next rung adds; when all prompts are in, each of them once."""
         start = self.num_groups
         if self.covers_all:
-            self._backend.forget()  # the same prompts come again: nothing may know their answers
-            for group in range(len(self._groups)):
-                self._measure(group)
+            self.repeat(self._backend)
             return
         rung = self._settings.prompts_per_rung or -(-len(self._groups) // 4)
         added = range(start, min(start + rung, len(self._groups)))
@@ -114,6 +112,20 @@ class PairedMeasurement:
             self._backend.forget()
             for group in added:
                 self._measure(group)
+
+    def repeat(self, backend: Backend) -> None:
+        """Measure all prompts once more.
+
+        Args:
+            backend: the one of before, or another one in its place where that one cannot forget:
+                the same prompts come again, and no drafter may know their answers.
+        """
+        if self._baseline is self._backend:
+            self._baseline = backend
+        self._backend = backend
+        backend.forget()
+        for group in range(len(self._groups)):
+            self._measure(group)
 
     def _measure(self, group: int) -> None:
         prompts = self._groups[group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tuning.results import Interval, Metrics, Results, TrialRecord, best_trial
 from tuning.space import Space
 
 _CONFIG = "best.yaml"
+REPETITIONS = 3
 
 
 def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
@@ -51,16 +53,20 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
         [encoded[(start + i) % len(encoded)] for i in range(size)]
         for start in range(0, len(encoded), size)
     ]
-    with local.deployed(file, report=report) as running, Client(str(running["gateway"])) as client:
-        backend = ServerBackend(client, tokenizer, size)
-        try:
-            report("measuring")
-            measurement = PairedMeasurement(best.point, space, backend, backend, groups)
-            while not measurement.is_sure:
-                measurement.step()
-            served = measurement.metrics()
-        finally:
-            backend.close()
+    measurement: PairedMeasurement | None = None
+    for number in range(1, REPETITIONS + 1):
+        # Replicas remember what they drafted: only a new one has not met the prompts.
+        with (
+            local.deployed(file, report=report) as running,
+            Client(str(running["gateway"])) as client,
+            closing(ServerBackend(client, tokenizer, size)) as backend,
+        ):
+            report(f"measuring, {number} of {REPETITIONS}")
+            if measurement is None:
+                measurement = PairedMeasurement(best.point, space, backend, backend, groups)
+            measurement.repeat(backend)
+    assert measurement is not None
+    served = measurement.metrics()
     return _comparison(best, served)
 
 

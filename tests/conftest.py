@@ -40,6 +40,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("zoo")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one process runs when there are several: a file, or all that need a Ray."""
     for item in items:

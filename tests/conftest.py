@@ -40,12 +40,10 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("zoo")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """What one process runs when there are several: a file, or all that need a Ray."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("serve") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    group = "ray" if item.get_closest_marker("serve") else str(item.path)
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -40,12 +40,6 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("zoo")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """What one process runs when there are several: a file, or all that need a Ray."""
-    group = "ray" if item.get_closest_marker("serve") else str(item.path)
-    item.add_marker(pytest.mark.xdist_group(group))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many tests ran, in a line that is easy to find."""
     counts = {

@@ -352,8 +352,9 @@ class Sweep:
         objective = self.space.objectives[0]
         counting = [r for r in records if r.counts and not r.point.is_ar]
         counting.sort(key=lambda r: -r.objective(objective).value)
-        chosen = counting[: self.space.document.search.confirm]
-        chosen = [record for record in chosen if record.confirmed is None]
+        done = [record for record in counting if record.confirmed is not None]
+        left = max(0, self.space.document.search.confirm - len(done))
+        chosen = [record for record in counting if record.confirmed is None][:left]
         if not chosen:
             return
         self._say(f"measuring the best {len(chosen)} once more, side by side ...")

@@ -64,7 +64,7 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 	@$(BIN)/paceline demo
 
 .PHONY: test
-test: $(STAMP) ## run the test suite (15 minutes on 2 cores)
+test: $(STAMP) ## run the test suite (under 20 minutes on 2 cores)
 	@$(PYTEST) -n $(PYTEST_WORKERS) --dist loadfile -m "not serve and not nightly" $(PYTEST_ARGS) \
 	  || [ $$? -eq 5 ]
 	@$(PYTEST) -m "serve and not nightly" $(PYTEST_ARGS) || [ $$? -eq 5 ]

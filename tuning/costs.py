@@ -199,7 +199,7 @@ def measure_costs(
         key: see :func:`paceline.profile.profile_key`.
         concurrency: sessions decoded together.
         limit_s: seconds after which no further run begins. Groups that serve many configurations
-            come first; those that no run was left for have no costs.
+            come first; those that no time was left for have no costs.
 
     Raises:
         InvalidArgument: no prompts, no time, or more sessions than KV memory has room for.
@@ -214,27 +214,24 @@ def measure_costs(
         [prompts[(start + i) % len(prompts)] for i in range(concurrency)]
         for start in range(0, min(len(prompts), _GROUPS * concurrency), concurrency)
     ]
-    total = repetitions * sum(1 + len(members) for members in picks.values())
+    runs = [(group, *pick) for group, members in picks.items() for pick in members.items()]
+    total = repetitions * len(runs)
     progress(0, total, "target forwards")
     started = time.monotonic()
     profile = _profile(engine, dict(key), largest, concurrency)
     _run(engine, _AR, groups, params, profile)  # the first run allocates and reads pages
     ars: list[_Sample] = []
     samples: dict[tuple[str, Size], list[_Sample]] = defaultdict(list)
-    done = 0
-    for group, members in [*picks.items()] * repetitions:
+    for done, (group, size, config) in enumerate(runs * repetitions):
         if time.monotonic() - started > limit_s:
             break
-        progress(done, total, "AR")
+        progress(done, total, config.method)
         ar = _run(engine, _AR, groups, params, profile)
         assert ar is not None  # every engine takes it
         ars.append(ar)
-        for size, config in members.items():
-            progress(done, total, config.method)
-            sample = _run(engine, config, groups, params, profile)
-            if sample is not None:
-                samples[group, size].append(sample.over(ar.round))
-        done += 1 + len(members)
+        sample = _run(engine, config, groups, params, profile)
+        if sample is not None:
+            samples[group, size].append(sample.over(ar.round))
     progress(total, total, "done")
     if not ars:
         raise InvalidArgument("limit_s", limit_s, "time for a run of AR at least")

@@ -17,6 +17,7 @@ if __name__ == "__main__":  # as a script, its own folder would come first on th
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import datetime
+import gc
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -62,7 +64,7 @@ class Sweep:
 
     Raises:
         InvalidArgument: there is a sweep already and ``resume`` was not asked for, or it is of
-            another space.
+            another space; results shall go to a tracker that is not installed.
         SweepError: the storage cannot be written.
     """
 
@@ -93,6 +95,7 @@ class Sweep:
             self._seconds, self._started = dict(earlier.seconds), earlier.started
             self._environment = dict(earlier.environment)
             self._num_runs = earlier.num_runs + 1
+        _check_trackers(space)
         self._probe_storage()
 
     def _probe_storage(self) -> None:
@@ -563,10 +566,24 @@ def run_trials(
         except Exception as error:
             # Tune wraps what its callbacks raise.
             raise recorder.error or SweepError(f"the trials broke off: {error}") from error
+    if space.document.tracking.wandb_project is not None:
+        # Its callback ends itself through Ray as it is freed, and is part of a cycle.
+        del tuner
+        gc.collect()
 
 
 def _storage_path(url: str) -> str:
     return url if "://" in url else str(Path(url).expanduser().resolve())
+
+
+def _check_trackers(space: Space) -> None:
+    """That the packages are there: neither is one of Paceline's own requirements."""
+    for key, value in space.document.tracking.model_dump().items():
+        package = key.split("_")[0]
+        if value is not None and find_spec(package) is None:
+            raise InvalidArgument(
+                f"tracking.{key}", value, f"null, or an environment with `pip install {package}`"
+            )
 
 
 def _trackers(space: Space) -> list[Any]:

@@ -12,10 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from deployments.config import read_config_file
 from tests.deployments.conftest import free_port
-from tuning.results import Results
+from tuning.results import Results, best_trial
+from tuning.space import read_space
+from tuning.sweep import Sweep
+from tuning.verify import verify
 
 pytestmark = [pytest.mark.nightly, pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -99,6 +103,23 @@ def test_a_sweep_is_submitted_as_a_job(
     assert results.manifest().state == "finished"
     assert len(results.predictions()) > 100
     assert read_config_file(tmp_path / "sweep" / "best.yaml").config.speculation.method
+
+
+def test_the_best_of_everything_is_not_below_ar(tmp_path: Path) -> None:
+    """All families on a mixed workload, then the found configuration once more, served."""
+    space = read_space(
+        "everything",
+        ["search.trials=12", "search.simulated_first=8", "search.time_s=300", "search.confirm=2"],
+    )
+    results = Results(str(tmp_path / "sweep"))
+    assert Sweep(space, results, Console()).run().state == "finished"
+    best = best_trial(results.trials(), "goodput")
+    assert best is not None
+    assert best.counts
+    if not best.point.is_ar:
+        assert best.confirmed is not None
+        assert best.confirmed.goodput_ratio.low > 1
+        assert verify(results, print)["served"]["low"] > 1
 
 
 def test_a_node_that_dies_costs_its_trial_alone(

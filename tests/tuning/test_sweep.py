@@ -96,6 +96,16 @@ def test_from_a_space_to_a_file_that_can_be_served(
     assert {f.name: f.read_text() for f in (tmp_path / "sweep/trials").iterdir()} == before
 
 
+def test_a_tracker_that_is_not_installed_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuning.sweep.find_spec", lambda name: None)
+    space = small(tracking={"mlflow_uri": "sqlite:///runs.db"})
+    with pytest.raises(InvalidArgument, match=r"tracking\.mlflow_uri.*pip install mlflow"):
+        Sweep(space, Results(str(tmp_path / "sweep")), quiet())
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_a_drafter_in_an_actor_of_its_own(ray_here: None, tmp_path: Path) -> None:
     space = small(space={"method": "draft_model", "topology": ["actors"]})
     results = Results(str(tmp_path))

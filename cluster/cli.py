@@ -623,6 +623,13 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay until Ctrl-C, then take it down again.")
     ] = False,
+    observability: Annotated[
+        bool,
+        typer.Option(
+            "--observability",
+            help="Write a Prometheus scrape config and the Grafana dashboard, and say where.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start (or join) a Ray cluster and deploy a target, its drafters and the gateway.
@@ -639,7 +646,9 @@ def up(
     require("serve", "ray", "grpc")
     from cluster import local
 
-    result = local.up(config, address=address, port=port, detach=not foreground)
+    result = local.up(
+        config, address=address, port=port, detach=not foreground, observability=observability
+    )
     if as_json:
         print_json(result)
 

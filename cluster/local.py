@@ -252,6 +252,24 @@ def describe(app: str) -> dict[str, Any]:
     }
 
 
+def metrics_addresses() -> list[str]:
+    """HOST:PORT of every node's Prometheus metrics, on the Ray that this process is on."""
+    import ray
+
+    return [
+        f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        for node in ray.nodes()
+        if node["Alive"] and node.get("MetricsExportPort")
+    ]
+
+
+def write_observability(result: dict[str, Any]) -> dict[str, str]:
+    """Write a scrape config and the dashboard for what :func:`up` returned; says where."""
+    from deployments.dashboard import write_observability as write
+
+    return write(state_folder() / "observability", result.get("metrics") or [])
+
+
 @contextlib.contextmanager
 def deployed(
     file: ConfigFile, *, address: str | None = None, report: Report = lambda line: None
@@ -270,7 +288,7 @@ def deployed(
     try:
         ray_address = join_ray(address) if address else start_ray(file)
         deploy(file, report)
-        yield {**describe(file.name), "ray_address": ray_address}
+        yield {**describe(file.name), "ray_address": ray_address, "metrics": metrics_addresses()}
     finally:
         _take_down(file.name)
 
@@ -364,6 +382,7 @@ def up(
     address: str | None = None,
     port: int | None = None,
     detach: bool = True,
+    observability: bool = False,
 ) -> dict[str, Any]:
     """Deploy a config file (default: the demo pair as two actors) and wait until it is ready.
 
@@ -372,6 +391,7 @@ def up(
         port: instead of the file's ``gateway.grpc_port``.
         detach: True returns when all is ready and leaves it running until :func:`down`; False
             stays until Ctrl-C (or SIGTERM) and takes it down again.
+        observability: write a Prometheus scrape config and the Grafana dashboard, and say where.
 
     Returns:
         what :func:`status` returns.
@@ -395,7 +415,7 @@ def up(
         if address is None and detach:
             result = _spawn(file, port, state, report)
         elif address is None:
-            return _own(file, state, report)
+            return _own(file, state, report, observability)
         else:
             report("joining Ray")
             ray_address = join_ray(address)
@@ -403,10 +423,11 @@ def up(
             result = {
                 "config": str(file.path), "app": file.name, "address": address,
                 "ray_address": ray_address, **describe(file.name),
+                "metrics": metrics_addresses(),
             }  # fmt: skip
             state.write(**result)
     console = Console(stderr=True)
-    _announce(console, result)
+    _announce(console, result, observability)
     if not detach:
         try:
             _wait_for_signal(console)
@@ -415,13 +436,19 @@ def up(
     return result
 
 
-def _announce(console: Console, result: dict[str, Any]) -> None:
+def _announce(console: Console, result: dict[str, Any], observability: bool) -> None:
     console.print(f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC)", highlight=False)
     for name, deployment in result["deployments"].items():
         for replica in deployment["replicas"]:
             console.print(
                 f"  {name:<8} process {replica['pid']:<8} {replica['address']}", highlight=False
             )
+    if observability:
+        result["observability"] = files = write_observability(result)
+        for address in result["metrics"]:
+            console.print(f"  metrics  http://{address}/metrics", highlight=False)
+        for name in ("prometheus", "dashboard"):
+            console.print(f"  {name:<10} {files[name]}", highlight=False, soft_wrap=True)
 
 
 def _wait_for_signal(console: Console) -> None:
@@ -439,7 +466,9 @@ def _wait_for_signal(console: Console) -> None:
             signal.signal(number, handler)
 
 
-def _own(file: ConfigFile, state: _State, report: Report) -> dict[str, Any]:
+def _own(
+    file: ConfigFile, state: _State, report: Report, observability: bool = False
+) -> dict[str, Any]:
     """Run a Ray and the deployment in this process until a signal."""
     lock = state.lock()
     if lock is None:
@@ -459,7 +488,7 @@ def _own(file: ConfigFile, state: _State, report: Report) -> dict[str, Any]:
             state.write(**result, token=os.environ.get("RAY_AUTH_TOKEN"))
             report("")
             console = Console(stderr=True)
-            _announce(console, result)
+            _announce(console, result, observability)
             _wait_for_signal(console)
             report("stopping")
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from ray import serve
 
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, LeaseBook, data_host
+from deployments.metrics import report_gauges
 from paceline.drafters.draft_model import DraftModel
 from paceline.loading import limit_threads, load_drafter
 from rpc.draft_service import DraftServicer
@@ -52,6 +53,9 @@ class DrafterDeployment:
             credentials=None if tls is None else tls.server().credentials(),
             insecure=config.data_plane_insecure,
         )
+        self._reporting = report_gauges(
+            lambda: {"drafter_sessions": self._servicer.num_sessions}, self._server.gate
+        )
         self._leases = LeaseBook(self._server.address)
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
@@ -79,3 +83,4 @@ class DrafterDeployment:
         if hasattr(self, "_leases"):
             self._leases.close()
             await self._server.stop(grace=0.5)
+            await self._reporting.stop()

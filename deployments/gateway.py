@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from deployments.lease import Lease, open_lease
+from deployments.metrics import report_gauges
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from rpc.access import Admission, Gate, QuotaExceeded
 from rpc.audit import Audit
@@ -483,6 +484,7 @@ class GatewayDeployment:
             )
         except PortInUse as error:
             raise PortInUse(f"gateway.host, gateway.grpc_port: {error}") from None
+        self._reporting = report_gauges(self._gauges, gate)
         self._sweeper = asyncio.create_task(self._sweep())
 
     def status(self) -> dict[str, Any]:
@@ -495,6 +497,11 @@ class GatewayDeployment:
             "sessions": self._gate.num_sessions,
         }
 
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "gateway_calls": self._relay.num_calls, "gateway_sessions": self._gate.num_sessions,
+        }  # fmt: skip
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
@@ -505,4 +512,5 @@ class GatewayDeployment:
         if hasattr(self, "_sweeper"):
             self._sweeper.cancel()
             await self._server.stop(grace=0.5)
+            await self._reporting.stop()
             await self._relay.close()

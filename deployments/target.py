@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
+from deployments.metrics import report_engine
 from paceline.engine import Engine, EngineThread
 from paceline.loading import limit_threads, load_engine
 from rpc.access import Gate
@@ -85,6 +86,7 @@ class TargetDeployment:
             gate=Gate(limits=config.target.limits.call_limits()),
             idle_timeout_s=config.target.idle_timeout_s,
         )
+        self._reporting = report_engine(self._engine, self._server.gate)
         self._leases = LeaseBook(self._server.address)
         if self._remote is not None:
             ready = await asyncio.to_thread(self._remote.wait_ready, DRAFTER_TIMEOUT_S)
@@ -151,6 +153,7 @@ class TargetDeployment:
         if hasattr(self, "_leases"):
             self._leases.close()
             await self._server.stop(grace=0.5)
+            await self._reporting.stop()
         if hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.stop)
         if self._drafter_lease is not None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paceline.config import SpeculationConfig
+from paceline.counters import CounterBook, EngineCounters
 from paceline.drafters.base import (
     AsyncDrafter,
     Drafter,
@@ -150,6 +151,7 @@ class Engine:
         self._draft_started: dict[str, float] = {}
         self._handlers: dict[str, EventHandler] = {}
         self._text_sent: dict[str, int] = {}
+        self._book = CounterBook()
         self._arrival = threading.Condition()
         self.interrupted: Callable[[], object] = lambda: False  # ends a wait for drafts early
 
@@ -385,6 +387,14 @@ class Engine:
         running = [s for s in self.sessions.values() if s.state is not SessionState.WAITING]
         return Load(len(running), len(self._waiting), sum(s.length for s in running))
 
+    def take_counters(self) -> EngineCounters:
+        """What was done so far; requests and steps since the last call."""
+        counters = self._book.take(list(self.sessions.values()))
+        if isinstance(self.target, ModelTarget):
+            counters.kv_capacity = self.target.kv_capacity
+            counters.kv_used = self.target.kv_capacity - self.target.num_free
+        return counters
+
     def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
         """One step for everybody who is ready.
 
@@ -407,6 +417,7 @@ class Engine:
         for session in ready:
             session.state = SessionState.VERIFYING
         self._tell()  # listeners run beside the forward that comes now
+        started = time.perf_counter()
         try:
             outcomes = decode_round(
                 ready, self._local_drafters(), self.target, self.load,
@@ -421,6 +432,7 @@ class Engine:
             )  # fmt: skip
             self._fail([*ready, *(session for session, _ in prefill)], error)
             return []
+        self._book.steps.append(time.perf_counter() - started)
         self._observe_remote(ready, outcomes)
         for session, _ in prefill:
             self._after_prefill(session)
@@ -485,6 +497,8 @@ class Engine:
             self.target.open(session)
             self._open_drafter(session)
             session.state = SessionState.PREFILLING
+            session.stats.admitted_at = time.perf_counter()
+            self._book.num_prompt_tokens += session.prompt_length
             running, free = running + 1, free - wanted
             if self.target.prefill_left(session) == 0:
                 self._after_prefill(session)
@@ -639,7 +653,8 @@ class Engine:
 
     def _release(self, session: Session) -> None:
         session_id = session.session_id
-        self.sessions.pop(session_id, None)
+        if self.sessions.pop(session_id, None) is not None:
+            self._book.ended(session)
         if session in self._waiting:
             self._waiting.remove(session)
         if self._reserved.pop(session_id, None) is not None:

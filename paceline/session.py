@@ -47,6 +47,7 @@ class SessionStatistics:
     drafter_failures: int = 0
     drafter_lost: bool = False
     started_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -80,7 +81,7 @@ class SessionStatistics:
     def as_dict(self) -> dict[str, Any]:
         """Counters and derived ratios, as the CLI prints them."""
         result = asdict(self)
-        for name in ("started_at", "first_token_at", "finished_at"):
+        for name in ("started_at", "admitted_at", "first_token_at", "finished_at"):
             del result[name]
         result["mean_accepted_length"] = self.mean_accepted_length
         result["acceptance_rate"] = self.acceptance_rate
@@ -96,6 +97,7 @@ class Session:
         token_ids: prompt plus everything committed, in order.
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
+        method_name: of the plan that it began with; a lost drafter changes the plan.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
     """
 
@@ -116,6 +118,7 @@ class Session:
         self.prompt_length = len(self.token_ids)
         self.params = params
         self.plan = plan
+        self.method_name = plan.method.name
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()

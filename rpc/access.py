@@ -7,6 +7,7 @@ services ask it for an :class:`Admission` for each session and tell it of rounds
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -170,6 +171,7 @@ class Gate:
             ),
         )
         self._accounts: dict[str, _Account] = {}
+        self.num_refusals: Counter[str] = Counter()  # by reason
 
     @property
     def num_sessions(self) -> int:
@@ -245,13 +247,15 @@ class Gate:
         return caller
 
     def record_refusal(self, error: BaseException, session_id: str = "") -> None:
-        """Write a refusal of the current call to the audit log."""
-        if self._audit is None:
-            return
+        """Count a refusal of the current call, and write it to the audit log."""
         caller, row = _caller.get(), row_of(error)
         reason = row.reason if row is not None else type(error).__name__
         if isinstance(error, QuotaExceeded):
             reason = error.quota
+        if row is not None:  # a caller who left was not refused
+            self.num_refusals[reason] += 1
+        if self._audit is None:
+            return
         self._audit.refused(
             tenant=caller.name,
             peer=caller.peer,

@@ -14,6 +14,7 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",  # tests fetch nothing
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # its 5 s are too short on two busy cores
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_metrics_report_interval_ms": "1000",  # instead of 10 s, so that tests can read them
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
 }.items():
     os.environ.setdefault(_name, _value)

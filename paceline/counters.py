@@ -1,0 +1,176 @@
+"""What an engine has done so far, for whoever exports it.
+
+Rounds cost nothing here: the counters are the sums of the sessions' own statistics, of those that
+have ended (added once, when they end) and of those that run (added when somebody looks).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from paceline.session import Session, SessionStatistics
+
+MAX_KEPT = 4096
+"""Ended requests and steps that are kept for somebody who looks; older ones are forgotten."""
+
+
+@dataclass(slots=True)
+class MethodCounters:
+    """Rounds of the sessions that asked for one method.
+
+    Attributes:
+        num_rounds: verifications of one session.
+        num_drafts: rounds that drafted something.
+        num_draft_tokens: the depths of the drafts added up, as :attr:`acceptance_rate` counts.
+        num_draft_nodes: nodes of the drafts.
+        num_accepted_tokens: drafted tokens that were committed.
+        num_tokens: generated tokens.
+        drafts_per_position: rounds whose draft reached depth ``i + 1``.
+        accepted_per_position: accepted tokens at depth ``i + 1``.
+        draft_seconds, verify_seconds: added up over rounds.
+        num_drafters_lost: sessions that went on as AR.
+    """
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_draft_nodes: int = 0
+    num_accepted_tokens: int = 0
+    num_tokens: int = 0
+    drafts_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    num_drafters_lost: int = 0
+
+    def add(self, stats: SessionStatistics) -> None:
+        """Count a session's rounds."""
+        self.num_rounds += stats.num_rounds
+        self.num_drafts += stats.drafted_by_depth[0] if stats.drafted_by_depth else 0
+        self.num_draft_tokens += stats.num_drafted
+        self.num_draft_nodes += stats.num_draft_nodes
+        self.num_accepted_tokens += stats.num_accepted
+        self.num_tokens += stats.num_tokens
+        self.draft_seconds += stats.draft_seconds
+        self.verify_seconds += stats.verify_seconds
+        self.num_drafters_lost += stats.drafter_lost
+        _add(self.drafts_per_position, stats.drafted_by_depth)
+        _add(self.accepted_per_position, stats.accepted_by_depth)
+
+    def copy(self) -> MethodCounters:
+        """The same numbers, to be added to."""
+        result = MethodCounters()
+        for name in self.__slots__:
+            value = getattr(self, name)
+            setattr(result, name, list(value) if isinstance(value, list) else value)
+        return result
+
+    def lengths(self) -> dict[int, int]:
+        """How many rounds had a draft of each depth; 0 is AR."""
+        reached = [self.num_rounds, *self.drafts_per_position, 0]
+        depths = range(len(reached) - 1)
+        return {d: reached[d] - reached[d + 1] for d in depths if reached[d] > reached[d + 1]}
+
+
+def _add(totals: list[int], counts: list[int]) -> None:
+    totals += [0] * (len(counts) - len(totals))
+    for i, count in enumerate(counts):
+        totals[i] += count
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """One session that has ended; seconds are None where it did not come that far.
+
+    Attributes:
+        method: that it asked for.
+        queue_seconds: until it was admitted.
+        first_token_seconds: from submission to the first token.
+        seconds_per_token: of the tokens after the first one.
+        seconds: from submission to the end.
+    """
+
+    method: str
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    seconds_per_token: float | None
+    seconds: float
+
+    @staticmethod
+    def of(session: Session) -> EndedRequest:
+        """The record of a finished session."""
+        stats = session.stats
+        begin, first, end = stats.started_at, stats.first_token_at, stats.finished_at or 0.0
+        later = stats.num_tokens - 1
+        return EndedRequest(
+            method=session.method_name,
+            finish_reason=session.finish_reason or "",
+            prompt_tokens=session.prompt_length,
+            output_tokens=stats.num_tokens,
+            queue_seconds=None if stats.admitted_at is None else stats.admitted_at - begin,
+            first_token_seconds=None if first is None else first - begin,
+            seconds_per_token=(end - first) / later if first is not None and later > 0 else None,
+            seconds=end - begin,
+        )
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Everything since the engine began, but ``requests`` and ``steps``: since one looked last.
+
+    Attributes:
+        methods: by the method that sessions asked for.
+        states: sessions in each state now.
+        kv_used, kv_capacity: entries; 0 where the target is on another machine.
+        num_prompt_tokens: of admitted sessions.
+        finished: sessions by the reason of their end.
+        requests: that have ended.
+        steps: seconds of steps that computed something.
+    """
+
+    methods: dict[str, MethodCounters] = field(default_factory=dict)
+    states: Counter[str] = field(default_factory=Counter)
+    kv_used: int = 0
+    kv_capacity: int = 0
+    num_prompt_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    requests: list[EndedRequest] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+
+
+class CounterBook:
+    """The counters of one engine. Lives on the thread that steps it."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        self.steps: deque[float] = deque(maxlen=MAX_KEPT)
+        self._methods: dict[str, MethodCounters] = {}
+        self._finished: Counter[str] = Counter()
+        self._requests: deque[EndedRequest] = deque(maxlen=MAX_KEPT)
+
+    def ended(self, session: Session) -> None:
+        """Count a session that has ended."""
+        self._finished[session.finish_reason or ""] += 1
+        self._requests.append(EndedRequest.of(session))
+        self._methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
+
+    def take(self, running: list[Session]) -> EngineCounters:
+        """The counters with the sessions that run now; ``requests`` and ``steps`` begin anew."""
+        methods = {name: counters.copy() for name, counters in self._methods.items()}
+        for session in running:
+            methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
+        result = EngineCounters(
+            methods=methods,
+            states=Counter(session.state.value for session in running),
+            num_prompt_tokens=self.num_prompt_tokens,
+            finished=Counter(self._finished),
+            requests=list(self._requests),
+            steps=list(self.steps),
+        )
+        self._requests.clear()
+        self.steps.clear()
+        return result

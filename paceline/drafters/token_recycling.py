@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.session import Session
 
 UNKNOWN = -1
+MAX_UNREAD = 32  # rows of logits that wait to be written
 
 
 class TokenRecycling:
@@ -29,20 +30,20 @@ class TokenRecycling:
 
     The matrix holds ids in order of rank and no scores. Where a shape or the noise of a sampled
     request needs scores, each rank has the mean distance to the best logit that was observed for
-    it, for all tokens alike.
+    it, for all tokens alike. Logits are written when somebody reads, several rows at once: rounds
+    without a draft cost next to nothing.
 
     Args:
         vocab_size: of the target.
         width: successors for each token.
-
-    Attributes:
-        matrix: successors by rank, -1 where unknown.  # int32[vocab_size, width]
     """
 
     needs = frozenset({Need.TREE_LOGITS})
 
     def __init__(self, vocab_size: int, width: int = 8) -> None:
-        self.matrix = np.full((vocab_size, width), UNKNOWN, np.int32)
+        self._matrix = np.full((vocab_size, width), UNKNOWN, np.int32)
+        self._unread: list[torch.Tensor] = []
+        self._unread_tokens: list[int] = []  # one for each row of these
         self._rank_logits: npt.NDArray[np.float64] = np.zeros(width)
         self._num_observed = 0
 
@@ -63,6 +64,12 @@ class TokenRecycling:
     ) -> SparseRows:
         return self._rows([token for frontier in frontiers for _, token, _ in frontier])
 
+    @property
+    def matrix(self) -> npt.NDArray[np.int32]:
+        """Successors by rank, -1 where unknown.  # int32[vocab_size, width]"""
+        self._write()
+        return self._matrix
+
     def _rows(self, token_ids: list[int]) -> SparseRows:
         ids = self.matrix[token_ids].astype(np.int64)
         # Ranks with equal means must stay in order.
@@ -70,18 +77,25 @@ class TokenRecycling:
         return SparseRows(ids, np.broadcast_to(scores.astype(np.float32), ids.shape))
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        """Write the row of every node; of several nodes with one token the last one counts."""
-        tokens: list[int] = []
         for session, outcome in zip(sessions, outcomes, strict=True):
-            tokens.append(session.token_ids[-len(outcome.token_ids) - 1])
-            tokens += outcome.draft.token_ids.tolist()
-        logits = torch.cat([outcome.verification.logits for outcome in outcomes])
-        width = min(self.matrix.shape[1], logits.shape[1])
+            self._unread_tokens.append(session.token_ids[-len(outcome.token_ids) - 1])
+            self._unread_tokens += outcome.draft.token_ids.tolist()
+            self._unread.append(outcome.verification.logits)
+        if len(self._unread_tokens) >= MAX_UNREAD:
+            self._write()
+
+    def _write(self) -> None:
+        """Write the row of every node; of several nodes with one token the last one counts."""
+        if not self._unread:
+            return
+        tokens, logits = self._unread_tokens, torch.cat(self._unread)
+        self._unread, self._unread_tokens = [], []
+        width = min(self._matrix.shape[1], logits.shape[1])
         top = torch.topk(logits, width)
         ids: npt.NDArray[np.int64] = top.indices.cpu().numpy()
         values: npt.NDArray[np.float32] = top.values.float().cpu().numpy()
         # Logits of -inf are no successors (padding of the vocabulary).
-        self.matrix[tokens, :width] = np.where(np.isfinite(values), ids, UNKNOWN)
+        self._matrix[tokens, :width] = np.where(np.isfinite(values), ids, UNKNOWN)
         distances = np.maximum(values - values[:, :1], -30.0).mean(0)
         self._num_observed += len(tokens)
         share = len(tokens) / self._num_observed

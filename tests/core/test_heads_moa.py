@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,13 @@ def states(target: Target) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def head(target: Target, tmp_path: Path) -> MixtureOfAttentions:
-    """A random head as it is loaded to draft, with a target of which only the ends are there."""
-    random_head(MixtureOfAttentions, target, MixtureOptions(horizon=4)).save(tmp_path)
-    return load_head(MixtureOfAttentions, tmp_path, target)
+@pytest.fixture(params=[0, 1], ids=lambda n: f"N={n}")
+def head(request: pytest.FixtureRequest, target: Target, tmp_path: Path) -> MixtureOfAttentions:
+    """A random head as it is loaded to draft; with N = 0 only the ends of the target are there."""
+    options = MixtureOptions(horizon=4, target_layers=request.param)
+    random_head(MixtureOfAttentions, target, options).save(tmp_path)
+    there = target if request.param else replace(target, folder=None)
+    return load_head(MixtureOfAttentions, tmp_path, there)
 
 
 @pytest.mark.parametrize("phase", range(4))
@@ -105,7 +108,8 @@ def test_rounds_leave_no_trace_of_their_drafts(
         assert torch.allclose(logits, at_once, atol=1e-4)
         head.free(fresh)
     head.free(state)
-    assert head.stack.pool.num_free == head.stack.pool.capacity
+    for stack in [head.stack, head.inference] if head.options.target_layers else [head.stack]:
+        assert stack.pool.num_free == stack.pool.capacity
 
 
 def test_a_node_of_a_tree_is_as_on_its_path_alone(
@@ -161,20 +165,54 @@ def test_drafting_needs_no_layer_of_the_target(tiny_folder: Path, tmp_path: Path
 def test_what_a_drafter_elsewhere_would_be_sent(
     head: MixtureOfAttentions, states: torch.Tensor
 ) -> None:
-    """One vector for each token: a share of ``1 / num_layers`` of what the layers computed."""
-    state, done = head.new_state(), 0
+    """One vector for each token: a share of ``1 / num_layers`` of what the layers computed.
+
+    With layers of the target, also what enters the first of them.
+    """
+    state, done, vectors = head.new_state(), 0, 1 + (head.options.target_layers > 0)
     for count in (6, 1, 3):
         rows = states[done : done + count]
         head.root([state], [rows], [IDS[done : done + count]])
         done += count
-        assert state.payload_bytes == count * states.shape[-1] * 4
-        assert state.payload_bytes * states.shape[1] == rows.numel() * 4
+        assert state.payload_bytes == vectors * count * states.shape[-1] * 4
+        assert state.payload_bytes * states.shape[1] == vectors * rows.numel() * 4
 
 
-def test_training_makes_drafts_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_targets_layers_complete_what_is_drafted(count: int) -> None:
+    """With the true state in place of a draft, the logits are the target's own."""
+    batch = read(demo_runner(), texts()[:2])
+    assert batch.layer_states is not None
+    head = MixtureOfAttentions(demo_target(), MixtureOptions(target_layers=count))
+    states = batch.layer_states
+    for phase in range(2):
+        features = head._inferred(states[:, :-1], states[:, 1:, -1 - count], phase)
+        assert torch.allclose(features, batch.hidden[:, 1:], atol=1e-3)
+
+
+def test_layers_of_the_target_are_not_trained_and_not_saved(tmp_path: Path) -> None:
+    """Its norm and its layers stay the target's."""
+    plain, inferring = (
+        MixtureOfAttentions(demo_target(), MixtureOptions(target_layers=count)) for count in (0, 3)
+    )
+    assert set(plain.state_dict()) - set(inferring.state_dict()) == {"norm.weight"}
+    assert not set(inferring.state_dict()) - set(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("count", "allowed"), [(-1, "at least 0"), (2, "below 2"), (1, "0 for a target without")]
+)
+def test_layers_that_the_target_does_not_give(count: int, allowed: str, target: Target) -> None:
+    assert target.config.num_layers == 2
+    with pytest.raises(InvalidArgument, match=f"target_layers.*{allowed}"):
+        MixtureOfAttentions(replace(target, folder=None), MixtureOptions(target_layers=count))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_training_makes_drafts_right(count: int, tmp_path: Path) -> None:
     batch = read(demo_runner(), texts())
     torch.manual_seed(0)
-    head = MixtureOfAttentions(demo_target(), MixtureOptions(horizon=6))
+    head = MixtureOfAttentions(demo_target(), MixtureOptions(horizon=6, target_layers=count))
     before, _ = evaluate(head, batch)
     train(head, batch, 40, rate=2e-3)
     after, agreement = evaluate(head, batch)
@@ -183,10 +221,12 @@ def test_training_makes_drafts_right(tmp_path: Path) -> None:
     assert accepted_length(decode(head, tmp_path, "moa")) > 2.5
 
 
-def test_exact_to_the_end_of_the_context(zoo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_exact_to_the_end_of_the_context(count: int, zoo: Path, tmp_path: Path) -> None:
     check_end_of_context(
-        MixtureOfAttentions, MixtureOptions(), zoo, tmp_path, num_speculative_tokens=12
-    )
+        MixtureOfAttentions, MixtureOptions(target_layers=count), zoo, tmp_path,
+        num_speculative_tokens=12,
+    )  # fmt: skip
 
 
 def test_a_horizon_is_at_least_one_token(target: Target) -> None:

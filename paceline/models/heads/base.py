@@ -40,6 +40,7 @@ class Target:
         fast_logits: the same product on the target's own kernels, without gradients.
         packed_lm_head: ``lm_head`` in the layout of these kernels.
         kv_tokens: how many tokens the target's sessions hold at most, all together.
+        folder: where its weights are.
     """
 
     identity: str
@@ -49,6 +50,7 @@ class Target:
     fast_logits: Callable[[Tensor], Tensor] | None = None
     packed_lm_head: Weight | None = None
     kv_tokens: int | None = None
+    folder: Path | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of tokens.  # [...] -> [..., hidden_size]"""
@@ -81,14 +83,14 @@ class Target:
         embedding = tensors[name].to(device, dtype)
         tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
         lm_head = embedding if tied else tensors["lm_head.weight"].to(device, dtype)
-        return Target(target_identity(folder), config, embedding, lm_head)
+        return Target(target_identity(folder), config, embedding, lm_head, folder=folder)
 
     @staticmethod
     def of_runner(folder: Path, runner: LlamaRunner) -> Target:
         """The parts of a loaded target."""
         return Target(
             target_identity(folder), runner.config, runner.embedding, runner.lm_head,
-            runner.logits_of_hidden, runner.packed_lm_head, runner.kv_capacity,
+            runner.logits_of_hidden, runner.packed_lm_head, runner.kv_capacity, folder,
         )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.errors import InvalidArgument
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.llama import LlamaConfig, rope_table
+from paceline.models.llama import LlamaConfig, load_tensors, rope_table
 from paceline.models.ops import (
     Fuse,
     Layer,
@@ -82,6 +83,61 @@ class DecoderLayer(nn.Module):
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
         result: Tensor = x + self.down(F.silu(gate) * up)
         return result
+
+
+class TargetLayers:
+    """The last layers of a target and its final norm, frozen, with the weights that it has.
+
+    Not a module: whoever has one does not train or save it.
+
+    Raises:
+        InvalidArgument: the target has fewer layers, or layers of another kind.
+    """
+
+    def __init__(self, target: Target, count: int) -> None:
+        config = target.config
+        if count >= config.num_layers:
+            raise InvalidArgument("target_layers", count, f"below {config.num_layers}")
+        if target.folder is None:
+            raise InvalidArgument("target_layers", count, "0 for a target without a folder")
+        tensors, like = load_tensors(target.folder), target.embedding
+        self.layers: list[DecoderLayer] = []
+        for i in range(config.num_layers - count, config.num_layers):
+            prefix = f"model.layers.{i}."
+            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            try:
+                layer = DecoderLayer(config)
+                layer.load_state_dict(_renamed(own))
+            except (KeyError, RuntimeError) as error:
+                raise InvalidArgument(
+                    "target_layers", count,
+                    "0 for this target: its layers are not Llama's (biases, norms of heads)",
+                ) from error  # fmt: skip
+            self.layers.append(layer.to(like.device, like.dtype).requires_grad_(False))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm.load_state_dict({"weight": tensors["model.norm.weight"]})
+        self.norm.to(like.device, like.dtype).requires_grad_(False)
+
+
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A Llama checkpoint's weights of one layer by the names of :class:`DecoderLayer`.
+
+    What has no such name keeps its own, which is an error where it is loaded.
+    """
+    rest = dict(tensors)
+
+    def joined(*names: str) -> Tensor:
+        return torch.cat([rest.pop(f"{name}_proj.weight") for name in names])
+
+    renamed = {
+        "input_norm.weight": rest.pop("input_layernorm.weight"),
+        "qkv.weight": joined("self_attn.q", "self_attn.k", "self_attn.v"),
+        "out.weight": joined("self_attn.o"),
+        "post_norm.weight": rest.pop("post_attention_layernorm.weight"),
+        "gate_up.weight": joined("mlp.gate", "mlp.up"),
+        "down.weight": joined("mlp.down"),
+    }
+    return {**rest, **renamed}
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ def _file(topology: str) -> ConfigFile:
     shipped = {"actors": "demo.yaml", "colocated": "colocated.yaml"}[topology]
     file = read_config_file(CONFIGS_DIR / shipped)
     small = {name: {"num_cpus": 0.2} for name in ("target", "drafter")}
-    file = file.with_args({**small, "gateway": {"num_cpus": 0.1, "grpc_port": 0}})
+    file = file.with_args(
+        {**small, "gateway": {"num_cpus": 0.1, "grpc_port": 0, "http_port": None}}
+    )
     return file.model_copy(update={"name": topology})
 
 

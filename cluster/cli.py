@@ -618,7 +618,13 @@ def up(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="P", help="Port of the gateway, instead of the config's."),
+        typer.Option(metavar="P", help="Port of the gateway for gRPC, instead of the config's."),
+    ] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="P", help="Its port for HTTP, instead of the config's; 0: a free one."
+        ),
     ] = None,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay until Ctrl-C, then take it down again.")
@@ -642,12 +648,18 @@ def up(
     - `paceline up`
     - `paceline up --config service.yaml`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
+    - `curl http://127.0.0.1:8000/v1/models`
     """
     require("serve", "ray", "grpc")
     from cluster import local
 
     result = local.up(
-        config, address=address, port=port, detach=not foreground, observability=observability
+        config,
+        address=address,
+        port=port,
+        http_port=http_port,
+        detach=not foreground,
+        observability=observability,
     )
     if as_json:
         print_json(result)

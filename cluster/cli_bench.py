@@ -163,7 +163,7 @@ def _deployment(options: BenchOptions, report: Callable[[str], None]) -> Iterato
         "threads": torch.get_num_threads(),
     }
     file = read_config_file(local.DEMO_CONFIG)
-    file = file.with_args({"model": model, "gateway": {"grpc_port": 0}})
+    file = file.with_args({"model": model, "gateway": {"grpc_port": 0, "http_port": None}})
     with local.deployed(file, report=report) as running:
         yield str(running["gateway"])
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter
 from cluster.cli_output import err, out
-from cluster.local import DEMO_CONFIG, PortInUse, check_port, deployed, showing_progress
+from cluster.local import DEMO_CONFIG, PortInUse, check_ports, deployed, showing_progress
 from deployments.config import ConfigFile, read_config_file
 from paceline.config import SpeculationConfig
 from paceline.sampling import SamplingParams
@@ -85,7 +85,8 @@ def run(max_tokens: int = 96, *, show: bool = True) -> dict[str, Any]:
             if show:
                 err.print(
                     f"[dim]Ray, target, drafter and gateway are up after "
-                    f"{time.perf_counter() - started:.0f} s; the gateway is at {address}[/]",
+                    f"{time.perf_counter() - started:.0f} s; the gateway is at {address} (gRPC) "
+                    f"and {described['http']}/v1 (HTTP)[/]",
                     highlight=False,
                 )
                 _print_legend(out)
@@ -105,9 +106,9 @@ def run(max_tokens: int = 96, *, show: bool = True) -> dict[str, Any]:
 def _with_free_port(file: ConfigFile) -> ConfigFile:
     """The demo needs no particular port; it gives way to whatever runs already."""
     try:
-        check_port(file)
+        check_ports(file)
     except PortInUse:
-        return file.with_args({"gateway": {"grpc_port": 0}})
+        return file.with_args({"gateway": {"grpc_port": 0, "http_port": 0}})
     return file
 
 

@@ -287,7 +287,7 @@ def check_grpc() -> Result:
 # --- machine --------------------------------------------------------------------------------------
 
 
-PORTS = {GATEWAY_PORT: "gRPC gateway", HTTP_PORT: "Serve HTTP", DASHBOARD_PORT: "Ray dashboard"}
+PORTS = {GATEWAY_PORT: "gRPC gateway", HTTP_PORT: "HTTP gateway", DASHBOARD_PORT: "Ray dashboard"}
 
 
 def check_ports(ports: Mapping[int, str] = PORTS) -> Result:

@@ -122,23 +122,24 @@ def join_ray(address: str, token: str | None = None) -> str:
 # --- an application on it -------------------------------------------------------------------------
 
 
-def check_port(file: ConfigFile) -> None:
-    """Raise PortInUse when the gateway's port is taken on this machine."""
+def check_ports(file: ConfigFile) -> None:
+    """Raise PortInUse when a port of the gateway is taken on this machine."""
     gateway = file.config.gateway
-    if gateway.grpc_port == 0:
-        return
-    family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((gateway.host, gateway.grpc_port))
-            probe.listen(1)
-        except OSError as error:
-            raise PortInUse(
-                f"gateway.grpc_port: {gateway.host}:{gateway.grpc_port} cannot be used "
-                f"({error.strerror}); stop what listens there, or choose another port in "
-                f"{file.path} (gateway: grpc_port: N, 0 picks a free one)"
-            ) from None
+    for key, port in (("grpc_port", gateway.grpc_port), ("http_port", gateway.http_port)):
+        if not port:
+            continue  # a free one, or none
+        family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((gateway.host, port))
+                probe.listen(1)
+            except OSError as error:
+                raise PortInUse(
+                    f"gateway.{key}: {gateway.host}:{port} cannot be used ({error.strerror}); stop "
+                    f"what listens there, or choose another port in {file.path} (gateway: {key}: "
+                    "N, 0 picks a free one)"
+                ) from None
 
 
 def _quiet_serve() -> None:
@@ -247,6 +248,7 @@ def describe(app: str) -> dict[str, Any]:
         "running": bool(deployments),
         "ready": bool(deployments) and all(d["state"] == "HEALTHY" for d in deployments.values()),
         "gateway": next(iter(field("gateway", "address")), None),
+        "http": next(iter(field("gateway", "http")), None),
         "sessions": sum(field("target", "sessions")),
         "deployments": deployments,
     }
@@ -283,7 +285,7 @@ def deployed(
         ClusterError: as :func:`deploy`; PortInUse.
     """
     if address is None:
-        check_port(file)  # elsewhere only the gateway itself can tell
+        check_ports(file)  # elsewhere only the gateway itself can tell
     report("joining Ray" if address else "starting Ray")
     try:
         ray_address = join_ray(address) if address else start_ray(file)
@@ -371,9 +373,9 @@ class _State:
         return False
 
 
-def _load(config_path: str | Path | None, port: int | None) -> ConfigFile:
+def _load(config_path: str | Path | None, ports: dict[str, int]) -> ConfigFile:
     file = read_config_file(config_path or DEMO_CONFIG)
-    return file if port is None else file.with_args({"gateway": {"grpc_port": port}})
+    return file.with_args({"gateway": ports}) if ports else file
 
 
 def up(
@@ -381,6 +383,7 @@ def up(
     *,
     address: str | None = None,
     port: int | None = None,
+    http_port: int | None = None,
     detach: bool = True,
     observability: bool = False,
 ) -> dict[str, Any]:
@@ -388,7 +391,7 @@ def up(
 
     Args:
         address: of a Ray cluster to join; default: ``RAY_ADDRESS``, else a local Ray of its own.
-        port: instead of the file's ``gateway.grpc_port``.
+        port, http_port: instead of the file's ``gateway.grpc_port`` and ``gateway.http_port``.
         detach: True returns when all is ready and leaves it running until :func:`down`; False
             stays until Ctrl-C (or SIGTERM) and takes it down again.
         observability: write a Prometheus scrape config and the Grafana dashboard, and say where.
@@ -400,7 +403,9 @@ def up(
         InvalidArgument, ModelNotFound: the file is wrong.
         PortInUse, ClusterError: it cannot be started; the message says why.
     """
-    file = _load(config_path, port)
+    given = {"grpc_port": port, "http_port": http_port}
+    ports = {key: value for key, value in given.items() if value is not None}
+    file = _load(config_path, ports)
     address = address or os.environ.get("RAY_ADDRESS") or None
     state = _State(state_folder())
     known = state.read()
@@ -410,10 +415,10 @@ def up(
             "`paceline down` stops it"
         )
     if address is None:
-        check_port(file)
+        check_ports(file)
     with showing_progress() as report:
         if address is None and detach:
-            result = _spawn(file, port, state, report)
+            result = _spawn(file, ports, state, report)
         elif address is None:
             return _own(file, state, report, observability)
         else:
@@ -437,7 +442,10 @@ def up(
 
 
 def _announce(console: Console, result: dict[str, Any], observability: bool) -> None:
-    console.print(f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC)", highlight=False)
+    http = f" and [bold]{result['http']}/v1[/] (HTTP)" if result.get("http") else ""
+    console.print(
+        f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC){http}", highlight=False
+    )
     for name, deployment in result["deployments"].items():
         for replica in deployment["replicas"]:
             console.print(
@@ -508,15 +516,15 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _spawn(file: ConfigFile, port: int | None, state: _State, report: Report) -> dict[str, Any]:
+def _spawn(
+    file: ConfigFile, ports: dict[str, int], state: _State, report: Report
+) -> dict[str, Any]:
     """Run :func:`_own` in a process that outlives this one; wait until it is ready."""
     if state.owned:
         raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
     state.clear()
     state.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "cluster.local", str(file.path.resolve())]
-    if port is not None:
-        command.append(str(port))
+    command = [sys.executable, "-m", "cluster.local", str(file.path.resolve()), json.dumps(ports)]
     with state.log.open("w") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -595,6 +603,7 @@ def status() -> dict[str, Any]:
         nothing: dict[str, Any] = {
             "running": False,
             "gateway": None,
+            "http": None,
             "sessions": 0,
             "deployments": {},
         }
@@ -632,10 +641,9 @@ def showing_progress(show: bool = True) -> Iterator[Report]:
 
 
 def main() -> None:
-    """The background process of a detached ``up``: FILE [PORT]."""
-    port = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    """The background process of a detached ``up``: FILE PORTS."""
     try:
-        _own(_load(sys.argv[1], port), _State(state_folder()), lambda line: None)
+        _own(_load(sys.argv[1], json.loads(sys.argv[2])), _State(state_folder()), lambda line: None)
     except PacelineError as error:
         sys.exit(str(error))
 

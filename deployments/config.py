@@ -170,6 +170,12 @@ class GatewayConfig(_Replicas):
     num_cpus: float = Field(0.25, gt=0, description="CPUs that Ray reserves for each replica.")
     host: str = Field("127.0.0.1", min_length=1, description="Interface to listen on.")
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free port.")
+    http_port: int | None = Field(
+        8000,
+        ge=0,
+        le=65535,
+        description="Of the OpenAI-compatible API; 0 picks a free port, null: no HTTP.",
+    )
     open_timeout_s: float = Field(
         30.0, gt=0, description="How long a call waits for a target replica that can take it."
     )

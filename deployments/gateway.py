@@ -1,4 +1,4 @@
-"""The gateway: one fixed gRPC port for clients, relaying frames to the target replicas.
+"""The gateway: a fixed port for gRPC and one for HTTP, relaying to the target replicas.
 
 For each call it holds a lease on a target that Serve picked, and passes messages on as the bytes
 they came in. Verify sessions are read where routing needs it: a session id leads to the replica
@@ -11,8 +11,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -23,6 +24,8 @@ from ray.serve.handle import DeploymentHandle
 from deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from deployments.lease import Lease, open_lease
 from deployments.metrics import report_gauges
+from deployments.openai.api import make_app
+from deployments.openai.server import HttpServer, start_http
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from rpc.access import Admission, Gate, QuotaExceeded
 from rpc.audit import Audit
@@ -71,8 +74,7 @@ class Relay:
     """GenerateService and VerifyService in front of the target replicas.
 
     Args:
-        targets: handle of the target deployment.
-        open_timeout_s: how long a call waits for a replica that can take it.
+        open_lease: a lease on a target that can take a session, or ServerUnavailable.
         idle_timeout_s: streams that send nothing for so long are closed.
         gate: admits callers, and counts what they use.
         tls: for the connections to targets; None is plain text.
@@ -80,15 +82,13 @@ class Relay:
 
     def __init__(
         self,
-        targets: DeploymentHandle[Any],
-        open_timeout_s: float,
+        open_lease: Callable[[], Awaitable[Lease]],
         *,
         idle_timeout_s: float,
         gate: Gate,
         tls: ClientTls | None = None,
     ) -> None:
-        self._targets = targets
-        self._open_timeout_s = open_timeout_s
+        self._open_lease = open_lease
         self._idle_timeout_s = idle_timeout_s
         self._gate = gate
         self._tls = tls
@@ -120,18 +120,32 @@ class Relay:
 
     # --- GenerateService ------------------------------------------------------------------------
 
-    async def _generate(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
+    async def generate(
+        self, request: bytes, timeout_s: float | None = None
+    ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
+        """One generation for the caller, of whatever protocol: each reply as bytes and read.
+
+        Closing the generator ends the session and lets the target go.
+
+        Args:
+            request: a GenerateRequest.
+            timeout_s: for the whole generation; None: no limit.
+
+        Raises:
+            PacelineError: refused by the gate or the target, or no target is there.
+        """
         admission = self._gate.admit()
         try:
-            lease = await self._lease()
+            lease = await self._open_lease()
             try:
                 method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
-                call = method(request, timeout=context.time_remaining())
-                async for reply in self._replies(call, lease):
-                    admission.opened()
-                    message = generate_pb2.GenerateReply.FromString(reply)
-                    admission.charge(len(message.token_ids) + message.prompt_length)
-                    yield reply
+                call = method(request, timeout=timeout_s)
+                async with aclosing(self._replies(call, lease)) as replies:
+                    async for reply in replies:
+                        admission.opened()
+                        message = generate_pb2.GenerateReply.FromString(reply)
+                        admission.charge(len(message.token_ids) + message.prompt_length)
+                        yield reply, message
             finally:
                 lease.release()
         except BaseException as error:
@@ -140,13 +154,25 @@ class Relay:
         finally:
             admission.release()
 
-    async def _get_model(self, request: bytes, context: Context) -> bytes:
-        self._gate.count_open()
-        lease = await self._lease()
+    async def get_model(self, request: bytes = b"", timeout_s: float | None = None) -> bytes:
+        """What the targets serve, as a Model.
+
+        Raises: as :meth:`generate`.
+        """
+        lease = await self._open_lease()
         try:
-            return await self._unary(lease, f"/{GENERATE}/GetModel", request, context)
+            return await self._unary(lease, f"/{GENERATE}/GetModel", request, timeout_s)
         finally:
             lease.release()
+
+    async def _generate(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
+        async with aclosing(self.generate(request, context.time_remaining())) as replies:
+            async for reply, _ in replies:
+                yield reply
+
+    async def _get_model(self, request: bytes, context: Context) -> bytes:
+        self._gate.count_open()
+        return await self.get_model(request, context.time_remaining())
 
     # --- VerifyService: a stream for each session -----------------------------------------------
 
@@ -193,7 +219,8 @@ class Relay:
         resumed = _parse(verify_pb2.OpenRequest, request).resume_session_id
         session_id, route = await self._route_for(resumed)
         try:
-            reply = await self._unary(route.lease, f"/{VERIFY}/Open", request, context)
+            timeout_s = context.time_remaining()
+            reply = await self._unary(route.lease, f"/{VERIFY}/Open", request, timeout_s)
             opened = verify_pb2.OpenResult.FromString(reply)
             if not session_id:
                 session_id = opened.session_id
@@ -240,7 +267,8 @@ class Relay:
         route = self._of_caller(session_id)
         route.touched_at = time.monotonic()
         try:
-            return await self._unary(route.lease, f"/{VERIFY}/{method}", request, context)
+            path, timeout_s = f"/{VERIFY}/{method}", context.time_remaining()
+            return await self._unary(route.lease, path, request, timeout_s)
         except (ServerUnavailable, SessionNotFound):
             self._end_unary(session_id)
             raise
@@ -255,7 +283,7 @@ class Relay:
         else:
             admission = self._gate.admit()
             try:
-                route = _Route(await self._lease(), admission)
+                route = _Route(await self._open_lease(), admission)
             except BaseException as error:
                 admission.refused(error)
                 raise
@@ -297,9 +325,6 @@ class Relay:
 
     # --- the data plane -------------------------------------------------------------------------
 
-    async def _lease(self) -> Lease:
-        return await open_lease(self._targets, "target", self._open_timeout_s)
-
     def _channel(self, lease: Lease) -> grpc.aio.Channel:
         """One connection for each replica, shared by all calls."""
         address = lease.endpoint.address
@@ -314,7 +339,7 @@ class Relay:
             self._channels[address] = channel
         return channel
 
-    async def _replies(self, call: Any, lease: Lease) -> AsyncIterator[bytes]:
+    async def _replies(self, call: Any, lease: Lease) -> AsyncGenerator[bytes]:
         """What the target answers; the call ends with this generator.
 
         Raises:
@@ -336,9 +361,11 @@ class Relay:
             lease.forget(call.cancel)
             call.cancel()
 
-    async def _unary(self, lease: Lease, path: str, request: bytes, context: Context) -> bytes:
+    async def _unary(
+        self, lease: Lease, path: str, request: bytes, timeout_s: float | None
+    ) -> bytes:
         method: Any = self._channel(lease).unary_unary(path)
-        call = method(request, timeout=context.time_remaining())
+        call = method(request, timeout=timeout_s)
         self.num_calls += 1
         lease.on_lost(call.cancel)
         try:
@@ -461,14 +488,13 @@ def _gate(config: GatewayConfig) -> Gate:
 
 @serve.deployment
 class GatewayDeployment:
-    """Where clients connect: GenerateService and VerifyService on the port of the config."""
+    """Where clients connect: gRPC and OpenAI's HTTP API on the ports of the config."""
 
     async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle[Any]) -> None:
         gateway, data_tls = config.gateway, config.data_plane_tls
         self._gate = gate = _gate(gateway)
         self._relay = Relay(
-            targets,
-            gateway.open_timeout_s,
+            partial(open_lease, targets, "target", gateway.open_timeout_s),
             idle_timeout_s=config.target.idle_timeout_s,
             gate=gate,
             tls=None if data_tls is None else data_tls.client(),
@@ -485,6 +511,18 @@ class GatewayDeployment:
         except PortInUse as error:
             raise PortInUse(f"gateway.host, gateway.grpc_port: {error}") from None
         self._reporting = report_gauges(self._gauges, gate)
+        self._http: HttpServer | None = None
+        if gateway.http_port is not None:
+            try:
+                self._http = await start_http(
+                    make_app(self._relay, gate),
+                    host=gateway.host,
+                    port=gateway.http_port,
+                    tls=None if gateway.tls is None else gateway.tls.server(),
+                    insecure=gateway.insecure,
+                )
+            except PortInUse as error:
+                raise PortInUse(f"gateway.host, gateway.http_port: {error}") from None
         self._sweeper = asyncio.create_task(self._sweep())
 
     def status(self) -> dict[str, Any]:
@@ -493,6 +531,7 @@ class GatewayDeployment:
             "replica_id": serve.get_replica_context().replica_id.unique_id,
             "pid": os.getpid(),
             "address": self._server.address,
+            "http": None if self._http is None else self._http.url,
             "calls": self._relay.num_calls,
             "sessions": self._gate.num_sessions,
         }
@@ -511,6 +550,8 @@ class GatewayDeployment:
         # Serve awaits this once after draining; it is not reached when the constructor failed.
         if hasattr(self, "_sweeper"):
             self._sweeper.cancel()
+            if self._http is not None:
+                await self._http.stop()
             await self._server.stop(grace=0.5)
             await self._reporting.stop()
             await self._relay.close()

@@ -15,6 +15,7 @@ from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, ope
 from deployments.metrics import report_engine
 from paceline.engine import Engine, EngineThread
 from paceline.loading import limit_threads, load_engine
+from paceline.tokenizer import chat_template
 from rpc.access import Gate
 from rpc.bridge import on_engine
 from rpc.draft_service import served_with
@@ -79,6 +80,7 @@ class TargetDeployment:
                 dtype=config.model.dtype,
                 batch_invariant=engine.target.runner.batch_invariant,
                 default_speculation=config.speculation,
+                chat_template=chat_template(config.target_folder),
             ),
             host=data_host(config),
             credentials=None if tls is None else tls.server().credentials(),

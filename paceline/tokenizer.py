@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -37,8 +38,8 @@ class _FastTokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -57,8 +58,8 @@ class _AutoTokenizer:
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -85,6 +86,38 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"of {', '.join(known)}"
         )
     return _AutoTokenizer(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """How a model wants to see a conversation, as its folder says.
+
+    Attributes:
+        source: Jinja, or empty where the model has none.
+        bos_token, eos_token: texts that templates use; empty where there are none.
+    """
+
+    source: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+
+
+def chat_template(path: str | Path) -> ChatTemplate:
+    """The default chat template of a model folder."""
+    folder = Path(path)
+    file = folder / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    source = config.get("chat_template") or ""
+    if isinstance(source, list):  # several, each with a name
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default", "")
+    if (folder / "chat_template.jinja").is_file():
+        source = (folder / "chat_template.jinja").read_text("utf-8")
+    return ChatTemplate(source, *(_token_text(config.get(f"{n}_token")) for n in ("bos", "eos")))
+
+
+def _token_text(value: Any) -> str:
+    return str(value.get("content", "") if isinstance(value, dict) else value or "")
 
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,20 +206,25 @@ class Gate:
         for account in accounts:
             account.count_open(session)
 
-    def authenticate(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+    def authenticate(self, peer: str, method: str, headers: Iterable[tuple[str, Any]]) -> None:
         """Find out who calls, for the rest of the call.
+
+        Args:
+            peer: where the call comes from, in gRPC's notation (``ipv4:192.0.2.7:40312``).
+            method: what is called, with its service.
+            headers: names in lower case and values; gRPC calls them metadata.
 
         Raises:
             Unauthenticated: no token, or nobody's.
             PermissionDenied: the tenant is suspended.
         """
         tenants = self._tenants
-        caller = Caller(context.peer(), method)
+        caller = Caller(peer, method)
         _caller.set(caller)
         if tenants is None or method.startswith(_PUBLIC_SERVICE):
             return
         try:
-            digest = digest_of(_token(context.invocation_metadata()))
+            digest = digest_of(_token(headers))
             tenant = tenants.find(digest)
         except (Unauthenticated, PermissionDenied) as error:
             self.record_refusal(error)
@@ -361,18 +366,18 @@ class Admission:
                 account.num_sessions -= 1
 
 
-def _token(metadata: Any) -> str:
+def _token(headers: Iterable[tuple[str, Any]]) -> str:
     """The bearer token of a call.
 
     Raises:
         Unauthenticated: there is none.
     """
-    for key, value in metadata or ():
+    for key, value in headers:
         if key == "authorization" and isinstance(value, str):
             scheme, _, token = value.partition(" ")
             if scheme.lower() == "bearer" and token.strip():
                 return token.strip()
-    raise Unauthenticated("no token: send the metadata 'authorization: Bearer TOKEN'")
+    raise Unauthenticated("no token: send 'authorization: Bearer TOKEN' with the call")
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
@@ -380,6 +385,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
+
+    def _authenticate(self, context: Any, method: str) -> None:
+        self._gate.authenticate(context.peer(), method, context.invocation_metadata() or ())
 
     async def intercept_service(
         self,
@@ -395,14 +403,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
         def wrap_unary(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
             async def call(request: Any, context: Any) -> Any:
-                self._gate.authenticate(context, method)
+                self._authenticate(context, method)
                 return await behavior(request, context)
 
             return call
 
         def wrap_generator(behavior: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
             async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-                self._gate.authenticate(context, method)
+                self._authenticate(context, method)
                 replies = behavior(request, context)
                 try:
                     async for reply in replies:

@@ -276,6 +276,33 @@ def to_status(error: BaseException) -> status_pb2.Status:
     return status
 
 
+# As google.api's HTTP mapping has it. 499 is what proxies log when the client has gone.
+HTTP_STATUS: Mapping[grpc.StatusCode, int] = {
+    _CODE.INVALID_ARGUMENT: 400,
+    _CODE.FAILED_PRECONDITION: 400,
+    _CODE.UNAUTHENTICATED: 401,
+    _CODE.PERMISSION_DENIED: 403,
+    _CODE.NOT_FOUND: 404,
+    _CODE.RESOURCE_EXHAUSTED: 429,
+    _CODE.CANCELLED: 499,
+    _CODE.INTERNAL: 500,
+    _CODE.UNAVAILABLE: 503,
+    _CODE.DEADLINE_EXCEEDED: 504,
+}
+
+
+def http_status(status: status_pb2.Status) -> int:
+    """The HTTP status code of what :func:`to_status` makes."""
+    return HTTP_STATUS[_CODE_OF_NUMBER[status.code]]
+
+
+def info_of(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
+    """The ``ErrorInfo`` of what :func:`to_status` makes: reason and metadata."""
+    info = error_details_pb2.ErrorInfo()
+    next(detail for detail in status.details if detail.Unpack(info))
+    return info
+
+
 def _attach(status: status_pb2.Status, detail: Any) -> None:
     packed = any_pb2.Any()
     packed.Pack(detail)

@@ -15,6 +15,7 @@ from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.session import Session
+from paceline.tokenizer import ChatTemplate
 from rpc.access import Admission, Gate
 from rpc.bridge import hand_over
 from rpc.errors import InternalError
@@ -41,12 +42,14 @@ class ModelInfo:
         dtype: of its weights.
         batch_invariant: a token's logits do not depend on what is computed beside it.
         default_speculation: for requests that name no method.
+        chat_template: of the target's tokenizer.
     """
 
     name: str = "unnamed"
     dtype: str = "float32"
     batch_invariant: bool = False
     default_speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    chat_template: ChatTemplate = field(default_factory=ChatTemplate)
 
 
 class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
@@ -126,6 +129,9 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             eos_token_ids=engine.eos_token_ids,
             methods=sorted(name for name in methods if name != "client"),
             default_method=self._model.default_speculation.method,
+            chat_template=self._model.chat_template.source,
+            bos_token=self._model.chat_template.bos_token,
+            eos_token=self._model.chat_template.eos_token,
             limits=generate_pb2.Limits(
                 max_sessions=engine.limits.max_sessions,
                 max_waiting=engine.limits.max_waiting,
@@ -149,9 +155,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             )
         if not request.text:
             raise InvalidArgument("prompt.text", "", "at least one character")
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         if len(request.text) > _LONG_TEXT:
-            return await asyncio.to_thread(tokenizer.encode, request.text)
-        return tokenizer.encode(request.text)
+            return await asyncio.to_thread(tokenizer.encode, request.text, special)
+        return tokenizer.encode(request.text, special)
 
     def _reply(self, event: RoundEvent, drafter_name: str) -> generate_pb2.GenerateReply:
         session = event.session

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -19,6 +22,7 @@ from paceline.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _Stamps = tuple[tuple[int, int, int], ...]
 
 
@@ -54,9 +58,37 @@ class ServerTls:
         configuration = self._read()
         return grpc.dynamic_ssl_server_credentials(
             configuration,
-            _Reload(self).fetch,  # type: ignore[arg-type]  # None: no change
+            _Reload(self, self._read).fetch,  # type: ignore[arg-type]  # None: no change
             self.require_client_cert,
         )
+
+    def context(self) -> ssl.SSLContext:
+        """The same for servers on Python's own ssl module; it follows the files too.
+
+        Raises: as :meth:`credentials`.
+        """
+        context = newest = self._new_context()
+        reload = _Reload(self, self._new_context)
+
+        def choose(connection: Any, name: str | None, initial: ssl.SSLContext) -> None:
+            nonlocal newest
+            newest = reload.fetch() or newest
+            connection.context = newest
+
+        context.sni_callback = choose  # called at every handshake, with a server name or without
+        return context
+
+    def _new_context(self) -> ssl.SSLContext:
+        self._read()  # its errors name the file
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        context.load_cert_chain(Path(self.cert).expanduser(), Path(self.key).expanduser())
+        if self.client_ca is not None:
+            context.load_verify_locations(Path(self.client_ca).expanduser())
+            required = self.require_client_cert
+            context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
+        return context
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         cert = read_pem(f"{self.prefix}cert", self.cert)
@@ -75,15 +107,16 @@ class ServerTls:
         return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 
-class _Reload:
-    """What gRPC calls before each handshake, on threads of its own."""
+class _Reload(Generic[T]):
+    """What is asked before each handshake; gRPC does so on threads of its own."""
 
-    def __init__(self, tls: ServerTls) -> None:
+    def __init__(self, tls: ServerTls, read: Callable[[], T]) -> None:
         self._tls = tls
+        self._read = read
         self._lock = threading.Lock()
         self._seen = tls._stamps()
 
-    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+    def fetch(self) -> T | None:
         """The new configuration, or None to keep what is in use."""
         try:
             with self._lock:
@@ -92,7 +125,7 @@ class _Reload:
                     return None
                 # Files that do not fit (yet) are not read again before one of them changes.
                 self._seen = stamps
-                configuration = self._tls._read()
+                configuration = self._read()
         except (OSError, InvalidArgument) as error:
             logger.error("the certificate stays as it was: %s", error)
             return None

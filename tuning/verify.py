@@ -45,7 +45,7 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:  # the result may be on another storage
         path = Path(folder) / _CONFIG
         path.write_text(results.read(_CONFIG), encoding="utf-8")
-        file = read_config_file(path).with_args({"gateway": {"grpc_port": 0}})
+        file = read_config_file(path).with_args({"gateway": {"grpc_port": 0, "http_port": None}})
     tokenizer = load_tokenizer(file.config.target_folder)
     size = space.document.workload.concurrency
     encoded = [tokenizer.encode(prompt.text) for prompt in space.prompts]

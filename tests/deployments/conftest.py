@@ -46,7 +46,11 @@ def config_file(topology: str, name: str, port: int) -> ConfigFile:
     """A file that ships with the package, under another name and port."""
     shipped = {"actors": "demo.yaml", "colocated": "colocated.yaml"}[topology]
     file = read_config_file(CONFIGS_DIR / shipped)
-    small = {"target": SMALL, "drafter": SMALL, "gateway": {**SMALL, "grpc_port": port}}
+    small = {
+        "target": SMALL,
+        "drafter": SMALL,
+        "gateway": {**SMALL, "grpc_port": port, "http_port": 0},
+    }
     return file.with_args(small).model_copy(update={"name": name})
 
 
@@ -57,6 +61,7 @@ class App:
     name: str
     topology: str
     address: str
+    http: str
 
     def describe(self) -> dict[str, Any]:
         return local.describe(self.name)
@@ -80,6 +85,11 @@ class App:
             and all(drafter["sessions"] == 0 for drafter in drafters)
             and deployments["gateway"]["replicas"][0]["calls"] == 0
         )
+
+
+def _addresses(name: str) -> tuple[str, str]:
+    described = local.describe(name)
+    return described["gateway"], described["http"]
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +121,7 @@ def apps(ray_cluster: None) -> Iterator[dict[str, App]]:
     if failures:
         raise failures[0]
     yield {
-        topology: App(file.name, topology, local.describe(file.name)["gateway"])
+        topology: App(file.name, topology, *_addresses(file.name))
         for topology, file in files.items()
     }
     for file in files.values():

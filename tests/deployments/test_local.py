@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def _python(code: str) -> Any:
 
 def _config(tmp_path: Path, port: int) -> Path:
     data = yaml.safe_load((CONFIGS_DIR / "colocated.yaml").read_text())
-    data["applications"][0]["args"]["gateway"]["grpc_port"] = port
+    data["applications"][0]["args"]["gateway"] |= {"grpc_port": port, "http_port": 0}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
@@ -79,6 +80,8 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
         assert up["ready"]
         assert up["gateway"] == f"127.0.0.1:{port}"
         assert "token" not in up
+        with urllib.request.urlopen(f"{up['http']}/health", timeout=10) as answer:
+            assert answer.status == 200
         with Client(up["gateway"], timeout=60) as client:
             completion = client.complete("def f(x):\n", SamplingParams(max_tokens=8))
         assert len(completion.token_ids) > 0
@@ -98,7 +101,9 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
         down = local.down()
     assert down["stopped"]
     assert eventually(lambda: not any(map(_alive, [*pids, up["pid"]])))
-    assert local.status() == {"running": False, "gateway": None, "sessions": 0, "deployments": {}}
+    assert local.status() == {
+        "running": False, "gateway": None, "http": None, "sessions": 0, "deployments": {},
+    }  # fmt: skip
     assert local.down()["stopped"] is False  # nothing runs: not an error
 
 
@@ -108,6 +113,8 @@ def test_up_refuses_a_busy_port(cache: Path, tmp_path: Path, busy_port: int) -> 
         local.up(path)
     for part in ("gateway.grpc_port", str(busy_port), str(path), "0 picks a free one"):
         assert part in str(caught.value)
+    with pytest.raises(local.PortInUse, match=f"gateway.http_port: 127.0.0.1:{busy_port}"):
+        local.up(path, port=0, http_port=busy_port)
 
 
 def test_up_names_what_is_wrong_in_the_file(cache: Path, tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def secure(ray_cluster: None, folder: Path) -> Iterator[App]:
     }
     file = config_file("actors", "test-secure", free_port()).with_args(blocks)
     local.deploy(file, lambda line: None)
-    app = App(file.name, "actors", local.describe(file.name)["gateway"])
+    described = local.describe(file.name)
+    app = App(file.name, "actors", described["gateway"], described["http"])
     yield app
     assert eventually(lambda: app.idle), app.describe()
     assert app.replica("gateway")["sessions"] == 0

@@ -27,8 +27,13 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
+    add_special_tokens: _builtins.bool
+    """Whether the tokenizer adds its special tokens (the one at the beginning) to `text`; default
+    true. The text of a chat template has them already.
+    """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Each id in [0, vocab_size)."""
@@ -46,13 +51,19 @@ class GenerateRequest(_message.Message):
         token_ids: _common_pb2.TokenIds | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         speculation: _common_pb2.Speculation | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -146,6 +157,9 @@ class Model(_message.Message):
     METHODS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     DEFAULT_METHOD_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    BOS_TOKEN_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """As the operator named it."""
     vocab_size: _builtins.int
@@ -159,6 +173,12 @@ class Model(_message.Message):
     """Text prompts are possible."""
     default_method: _builtins.str
     """The method of a request that names none."""
+    chat_template: _builtins.str
+    """Jinja source of the tokenizer's chat template, and the texts of two tokens that templates use;
+    empty where the model has none.
+    """
+    bos_token: _builtins.str
+    eos_token: _builtins.str
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -180,10 +200,13 @@ class Model(_message.Message):
         methods: _abc.Iterable[_builtins.str] | None = ...,
         limits: Global___Limits | None = ...,
         default_method: _builtins.str = ...,
+        chat_template: _builtins.str = ...,
+        bos_token: _builtins.str = ...,
+        eos_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

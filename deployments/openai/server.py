@@ -1,0 +1,224 @@
+"""The HTTP server of a gateway: uvicorn on a socket of its own, and who may reach the app on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+import uvicorn
+from starlette.responses import JSONResponse
+
+from paceline.config import SpeculationConfig
+from paceline.errors import InvalidArgument, ResourceExhausted
+from rpc.access import Gate
+from rpc.errors import DeadlineExceeded, Unauthenticated, http_status, info_of, to_status
+from rpc.server import PortInUse
+from rpc.tls import ServerTls, check_plain_text
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_PATHS = ("/health",)
+"""Probes have no token, and learn nothing but whether it serves."""
+BODY_TIMEOUT_S = 30.0
+"""A client that sends half of a request holds a socket; honest ones take milliseconds."""
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+          404: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """An error in the shape that OpenAI's clients read."""
+    return _described(error)[1]
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """The response that an exception ends a request with, by the table of :mod:`rpc.errors`."""
+    status, body = _described(error)
+    headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, ResourceExhausted):
+        if error.retry_after_s > 0:
+            headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+        else:  # it never fits; clients of OpenAI's would try again by themselves
+            headers["x-should-retry"] = "false"
+    return JSONResponse(body, status, headers)
+
+
+def _described(error: BaseException) -> tuple[int, dict[str, Any]]:
+    error = as_sent(error)
+    status = to_status(error)
+    code, info = http_status(status), info_of(status)
+    body = {
+        "message": status.message,
+        "type": _TYPES.get(code, "server_error"),
+        "param": info.metadata.get("field"),
+        "code": info.reason.lower(),
+    }
+    return code, {"error": body}
+
+
+def as_sent(error: BaseException) -> BaseException:
+    """The error with the field's name in the request, not in the message to the target."""
+    if not isinstance(error, InvalidArgument):
+        return error
+    name = error.field.removeprefix("sampling.")
+    name = {"prompt.text": "prompt"}.get(name, name.replace("prompt_token_ids[", "prompt["))
+    if name in SpeculationConfig.model_fields:  # refused by the target, which has them unwrapped
+        name = f"speculation.{name}"
+    return error if name == error.field else InvalidArgument(name, error.value, error.allowed)
+
+
+class Guard:
+    """Lets requests through to an app whose caller is known and whose body has come in time.
+
+    Args:
+        gate: finds out who calls; its limit for a message counts for bodies too.
+    """
+
+    def __init__(self, app: App, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            if scope["path"] not in PUBLIC_PATHS:
+                headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"])
+                self._gate.authenticate(_peer(scope), scope["path"], headers)
+            body = await self._body(receive)
+        except Exception as error:
+            await error_response(error)(scope, receive, send)
+            return
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def received() -> MutableMapping[str, Any]:
+            return pending.pop() if pending else await receive()
+
+        await self._app(scope, received, send)
+
+    async def _body(self, receive: Receive) -> bytes:
+        limit, body = self._gate.limits.max_message_bytes, bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise InvalidArgument(
+                            "body", f"more than {limit} bytes", "a smaller body (max_message_bytes)"
+                        )
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+
+
+def _peer(scope: Scope) -> str:
+    """Where a request comes from, in gRPC's notation."""
+    host, port = scope.get("client") or ("", 0)
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return str(host)
+    return f"ipv6:[{host}]:{port}" if version == 6 else f"ipv4:{host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # they are the process's, not this server's
+
+
+class HttpServer:
+    """A server that is running.
+
+    Attributes:
+        url: to connect to.
+    """
+
+    def __init__(self, url: str, port: int, server: uvicorn.Server, task: asyncio.Task[None]):
+        self.url = url
+        self.port = port
+        self._server = server
+        self._task = task
+
+    async def stop(self) -> None:
+        """Refuse new requests and cancel those that run."""
+        self._server.should_exit = True
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def start_http(
+    app: App,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: ServerTls | None = None,
+    insecure: bool = False,
+) -> HttpServer:
+    """Serve an ASGI app on the running loop.
+
+    Args:
+        port: 0 takes a free one.
+        tls: None is plain text.
+        insecure: allow plain text where other machines can connect.
+
+    Raises:
+        InvalidArgument: plain text on an address that is not loopback's, or a TLS file is wrong.
+        PortInUse: something else listens there, or the host is not one of this machine.
+    """
+    if tls is None and not insecure:
+        check_plain_text(host, "tls", "TLS, or insecure=True")
+    context = None if tls is None else tls.context()
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        ssl_context_factory=None if context is None else lambda config, default: context,
+    )
+    server = _Uvicorn(config)
+    task = asyncio.create_task(server.serve([listener]))
+    while not server.started:
+        if task.done():
+            await task
+        await asyncio.sleep(0.005)
+    port = listener.getsockname()[1]
+    scheme = "http" if tls is None else "https"
+    name = f"[{host}]" if ":" in host.strip("[]") else host
+    return HttpServer(f"{scheme}://{name}:{port}", port, server, task)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    host = host.strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another port (0 takes a "
+            "free one)"
+        ) from None
+    listener.setblocking(False)
+    return listener

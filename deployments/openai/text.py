@@ -1,0 +1,93 @@
+"""From a conversation to a prompt: the chat template of the target's tokenizer.
+
+Templates run in Jinja's sandbox, with what ``transformers`` gives them: ``messages``,
+``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``,
+``tojson``, loop controls and the tag ``generation``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from paceline.errors import InvalidArgument
+
+DEFAULT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ message.role | capitalize }}: {{ message.content }}
+{% endfor -%}
+{%- if add_generation_prompt -%}
+Assistant:
+{%- endif -%}
+"""
+"""For models that never saw a conversation: a line for each message, and ``Assistant:``."""
+
+
+def render_chat(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **variables: Any,
+) -> str:
+    """The prompt of a conversation.
+
+    Args:
+        source: of the template; empty takes :data:`DEFAULT_TEMPLATE`.
+        variables: what the template may use beside the messages.
+
+    Raises:
+        InvalidArgument: the template refuses the messages, or fails.
+    """
+    try:
+        return _compiled(source or DEFAULT_TEMPLATE).render(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except Exception as error:  # whatever the template does with messages that it does not expect
+        reason = str(error) or type(error).__name__
+        raise InvalidArgument(
+            "messages", [message.get("role") for message in messages],
+            f"a conversation that the model's chat template takes ({reason})",
+        ) from None  # fmt: skip
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the assistant said, for training; here it is transparent."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes HTML
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,74 @@
+"""The HTTP API over one target in this process, with the gateway's own relay between them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from deployments.gateway import Relay
+from deployments.lease import Endpoint, Lease
+from deployments.openai.api import make_app
+from deployments.openai.server import start_http
+from paceline.engine import EngineThread
+from rpc.access import Gate
+from rpc.generate_service import ModelInfo
+from rpc.server import start_server
+
+
+class _DirectLease:
+    """A lease on a replica that Ray Serve does not know."""
+
+    lost = False
+
+    def __init__(self, address: str) -> None:
+        self.endpoint = Endpoint(address, 0, "here")
+
+    def on_lost(self, callback: Any) -> None: ...
+
+    def forget(self, callback: Any) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@contextmanager
+def http_serving(
+    engine: EngineThread, model: ModelInfo, *, gate: Gate | None = None, **options: Any
+) -> Iterator[str]:
+    """Serve an engine over HTTP on a thread; yields the address.
+
+    Args:
+        options: of :func:`deployments.openai.server.start_http`.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="test-http")
+    thread.start()
+    gate = gate or Gate()
+
+    async def start() -> tuple[Any, Any, Any]:
+        target = await start_server(engine=engine, model=model)
+
+        async def lease() -> Lease:
+            return cast(Lease, _DirectLease(target.address))
+
+        relay = Relay(lease, idle_timeout_s=60, gate=gate)
+        return target, relay, await start_http(make_app(relay, gate), **options)
+
+    async def stop(target: Any, relay: Any, http: Any) -> None:
+        await http.stop()
+        await relay.close()
+        await target.stop(0.2)
+
+    try:
+        parts = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
+        try:
+            yield parts[-1].url
+        finally:
+            asyncio.run_coroutine_threadsafe(stop(*parts), loop).result(20)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+        gate.close()

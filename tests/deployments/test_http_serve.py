@@ -1,0 +1,52 @@
+"""HTTP through the gateway of a deployed application, in both topologies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import openai
+import pytest
+
+from paceline.config import SpeculationConfig
+from paceline.sampling import SamplingParams
+from rpc.client import Client
+from tests.deployments.conftest import PROMPTS, App, eventually
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+
+AR = Callable[[Sequence[str], SamplingParams], list[tuple[int, ...]]]
+
+
+@pytest.fixture
+def sdk(app: App) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{app.http}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("method", ["draft_model", "prompt_lookup"])
+def test_http_equals_grpc_equals_ar(
+    sdk: openai.OpenAI, client: Client, ar: AR, method: str
+) -> None:
+    params = SamplingParams(max_tokens=32, ignore_eos=True, temperature=1.0, seed=9)
+    answer = sdk.completions.create(
+        model="paceline", prompt=list(PROMPTS), max_tokens=32, seed=9,
+        extra_body={
+            "ignore_eos": True, "return_token_ids": True, "speculation": {"method": method},
+        },
+    )  # fmt: skip
+    over_http = [tuple(choice.token_ids) for choice in answer.choices]  # type: ignore[attr-defined]
+    speculation = SpeculationConfig(method=method)
+    over_grpc = [client.complete(prompt, params, speculation).token_ids for prompt in PROMPTS]
+    assert over_http == over_grpc == ar(PROMPTS, params)
+    assert answer.metrics["speculative_decoding"]["num_spec_steps"] > 0  # type: ignore[attr-defined]
+
+
+def test_leaving_a_stream_frees_target_and_lease(sdk: openai.OpenAI, app: App) -> None:
+    stream = sdk.chat.completions.create(
+        model="paceline", messages=[{"role": "user", "content": "Count."}], max_tokens=900,
+        stream=True, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(iter(stream))
+    assert app.replica("target")["sessions"] == 1
+    stream.close()
+    assert eventually(lambda: app.idle, 3.0)

@@ -23,6 +23,7 @@ from paceline.plan import resolve
 from rpc.access import Limits
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.tls import ClientTls, ServerTls, check_plain_text
+from rpc.tracing import Tracing, start_tracing
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 """The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""
@@ -74,9 +75,6 @@ class CallLimits(_Block):
     max_message_bytes: int = Field(
         MAX_MESSAGE_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Of one message."
     )
-    max_calls_per_connection: int = Field(
-        4096, ge=1, le=2**20, description="Calls, and so sessions, that one connection has open."
-    )
 
     def call_limits(self) -> Limits:
         return Limits(**{name: getattr(self, name) for name in CallLimits.model_fields})
@@ -86,9 +84,6 @@ class GatewayLimits(CallLimits):
     """How much one gateway passes on."""
 
     max_sessions: int | None = Field(None, ge=1, description="Open sessions and generations.")
-    max_calls_per_connection: int = Field(
-        256, ge=1, le=2**20, description="Calls, and so sessions, that one connection has open."
-    )
 
     def call_limits(self) -> Limits:
         return Limits(**self.model_dump())
@@ -198,6 +193,23 @@ class GatewayConfig(_Replicas):
     )
 
 
+class TracingConfig(_Block):
+    """OpenTelemetry traces; what is null is taken from the standard OTEL_* variables."""
+
+    exporter: Literal["otlp", "console", "file", "none"] | None = Field(
+        None, description="null: OTEL_TRACES_EXPORTER, and no traces where that is not set."
+    )
+    endpoint: str | None = Field(None, description="URL of an OTLP collector (HTTP, /v1/traces).")
+    folder: str | None = Field(None, description="For exporter file: one file for each process.")
+    sample: float | None = Field(
+        None, ge=0, le=1, description="Share of traces that are kept, if the caller has none."
+    )
+    rounds: bool = Field(False, description="Note every round in the span of its session.")
+
+    def start(self, service: str) -> Tracing | None:
+        return start_tracing(service, **self.model_dump())
+
+
 class DeploymentConfig(_Block):
     """All of it."""
 
@@ -224,6 +236,7 @@ class DeploymentConfig(_Block):
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
     gateway: GatewayConfig = GatewayConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def num_threads(self, num_cpus: float) -> int:
         """CPU threads of a model in a replica for which Ray reserves ``num_cpus``."""

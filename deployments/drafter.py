@@ -38,6 +38,7 @@ class DrafterDeployment:
     """
 
     async def __init__(self, config: DeploymentConfig) -> None:
+        self._tracing = config.tracing.start("paceline-drafter")
         drafter = await asyncio.to_thread(_load, config)
         self._servicer = DraftServicer(
             drafter,
@@ -45,6 +46,7 @@ class DrafterDeployment:
             vocab_size=drafter.vocab_size,
             context_length=drafter.runner.context_length,
             max_sessions=config.drafter.max_sessions,
+            tracing=self._tracing,
         )
         tls = config.data_plane_tls
         self._server = await start_server(
@@ -84,3 +86,5 @@ class DrafterDeployment:
             self._leases.close()
             await self._server.stop(grace=0.5)
             await self._reporting.stop()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.stop)

@@ -36,6 +36,7 @@ from rpc.server import PortInUse, start_server
 from rpc.streams import within
 from rpc.tenants import Tenants
 from rpc.tls import ClientTls
+from rpc.tracing import Span, Tracing, metadata_of, traceparent_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Relay:
         idle_timeout_s: streams that send nothing for so long are closed.
         gate: admits callers, and counts what they use.
         tls: for the connections to targets; None is plain text.
+        tracing: None traces nothing.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class Relay:
         idle_timeout_s: float,
         gate: Gate,
         tls: ClientTls | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._open_lease = open_lease
+        self._tracing = tracing
         self._idle_timeout_s = idle_timeout_s
         self._gate = gate
         self._tls = tls
@@ -121,7 +125,7 @@ class Relay:
     # --- GenerateService ------------------------------------------------------------------------
 
     async def generate(
-        self, request: bytes, timeout_s: float | None = None
+        self, request: bytes, timeout_s: float | None = None, traceparent: str = ""
     ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
         """One generation for the caller, of whatever protocol: each reply as bytes and read.
 
@@ -130,16 +134,19 @@ class Relay:
         Args:
             request: a GenerateRequest.
             timeout_s: for the whole generation; None: no limit.
+            traceparent: W3C trace context of the caller.
 
         Raises:
             PacelineError: refused by the gate or the target, or no target is there.
         """
         admission = self._gate.admit()
+        span = self._begin("gateway.generate", traceparent)
+        failure: BaseException | None = None
         try:
             lease = await self._open_lease()
             try:
                 method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
-                call = method(request, timeout=timeout_s)
+                call = method(request, timeout=timeout_s, metadata=metadata_of(span))
                 async with aclosing(self._replies(call, lease)) as replies:
                     async for reply in replies:
                         admission.opened()
@@ -150,9 +157,15 @@ class Relay:
                 lease.release()
         except BaseException as error:
             admission.refused(error)
+            failure = error
             raise
         finally:
             admission.release()
+            if span is not None:
+                span.end(failure)
+
+    def _begin(self, name: str, traceparent: str) -> Span | None:
+        return None if self._tracing is None else self._tracing.begin(name, traceparent)
 
     async def get_model(self, request: bytes = b"", timeout_s: float | None = None) -> bytes:
         """What the targets serve, as a Model.
@@ -166,7 +179,9 @@ class Relay:
             lease.release()
 
     async def _generate(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
-        async with aclosing(self.generate(request, context.time_remaining())) as replies:
+        traceparent = traceparent_of(context.invocation_metadata())
+        call = self.generate(request, context.time_remaining(), traceparent)
+        async with aclosing(call) as replies:
             async for reply, _ in replies:
                 yield reply
 
@@ -186,9 +201,11 @@ class Relay:
             kind = frame.WhichOneof("frame") or "nothing"
             raise FailedPrecondition(f"the first frame must be open, got {kind}")
         session_id, route = await self._route_for(frame.open.resume_session_id)
+        span = self._begin("gateway.session", traceparent_of(context.invocation_metadata()))
+        failure: BaseException | None = None
         try:
             method: Any = self._channel(route.lease).stream_stream(f"/{VERIFY}/Session")
-            call = method(timeout=context.time_remaining())
+            call = method(timeout=context.time_remaining(), metadata=metadata_of(span))
             stream = _Stream(call, route.admission, context)
             sender = asyncio.create_task(stream.send(first, frames))
             sender.add_done_callback(stream.sender_ended)
@@ -209,9 +226,12 @@ class Relay:
                 sender.cancel()
         except BaseException as error:
             route.admission.refused(error) if not session_id else None
+            failure = error
             raise
         finally:
             self._leave(session_id, route)
+            if span is not None:
+                span.end(failure)
 
     # --- VerifyService: unary calls -------------------------------------------------------------
 
@@ -446,7 +466,6 @@ class _Stream:
                 if not frame.HasField("close"):  # which frees what others wait for
                     self._admission.round(len(frame.verify.token_ids))
             except QuotaExceeded as error:
-                await self._admission.slow_down()
                 reply = verify_pb2.VerifyReply(error=to_status(error))
                 await self._context.write(reply.SerializeToString())
             else:
@@ -494,12 +513,15 @@ class GatewayDeployment:
     async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle[Any]) -> None:
         gateway, data_tls = config.gateway, config.data_plane_tls
         self._gate = gate = _gate(gateway)
+        tracing = config.tracing.start("paceline-gateway")
         self._relay = Relay(
             partial(open_lease, targets, "target", gateway.open_timeout_s),
             idle_timeout_s=config.target.idle_timeout_s,
             gate=gate,
             tls=None if data_tls is None else data_tls.client(),
+            tracing=tracing,
         )
+        self._tracing = tracing
         try:
             self._server = await start_server(
                 register=self._relay.register,
@@ -556,3 +578,5 @@ class GatewayDeployment:
             await self._server.stop(grace=0.5)
             await self._reporting.stop()
             await self._relay.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.stop)

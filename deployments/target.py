@@ -61,6 +61,7 @@ class TargetDeployment:
         self._drafter_lease: Lease | None = None
         self._remote: RemoteDrafter | None = None
         tls = config.data_plane_tls
+        self._tracing = config.tracing.start("paceline-target")
         engine = await asyncio.to_thread(_load, config)
         if drafters is not None:
             self._remote = RemoteDrafter(
@@ -87,6 +88,7 @@ class TargetDeployment:
             insecure=config.data_plane_insecure,
             gate=Gate(limits=config.target.limits.call_limits()),
             idle_timeout_s=config.target.idle_timeout_s,
+            tracing=self._tracing,
         )
         self._reporting = report_engine(self._engine, self._server.gate)
         self._leases = LeaseBook(self._server.address)
@@ -156,6 +158,8 @@ class TargetDeployment:
             self._leases.close()
             await self._server.stop(grace=0.5)
             await self._reporting.stop()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.stop)
         if hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.stop)
         if self._drafter_lease is not None:

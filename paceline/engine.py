@@ -172,11 +172,13 @@ class Engine:
         *,
         session_id: str | None = None,
         on_event: EventHandler | None = None,
+        traceparent: str = "",
     ) -> Session:
         """Queue a prompt.
 
         Args:
             on_event: called for every event of the session, on the thread that steps.
+            traceparent: W3C trace context for drafters elsewhere.
 
         Raises:
             InvalidArgument: an empty or too long prompt, a token outside the vocabulary, a method
@@ -207,6 +209,7 @@ class Engine:
             tokenizer=self.tokenizer,
             length_context=self.length_context,
         )  # fmt: skip
+        session.traceparent = traceparent
         if self._reservation(session) > self.target.kv_capacity:
             raise ResourceExhausted(
                 f"the request needs {self._reservation(session)} KV entries, this replica has "
@@ -516,6 +519,7 @@ class Engine:
         if session.state is SessionState.PREFILLING and self.target.prefill_left(session) == 0:
             remote = is_remote(self._drafter(session))
             session.state = SessionState.DRAFTING if remote else SessionState.READY
+            session.stats.prefilled_at = time.perf_counter()
             if session.session_id in self._draft_started:  # only now anybody waits for it
                 self._draft_started[session.session_id] = time.perf_counter()
 
@@ -722,11 +726,17 @@ class EngineThread:
         *,
         session_id: str | None = None,
         on_event: EventHandler | None = None,
+        traceparent: str = "",
     ) -> Future[Session]:
         """:meth:`Engine.submit` on the engine's thread."""
         return self.call(
             lambda engine: engine.submit(
-                prompt_ids, params, speculation, session_id=session_id, on_event=on_event
+                prompt_ids,
+                params,
+                speculation,
+                session_id=session_id,
+                on_event=on_event,
+                traceparent=traceparent,
             )
         )
 

@@ -48,6 +48,7 @@ class SessionStatistics:
     drafter_lost: bool = False
     started_at: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
+    prefilled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -81,8 +82,9 @@ class SessionStatistics:
     def as_dict(self) -> dict[str, Any]:
         """Counters and derived ratios, as the CLI prints them."""
         result = asdict(self)
-        for name in ("started_at", "admitted_at", "first_token_at", "finished_at"):
-            del result[name]
+        for name in asdict(self):
+            if name.endswith("_at"):  # moments are local to the process
+                del result[name]
         result["mean_accepted_length"] = self.mean_accepted_length
         result["acceptance_rate"] = self.acceptance_rate
         result["tokens_per_second"] = self.tokens_per_second
@@ -98,6 +100,7 @@ class Session:
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
         method_name: of the plan that it began with; a lost drafter changes the plan.
+        traceparent: the trace that a drafter elsewhere takes part in; "" is none.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
     """
 
@@ -119,6 +122,7 @@ class Session:
         self.params = params
         self.plan = plan
         self.method_name = plan.method.name
+        self.traceparent = ""
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()

@@ -36,6 +36,7 @@ from rpc.messages import (
     tokens_from_message,
 )
 from rpc.streams import within
+from rpc.tracing import Span, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,12 @@ _NO_VERIFICATION = Verification(torch.empty(0, 0))
 class _Mirror:
     """A target's session as this drafter knows it."""
 
-    __slots__ = ("ahead", "asked", "draft", "ready", "session", "touched_at")
+    __slots__ = ("ahead", "asked", "draft", "num_drafts", "ready", "session", "span", "touched_at")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, span: Span | None) -> None:
         self.session = session
+        self.span = span
+        self.num_drafts = 0
         self.draft = EMPTY_DRAFT  # the one after these tokens, to find the accepted path in
         self.asked: Budget | None = None  # what that draft was made for
         # What would follow that draft if all of it is accepted, the target's next token first.
@@ -94,6 +97,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         max_sessions: of all streams together.
         idle_timeout_s: unary sessions that nobody touches for so long are closed, and so are
             streams that do not begin in that time.
+        tracing: None traces nothing.
 
     Raises:
         InvalidArgument: the drafter needs the target's logits, states or weights.
@@ -109,7 +113,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         catalogue: Mapping[str, Method] = METHODS,
         max_sessions: int = 256,
         idle_timeout_s: float = 120.0,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         if drafter.needs:
             needs = ", ".join(sorted(need.value for need in drafter.needs))
             raise InvalidArgument(
@@ -177,6 +183,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 budget = self._budget(item, mirror)
                 if budget.depth <= 0:
                     continue
+                mirror.num_drafts += 1
                 if mirror.asked == budget:
                     results[i] = mirror.draft  # asked again: the answer was lost
                     continue
@@ -337,7 +344,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     f"the drafter holds {self._num_sessions} sessions, its limit"
                 )
             session = Session(f"{stream}/{session_id}", tokens, params, plan)
-            return self._open(mirrors, session_id, session)
+            span = None
+            if self._tracing is not None and item.open.traceparent:
+                method = plan.method.name
+                span = self._tracing.begin("draft", item.open.traceparent, method=method)
+            return self._open(mirrors, session_id, session, span)
         mirror = mirrors.get(session_id)
         if mirror is None:
             raise SessionNotFound(session_id)
@@ -379,25 +390,34 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             mirror.draft, mirror.asked = EMPTY_DRAFT, None
         return mirror
 
-    def _open(self, mirrors: _Mirrors, session_id: str, session: Session) -> _Mirror:
+    def _open(
+        self, mirrors: _Mirrors, session_id: str, session: Session, span: Span | None
+    ) -> _Mirror:
         self._drafter_of(session).open(session)
-        mirrors[session_id] = _Mirror(session)
+        mirrors[session_id] = _Mirror(session, span)
         self._num_sessions += 1
         return mirrors[session_id]
 
     def _reopen(self, mirrors: _Mirrors, session_id: str, length: int) -> _Mirror:
         """Start again with the first ``length`` tokens: drafters cannot roll back."""
-        session = mirrors[session_id].session
+        mirror = mirrors[session_id]
+        session, span, mirror.span = mirror.session, mirror.span, None
         self._drop(mirrors, session_id)
         kept = session.token_ids[:length]
         again = Session(session.session_id, kept, session.params, session.plan)
-        return self._open(mirrors, session_id, again)
+        opened = self._open(mirrors, session_id, again, span)
+        opened.num_drafts = mirror.num_drafts
+        return opened
 
     def _drop(self, mirrors: _Mirrors, session_id: str) -> None:
         mirror = mirrors.pop(session_id, None)
         if mirror is not None:
             self._num_sessions -= 1
             self._drafter_of(mirror.session).close(mirror.session)
+            if mirror.span is not None:
+                tokens = mirror.session.length
+                mirror.span.set(num_drafts=mirror.num_drafts, committed_tokens=tokens)
+                mirror.span.end()
 
     def _budget(self, item: draft_pb2.ProposeItem, mirror: _Mirror) -> Budget:
         depth, nodes = item.max_depth, item.max_nodes

@@ -26,6 +26,7 @@ from rpc.messages import (
     statistics_to_message,
 )
 from rpc.remote_drafter import RemoteDrafter
+from rpc.tracing import Span, Tracing, traceparent_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -57,10 +58,19 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
 
     Args:
         gate: admits calls and counts what they use; None admits all that the engine takes.
+        tracing: None traces nothing.
     """
 
-    def __init__(self, thread: EngineThread, model: ModelInfo, *, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        model: ModelInfo,
+        *,
+        gate: Gate | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._thread = thread
+        self._tracing = tracing
         self._gate = gate or Gate()
         self._model = model
 
@@ -68,19 +78,27 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateReply]:
         admission = self._gate.admit()
-        replies = self._generate(request, admission)
+        span = None
+        if self._tracing is not None:
+            traceparent = traceparent_of(context.invocation_metadata())
+            span = self._tracing.begin("generate", traceparent)
+        failure: BaseException | None = None
+        replies = self._generate(request, admission, span)
         try:
             async for reply in replies:
                 yield reply
         except BaseException as error:
             admission.refused(error)
+            failure = error
             raise
         finally:
             await replies.aclose()
             admission.release()
+            if span is not None:
+                span.end(failure)
 
     async def _generate(
-        self, request: generate_pb2.GenerateRequest, admission: Admission
+        self, request: generate_pb2.GenerateRequest, admission: Admission, span: Span | None
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         prompt_ids = await self._prompt_ids(request)
         params = sampling_from_message(request.sampling)
@@ -98,15 +116,20 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             speculation,
             session_id=session_id,
             on_event=hand_over(loop, events.put_nowait),
+            traceparent="" if span is None else span.traceparent,
         )
         try:
             session = await asyncio.wrap_future(submitted)
+            if span is not None:
+                span.session = session
             admission.opened(session_id)
             admission.charge(session.prompt_length)
             drafter_name = session.plan.method.drafter  # a lost drafter is still told
             while not finished:
                 event = await events.get()
                 finished = event.finished
+                if span is not None:
+                    span.round(event)
                 admission.charge(len(event.token_ids))
                 yield self._reply(event, drafter_name)
         finally:

@@ -189,7 +189,7 @@ def tokens_from_message(field: str, token_ids: Sequence[int], vocab_size: int) -
 
 
 # Moments are local to a process; they travel as seconds since the session's start.
-MOMENTS = ("started_at", "admitted_at", "first_token_at", "finished_at")
+MOMENTS = ("started_at", "admitted_at", "prefilled_at", "first_token_at", "finished_at")
 
 
 def statistics_to_message(stats: SessionStatistics) -> common_pb2.Statistics:

@@ -251,6 +251,7 @@ class RemoteDrafter:
         if told is None:
             item.open.sampling.CopyFrom(sampling_to_message(session.params))
             item.open.speculation.CopyFrom(speculation_to_message(session.plan.config))
+            item.open.traceparent = session.traceparent
             told = 0
         item.base_length = min(told, session.length)  # shorter than before: it was truncated
         item.new_token_ids.extend(session.token_ids[item.base_length :])

@@ -29,6 +29,7 @@ from rpc.gen.paceline.v1 import (
 from rpc.generate_service import GenerateServicer, ModelInfo
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.tls import check_plain_text
+from rpc.tracing import Tracing
 from rpc.verify_service import VerifyServicer
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # A peer that connects and says nothing holds a socket; honest ones take milliseconds.
     ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", 4096),
 )
 
 
@@ -109,6 +111,7 @@ async def start_server(
     gate: Gate | None = None,
     idle_timeout_s: float = 120.0,
     register: Callable[[grpc.aio.Server], list[str]] | None = None,
+    tracing: Tracing | None = None,
 ) -> RpcServer:
     """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
 
@@ -123,6 +126,7 @@ async def start_server(
         gate: tenants, limits and audit log; None lets everybody in.
         idle_timeout_s: sessions and streams that nobody touches for so long are closed.
         register: adds further services and returns their full names.
+        tracing: for the services over an engine; it stays the caller's to stop.
 
     Raises:
         InvalidArgument: nothing to serve, a port outside the range, or plain text on an address
@@ -137,20 +141,21 @@ async def start_server(
         check_plain_text(host, "credentials", "TLS credentials, or insecure=True")
     gate = gate or Gate()
     server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(), AccessInterceptor(gate, idle_timeout_s)),
+        interceptors=(ErrorInterceptor(), AccessInterceptor(gate)),
         options=(
             *SERVER_OPTIONS,
-            ("grpc.max_concurrent_streams", gate.limits.max_calls_per_connection),
             ("grpc.max_receive_message_length", gate.limits.max_message_bytes),
         ),
     )
     names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
     result = RpcServer("", 0, server, health.aio.HealthServicer(), gate)
     if engine is not None:
-        result.generate = GenerateServicer(engine, model or ModelInfo(), gate=gate)
+        result.generate = GenerateServicer(engine, model or ModelInfo(), gate=gate, tracing=tracing)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(result.generate, server)
         names.append(_full_name(generate_pb2, "GenerateService"))
-        result.verify = VerifyServicer(engine, idle_timeout_s=idle_timeout_s, gate=gate)
+        result.verify = VerifyServicer(
+            engine, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing
+        )
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(result.verify, server)
         names.append(_full_name(verify_pb2, "VerifyService"))
     if drafter is not None:

@@ -43,6 +43,7 @@ from rpc.messages import (
     statistics_to_message,
 )
 from rpc.streams import within
+from rpc.tracing import Span, Tracing, traceparent_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -64,9 +65,10 @@ def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
 class _Wire:
     """One session as its client knows it. Lives on the event loop."""
 
-    def __init__(self, session: Session, admission: Admission) -> None:
+    def __init__(self, session: Session, admission: Admission, span: Span | None) -> None:
         self.session = session
         self.admission = admission
+        self.span = span
         self.session_id = session.session_id
         self.epoch = 1
         self.token_ids = list(session.token_ids)
@@ -82,6 +84,8 @@ class _Wire:
 
     def on_event(self, event: RoundEvent) -> None:
         """A round of the engine, or the session's end."""
+        if self.span is not None:
+            self.span.round(event)
         self.token_ids.extend(event.token_ids)
         self.digest.extend(event.token_ids)
         if event.finished:
@@ -120,12 +124,19 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         idle_timeout_s: sessions that nobody touches for so long are closed, and so are streams that
             send nothing for so long.
         gate: admits sessions and counts what they use; None admits all that the engine takes.
+        tracing: None traces nothing.
     """
 
     def __init__(
-        self, thread: EngineThread, *, idle_timeout_s: float = 120.0, gate: Gate | None = None
+        self,
+        thread: EngineThread,
+        *,
+        idle_timeout_s: float = 120.0,
+        gate: Gate | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._thread = thread
+        self._tracing = tracing
         self._gate = gate or Gate()
         self._idle_timeout_s = idle_timeout_s
         self._wires: dict[str, _Wire] = {}
@@ -150,7 +161,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 if kind == "open":
                     if wire is not None:
                         raise FailedPrecondition("the stream has a session: one stream for each")
-                    wire = await self._open(frame.open)
+                    wire = await self._open(frame.open, context)
                     epoch = wire.epoch
                     yield verify_pb2.VerifyReply(open=self._opened(wire))
                     continue
@@ -165,8 +176,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 except EpochFenced:
                     raise
                 except (InvalidArgument, FailedPrecondition, QuotaExceeded) as error:
-                    if isinstance(error, QuotaExceeded):
-                        await self._gate.slow_down()
                     yield verify_pb2.VerifyReply(error=to_status(error))
         finally:
             # The stream owns its session, unless another one has taken it over.
@@ -193,7 +202,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     async def Open(
         self, request: verify_pb2.OpenRequest, context: Context
     ) -> verify_pb2.OpenResult:
-        return self._opened(await self._open(request))
+        return self._opened(await self._open(request, context))
 
     async def Verify(
         self, request: verify_pb2.VerifyRequest, context: Context
@@ -250,7 +259,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             raise SessionNotFound(wire.session_id)  # idle for too long
         wire.touched_at = time.monotonic()
 
-    async def _open(self, request: verify_pb2.OpenRequest) -> _Wire:
+    async def _open(self, request: verify_pb2.OpenRequest, context: Context) -> _Wire:
         if request.resume_session_id:
             self._gate.count_open()  # who guesses session ids is slowed down
             wire = self._of_caller(request.resume_session_id)
@@ -258,16 +267,24 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             wire.touched_at = time.monotonic()
             return wire
         admission = self._gate.admit()
+        span = None
+        if self._tracing is not None:
+            traceparent = traceparent_of(context.invocation_metadata())
+            span = self._tracing.begin("verify_session", traceparent)
         try:
-            wire = await self._submit(request, admission)
+            wire = await self._submit(request, admission, span)
         except BaseException as error:
             admission.refused(error)
+            if span is not None:
+                span.end(error)
             raise
         admission.opened(wire.session_id)
         admission.charge(wire.prompt_length)
         return wire
 
-    async def _submit(self, request: verify_pb2.OpenRequest, admission: Admission) -> _Wire:
+    async def _submit(
+        self, request: verify_pb2.OpenRequest, admission: Admission, span: Span | None
+    ) -> _Wire:
         speculation = SpeculationConfig(method="client")
         if request.HasField("speculation"):
             given = speculation_from_message(request.speculation)
@@ -301,7 +318,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         finally:
             if not opened:
                 self._cancel(session_id)
-        wire = self._wires[session_id] = _Wire(session, admission)
+        wire = self._wires[session_id] = _Wire(session, admission, span)
+        if span is not None:
+            span.session = session
         for event in early:  # it failed before it was known here
             wire.on_event(event)
         return wire
@@ -398,9 +417,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         )
 
     async def _close(self, wire: _Wire) -> verify_pb2.CloseResult:
-        self._wires.pop(wire.session_id, None)
+        known = self._wires.pop(wire.session_id, None)
         wire.admission.release()
         await asyncio.wrap_future(self._cancel(wire.session_id))
+        if wire.span is not None and known is not None:
+            wire.span.end()
         return verify_pb2.CloseResult(statistics=statistics_to_message(wire.session.stats))
 
     def _forget(self, wire: _Wire) -> None:
@@ -408,6 +429,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         if self._wires.pop(wire.session_id, None) is not None:
             wire.admission.release()
             self._cancel(wire.session_id)
+            if wire.span is not None:
+                wire.span.end()
             if wire.answer is not None and not wire.answer.done():
                 wire.answer.set_exception(InternalError("the session was closed"))
                 wire.answer.exception()

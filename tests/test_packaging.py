@@ -178,7 +178,17 @@ def declared(*extras: str) -> set[str]:
 def test_every_import_is_a_declared_dependency(package: str) -> None:
     # paceline alone must work with a plain install (and does: see above); training's log is extra.
     # The stubs' generator is a developer's tool.
-    extras = ("train",) if package == "paceline" else ("serve", "train", "tune", "dev")
+    extras = (
+        ("train",)
+        if package == "paceline"
+        else (
+            "serve",
+            "train",
+            "tracing",
+            "tune",
+            "dev",
+        )
+    )
     allowed = declared(*extras)
     owners = importlib.metadata.packages_distributions()
     # What the wheel has imports neither of the folders that it lacks.

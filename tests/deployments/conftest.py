@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +35,8 @@ PROMPTS = (
     'class Stack:\n    """A list that',
     "Question: Tom has 3 bags with 4 apples each. How many apples has he?\nAnswer:",
 )
-SMALL = {"num_cpus": 0.1}  # many replicas on few cores
+SMALL: dict[str, Any] = {"num_cpus": 0.1}  # many replicas on few cores
+TRACES = Path(tempfile.mkdtemp(prefix="paceline-traces-"))
 
 
 def free_port() -> int:
@@ -46,11 +50,13 @@ def config_file(topology: str, name: str, port: int) -> ConfigFile:
     """A file that ships with the package, under another name and port."""
     shipped = {"actors": "demo.yaml", "colocated": "colocated.yaml"}[topology]
     file = read_config_file(CONFIGS_DIR / shipped)
-    small = {
+    small: dict[str, Any] = {
         "target": SMALL,
         "drafter": SMALL,
         "gateway": {**SMALL, "grpc_port": port, "http_port": 0},
     }
+    if topology == "actors":  # no trace begins here, but one that a caller samples goes on
+        small["tracing"] = {"exporter": "file", "folder": str(TRACES), "sample": 0, "rounds": True}
     return file.with_args(small).model_copy(update={"name": name})
 
 
@@ -99,6 +105,7 @@ def ray_cluster() -> Iterator[None]:
     local.start_serve(file)
     yield
     ray.shutdown()
+    shutil.rmtree(TRACES, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

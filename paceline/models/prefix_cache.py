@@ -1,0 +1,135 @@
+"""KV entries that outlive their session, for sessions that begin with the same tokens.
+
+A trie of blocks of ``BLOCK`` tokens: a path from a root spells a prefix, and each block owns the KV
+slots of its tokens. Sequences that use a block only read it, so nothing is copied; a block that no
+sequence uses is evicted when memory is needed, the one that was longest unused first. As a key or a
+value depends on the tokens up to it alone, and in batch-invariant mode on nothing else down to the
+last bit, a session that begins with cached entries continues exactly as one that computes them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.types import IndexArray
+
+BLOCK = 16
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """``BLOCK`` tokens after those of ``parent``.
+
+    Attributes:
+        tokens: as bytes; in a root the scope that it stands for.
+        slots: where their keys and values are.  # [BLOCK], a root has none
+        users: sequences that read them.
+    """
+
+    tokens: bytes
+    parent: Block | None
+    slots: IndexArray
+    users: int = 0
+    children: dict[bytes, Block] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Which blocks there are, and which of them nobody uses.
+
+    Attributes:
+        num_queried, num_hit: tokens that sessions looked for, and that were there.
+        num_evicted: tokens.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[str, Block] = {}
+        # Blocks without users, the longest unused first. A sequence lets go of its last block
+        # first, and whoever uses a block uses its parent: children come before their parents.
+        self._idle: OrderedDict[Block, None] = OrderedDict()
+        self.num_queried = self.num_hit = self.num_evicted = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Slots that can be had back."""
+        return BLOCK * len(self._idle)
+
+    def find(self, token_ids: Sequence[int], scope: str) -> list[Block]:
+        """The blocks that ``token_ids`` begin with; the caller uses them from now on."""
+        found: list[Block] = []
+        block = self._roots.get(scope)
+        keys = _keys(token_ids)
+        while block is not None and len(found) < len(keys):
+            block = block.children.get(keys[len(found)])
+            if block is not None:
+                found.append(block)
+        for block in found:
+            self._use(block)
+        self.num_queried += len(token_ids)
+        self.num_hit += BLOCK * len(found)
+        return found
+
+    def extend(
+        self, known: Sequence[Block], token_ids: Sequence[int], slots: IndexArray, scope: str
+    ) -> list[tuple[Block, bool]]:
+        """The blocks of ``token_ids`` after the ``known`` ones; the caller uses them from now on.
+
+        Args:
+            slots: of all tokens; those of new blocks belong to the cache now.  # [num_tokens]
+
+        Returns:
+            blocks, and whether each is new.
+        """
+        at = known[-1] if known else self._roots.get(scope)
+        result: list[tuple[Block, bool]] = []
+        keys = _keys(token_ids)
+        for i in range(len(known), len(keys)):
+            if at is None:
+                at = self._roots[scope] = Block(b"", None, slots[:0])
+            block = at.children.get(keys[i])
+            is_new = block is None
+            if block is None:
+                own = slots[i * BLOCK : (i + 1) * BLOCK].copy()
+                block = at.children[keys[i]] = Block(keys[i], at, own)
+                block.users = 1
+            else:
+                self._use(block)
+            result.append((block, is_new))
+            at = block
+        return result
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """A sequence no longer uses these, parents first."""
+        for block in reversed(blocks):
+            block.users -= 1
+            if not block.users:
+                self._idle[block] = None
+
+    def evict(self, num_slots: int) -> list[int]:
+        """Give up at least so many slots, if there are as many that nobody uses."""
+        slots: list[int] = []
+        while self._idle and len(slots) < num_slots:
+            block, _ = self._idle.popitem(last=False)
+            assert not block.children and block.parent is not None
+            del block.parent.children[block.tokens]
+            slots += block.slots.tolist()
+        self.num_evicted += len(slots)
+        if slots:
+            self._roots = {scope: root for scope, root in self._roots.items() if root.children}
+        return slots
+
+    def _use(self, block: Block) -> None:
+        if not block.users:
+            del self._idle[block]
+        block.users += 1
+
+
+def _keys(token_ids: Sequence[int]) -> list[bytes]:
+    """The whole blocks of a sequence."""
+    tokens = np.asarray(token_ids, np.int32)
+    whole = tokens[: len(tokens) // BLOCK * BLOCK].tobytes()
+    size = BLOCK * tokens.itemsize
+    return [whole[i : i + size] for i in range(0, len(whole), size)]

@@ -75,6 +75,9 @@ class CallLimits(_Block):
     max_message_bytes: int = Field(
         MAX_MESSAGE_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Of one message."
     )
+    max_calls_per_connection: int = Field(
+        4096, ge=1, le=2**20, description="Calls, and so sessions, that one connection has open."
+    )
 
     def call_limits(self) -> Limits:
         return Limits(**{name: getattr(self, name) for name in CallLimits.model_fields})
@@ -84,6 +87,9 @@ class GatewayLimits(CallLimits):
     """How much one gateway passes on."""
 
     max_sessions: int | None = Field(None, ge=1, description="Open sessions and generations.")
+    max_calls_per_connection: int = Field(
+        256, ge=1, le=2**20, description="Calls, and so sessions, that one connection has open."
+    )
 
     def call_limits(self) -> Limits:
         return Limits(**self.model_dump())

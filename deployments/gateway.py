@@ -466,6 +466,7 @@ class _Stream:
                 if not frame.HasField("close"):  # which frees what others wait for
                     self._admission.round(len(frame.verify.token_ids))
             except QuotaExceeded as error:
+                await self._admission.slow_down()
                 reply = verify_pb2.VerifyReply(error=to_status(error))
                 await self._context.write(reply.SerializeToString())
             else:

@@ -6,24 +6,35 @@ services ask it for an :class:`Admission` for each session and tell it of rounds
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from paceline.config import MAX_NODES
-from paceline.errors import ResourceExhausted
+from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
 from rpc.audit import Audit
-from rpc.errors import PermissionDenied, Unauthenticated, rewrap, row_of
+from rpc.errors import PermissionDenied, Unauthenticated, row_of, shape_of
 from rpc.messages import MAX_MESSAGE_BYTES
+from rpc.streams import within
 from rpc.tenants import Quotas, Tenant, Tenants, digest_of
 
 _PUBLIC_SERVICE = "/grpc.health.v1.Health/"
 """Probes and load balancers have no token, and learn nothing but whether it serves."""
+
+REFUSALS_PER_SECOND = 50.0
+"""So many refusals (and answers without a token) of one tenant, or one host, are given at once."""
+
+LONGEST_PAUSE_S = 5.0
+_MAX_HOSTS = 4096  # whose refusals are remembered
 
 
 class QuotaExceeded(ResourceExhausted):
@@ -47,6 +58,7 @@ class Limits:
     rounds_per_second: float | None = None
     max_nodes: int = MAX_NODES
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_calls_per_connection: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,11 @@ class Caller:
     @property
     def name(self) -> str | None:
         return None if self.tenant is None else self.tenant.name
+
+    @property
+    def host(self) -> str:
+        """Where it came from, without the port."""
+        return self.peer.rpartition(":")[0]
 
 
 # Set at the start of each call, which has a task and so a context of its own.
@@ -172,6 +189,7 @@ class Gate:
         )
         self._accounts: dict[str, _Account] = {}
         self.num_refusals: Counter[str] = Counter()  # by reason
+        self._refusals: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
 
     @property
     def num_sessions(self) -> int:
@@ -230,6 +248,28 @@ class Gate:
             self.record_refusal(error)
             raise
         _caller.set(Caller(caller.peer, method, tenant, digest, tenants.generation))
+
+    async def slow_down(self) -> None:
+        """Wait for the caller's turn to get an answer that costs the server more than the caller.
+
+        Refusals beyond :data:`REFUSALS_PER_SECOND` of one tenant (without a token: of one host)
+        queue up. Since a connection has so many calls at a time and no more, a flood is as slow as
+        its answers, and leaves the server to others.
+        """
+        caller = _caller.get()
+        key = (caller.name or "", "" if caller.name else caller.host)
+        bucket = self._refusals.get(key)
+        if bucket is None:
+            bucket = self._refusals[key] = Bucket(REFUSALS_PER_SECOND, REFUSALS_PER_SECOND)
+            if len(self._refusals) > _MAX_HOSTS:
+                self._refusals.popitem(last=False)
+        else:
+            self._refusals.move_to_end(key)
+        pause = bucket.wait(1.0)
+        if pause < LONGEST_PAUSE_S:
+            bucket.take(1.0)
+        if pause:
+            await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
 
     def check_caller(self) -> Caller:
         """The caller, whose token is still good.
@@ -348,6 +388,10 @@ class Admission:
         for account in self._accounts:
             account.count_round()
 
+    async def slow_down(self) -> None:
+        """As the gate's: before a round is refused."""
+        await self._gate.slow_down()
+
     def charge(self, num_tokens: int) -> None:
         """Count tokens that the session's owner got or sent.
 
@@ -380,14 +424,27 @@ def _token(headers: Iterable[tuple[str, Any]]) -> str:
     raise Unauthenticated("no token: send 'authorization: Bearer TOKEN' with the call")
 
 
+Context = grpc.aio.ServicerContext[Any, Any]
+_Parse = Callable[[bytes], Any]
+_Read = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
+# Answers that a client can have by the thousand at no cost of its own.
+_CHEAP = (QuotaExceeded, Unauthenticated, PermissionDenied, SessionNotFound)
+
+
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Authenticates every call before its handler sees it."""
+    """Authenticates every call before its handler sees it, and before its message is read.
 
-    def __init__(self, gate: Gate) -> None:
+    To that end every method is given to gRPC as one that takes a stream of bytes: gRPC would read
+    the message of another one before it calls the handler, wait for it as long as the client likes,
+    and log bytes that are no message as a failure of the server.
+
+    Args:
+        idle_timeout_s: for the message of a call that has one.
+    """
+
+    def __init__(self, gate: Gate, idle_timeout_s: float) -> None:
         self._gate = gate
-
-    def _authenticate(self, context: Any, method: str) -> None:
-        self._gate.authenticate(context.peer(), method, context.invocation_metadata() or ())
+        self._idle_timeout_s = idle_timeout_s
 
     async def intercept_service(
         self,
@@ -396,28 +453,87 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+        handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
+        if handler is None:
+            return grpc.stream_unary_rpc_method_handler(self._unknown(method))
+        behavior = getattr(handler, shape_of(handler))
+        read: _Read
+        if handler.request_streaming:
+            read = partial(_each, handler.request_deserializer)
+        else:
+            read = partial(_only, handler.request_deserializer, self._idle_timeout_s)
+        wrap: Any = self._generator if inspect.isasyncgenfunction(behavior) else self._call
+        make: Any = grpc.stream_unary_rpc_method_handler
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler
+        return make(  # type: ignore[no-any-return]
+            wrap(behavior, method, read), None, handler.response_serializer
+        )
 
-        def wrap_unary(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-            async def call(request: Any, context: Any) -> Any:
-                self._authenticate(context, method)
-                return await behavior(request, context)
+    def _call(self, behavior: Any, method: str, read: _Read) -> Any:
+        async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
+            try:
+                await self._let_in(context, method)
+                return await behavior(await read(requests), context)
+            except _CHEAP:
+                await self._gate.slow_down()
+                raise
 
-            return call
+        return call
 
-        def wrap_generator(behavior: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
-            async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-                self._authenticate(context, method)
-                replies = behavior(request, context)
-                try:
-                    async for reply in replies:
-                        yield reply
-                finally:
+    def _generator(self, behavior: Any, method: str, read: _Read) -> Any:
+        async def generate(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            replies: Any = None
+            try:
+                await self._let_in(context, method)
+                replies = behavior(await read(requests), context)
+                async for reply in replies:
+                    yield reply
+            except _CHEAP:
+                await self._gate.slow_down()
+                raise
+            finally:
+                if replies is not None:
                     await replies.aclose()
 
-            return generate
+        return generate
 
-        return rewrap(handler, wrap_unary, wrap_generator)
+    def _unknown(self, method: str) -> Any:
+        async def call(requests: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                await self._let_in(context, method)
+            finally:
+                await self._gate.slow_down()
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {method}")
+
+        return call
+
+    async def _let_in(self, context: Context, method: str) -> None:
+        self._gate.authenticate(context.peer(), method, context.invocation_metadata() or ())
+        if method.startswith(_PUBLIC_SERVICE):
+            await self._gate.slow_down()
+
+
+async def _each(parse: _Parse | None, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    """The messages of a stream, read as they are asked for."""
+    return requests if parse is None else (_parsed(parse, data) async for data in requests)
+
+
+async def _only(parse: _Parse | None, limit_s: float, requests: AsyncIterator[bytes]) -> Any:
+    """The message of a call that has one.
+
+    Raises:
+        DeadlineExceeded: it does not come.
+    """
+    data = await anext(within(requests, limit_s, later_s=limit_s), None)
+    if data is None:
+        raise InvalidArgument("message", "nothing", "one message")
+    return data if parse is None else _parsed(parse, data)
+
+
+def _parsed(parse: _Parse, data: bytes) -> Any:
+    try:
+        return parse(data)
+    except DecodeError:
+        raise InvalidArgument("message", f"{len(data)} bytes", "a message of its type") from None

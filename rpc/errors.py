@@ -19,7 +19,6 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from paceline.errors import (
@@ -376,36 +375,8 @@ def _passes(error: BaseException) -> bool:
     return isinstance(error, (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError))
 
 
-def rewrap(
-    handler: Any,
-    wrap_unary: Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]],
-    wrap_generator: Callable[[Callable[..., Any]], Callable[..., AsyncIterator[Any]]],
-    *,
-    decode: bool = True,
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind with a wrapped behaviour.
-
-    ``wrap_unary`` is for those that are awaited (also streams that write through their context).
-    Without ``decode`` the wrapped behaviour gets requests as bytes.
-    """
-    shape = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-    behavior = getattr(handler, shape)
-    wrap = wrap_generator if inspect.isasyncgenfunction(behavior) else wrap_unary
-    make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
-    deserializer = handler.request_deserializer if decode else None
-    return make(  # type: ignore[no-any-return]
-        wrap(behavior), deserializer, handler.response_serializer
-    )
-
-
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns exceptions of all four kinds of handlers into statuses by the table.
-
-    Requests are decoded here too: gRPC itself would log bytes that are no message as a failure of
-    the server, with a traceback, and answer UNKNOWN.
-    """
+    """Turns exceptions of all four kinds of handlers into statuses by the table."""
 
     async def intercept_service(
         self,
@@ -417,42 +388,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # unknown method: gRPC answers
-        decode = _decoder(handler)
-        return rewrap(
-            handler,
-            lambda behavior: _wrap_unary(behavior, decode),
-            lambda behavior: _wrap_generator(behavior, decode),
-            decode=False,
+        shape = shape_of(handler)
+        behavior = getattr(handler, shape)
+        wrap: Any = _wrap_generator if inspect.isasyncgenfunction(behavior) else _wrap_call
+        make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
+        return make(  # type: ignore[no-any-return]
+            wrap(behavior), handler.request_deserializer, handler.response_serializer
         )
 
 
-def _decoder(handler: Any) -> Callable[[Any], Any]:
-    """From what gRPC hands over (bytes, or an iterator of them) to what the behaviour wants."""
-    parse = handler.request_deserializer
-    if parse is None:
-        return lambda request: request
-
-    def decode(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError:
-            raise InvalidArgument(
-                "message", f"{len(data)} bytes", "a message of its type"
-            ) from None
-
-    async def decode_each(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for data in requests:
-            yield decode(data)
-
-    return decode_each if handler.request_streaming else decode
+def shape_of(handler: Any) -> str:
+    """The name of a handler's behaviour: ``unary_stream`` and so on."""
+    return ("stream" if handler.request_streaming else "unary") + (
+        "_stream" if handler.response_streaming else "_unary"
+    )
 
 
-def _wrap_unary(
-    behavior: Callable[..., Any], decode: Callable[[Any], Any]
-) -> Callable[..., Awaitable[Any]]:
+def _wrap_call(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """For behaviours that are awaited (also streams that write through their context)."""
+
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await behavior(decode(request), context)
+            return await behavior(request, context)
         except BaseException as error:
             if _passes(error):
                 raise
@@ -461,15 +418,13 @@ def _wrap_unary(
     return call
 
 
-def _wrap_generator(
-    behavior: Callable[..., Any], decode: Callable[[Any], Any]
-) -> Callable[..., AsyncIterator[Any]]:
+def _wrap_generator(behavior: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
     async def generate(
         request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Any]:
         replies: Any = None
         try:
-            replies = behavior(decode(request), context)
+            replies = behavior(request, context)
             async for reply in replies:
                 yield reply
         except BaseException as error:

@@ -47,7 +47,6 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # A peer that connects and says nothing holds a socket; honest ones take milliseconds.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_concurrent_streams", 4096),
 )
 
 
@@ -141,9 +140,10 @@ async def start_server(
         check_plain_text(host, "credentials", "TLS credentials, or insecure=True")
     gate = gate or Gate()
     server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(), AccessInterceptor(gate)),
+        interceptors=(ErrorInterceptor(), AccessInterceptor(gate, idle_timeout_s)),
         options=(
             *SERVER_OPTIONS,
+            ("grpc.max_concurrent_streams", gate.limits.max_calls_per_connection),
             ("grpc.max_receive_message_length", gate.limits.max_message_bytes),
         ),
     )

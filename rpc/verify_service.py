@@ -176,6 +176,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 except EpochFenced:
                     raise
                 except (InvalidArgument, FailedPrecondition, QuotaExceeded) as error:
+                    if isinstance(error, QuotaExceeded):
+                        await self._gate.slow_down()
                     yield verify_pb2.VerifyReply(error=to_status(error))
         finally:
             # The stream owns its session, unless another one has taken it over.

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from cluster.certs import make_certificates
+from paceline.engine import EngineThread
+from paceline.loading import load_engine
+from rpc.access import Gate
 from rpc.server import RpcServer
+from rpc.tenants import Tenants
+from rpc.tls import ServerTls
 from tests.cli.conftest import Cli
 from tests.rpc.netem import Netem
+from tests.rpc.serving import serving
 
 PROMPT = "import os\n"
 
@@ -93,6 +101,47 @@ def test_offline_text_is_marked(cli: Cli, server: RpcServer, drafter_folder: Pat
     assert document["finish_reason"] is None
     # One token of the end is the target's own: no drafter can stand in for it.
     assert 16 <= len(document["unverified_token_ids"]) <= 20
+
+
+def test_tls_client_certificates_and_tokens(
+    cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The tokens of a server in plain text, and what is missing is said."""
+    token = "alice-token-of-many-characters"
+    make_certificates(tmp_path)
+    (tmp_path / "tenants.yaml").write_text(yaml.safe_dump({"tenants": {"alice": {"token": token}}}))
+    (tmp_path / "token").write_text(f"{token}\n")
+    ca, cert, key = (tmp_path / name for name in ("ca.crt", "client.crt", "client.key"))
+    tls = ServerTls(
+        cert=str(tmp_path / "server.crt"), key=str(tmp_path / "server.key"), client_ca=str(ca),
+        require_client_cert=True,
+    )  # fmt: skip
+    what = ("--drafter", drafter_folder, "-n", 24, "--ignore-eos")
+    expected = draft(cli, "--server", server.address, *what)
+    thread = EngineThread(load_engine(target_folder)).start()
+    gate = Gate(tenants=Tenants(tmp_path / "tenants.yaml"))
+    try:
+        with serving(engine=thread, gate=gate, credentials=tls.credentials()) as secure:
+            files = ("--ca", ca, "--cert", cert, "--key", key)
+            with_token = ("--token-file", tmp_path / "token")
+            where = ("--server", secure.address)
+            document = draft(cli, *where, *files, *with_token, *what)
+            assert document["token_ids"] == expected["token_ids"]
+            assert document["verified"] is True
+            for options, word in (
+                (files, "authorization: Bearer"),
+                (("--ca", ca, *with_token), secure.address),  # no certificate: no connection
+                (with_token, secure.address),
+            ):
+                refused = cli("draft", PROMPT, *where, *options, *what, "--give-up", 1)
+                assert refused.exit_code == 2, refused.output
+                assert word in refused.stderr
+                assert token not in refused.output
+            monkeypatch.setenv("PACELINE_TOKEN", token)
+            assert draft(cli, *where, *files, *what)["token_ids"] == expected["token_ids"]
+    finally:
+        thread.stop()
 
 
 @pytest.mark.parametrize(

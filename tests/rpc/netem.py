@@ -1,5 +1,8 @@
 """A bad network in user space: a TCP proxy on loopback between a client and a server.
 
+`python -m tests.rpc.netem HOST:PORT --rtt SECONDS` is one in a process of its own, which prints its
+address.
+
 Bytes of each direction leave after half of the round trip, plus jitter that never reorders them,
 and no faster than the bandwidth allows. Connections can be reset, and a partition holds everything
 back without a word, as a dead machine or a lost route does.
@@ -7,6 +10,7 @@ back without a word, as a dead machine or a lost route does.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import random
@@ -206,3 +210,17 @@ def _abort(writer: asyncio.StreamWriter) -> None:
         linger = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     writer.transport.abort()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("upstream")
+    parser.add_argument("--rtt", type=float, default=0.0)
+    options = parser.parse_args()
+    with Netem(options.upstream, Link(rtt=options.rtt)) as netem:
+        print(netem.address, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

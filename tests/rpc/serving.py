@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -36,11 +36,15 @@ def serving(grace: float = 0.2, **arguments: Any) -> Iterator[RpcServer]:
 
 
 class ReplicaProcess:
-    """A replica in another process, which prints its address (``drafter_process.py``, ...)."""
+    """A replica in another process, which prints its address (``drafter_process.py``, ...).
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    Args:
+        within: words that come before its command line, as ``ip netns exec NAME``.
+    """
+
+    def __init__(self, module: str, *arguments: str, within: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*within, sys.executable, "-m", module, *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

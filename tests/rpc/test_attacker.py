@@ -1,0 +1,196 @@
+"""An attacker's list, each item beside an honest client that measures its rounds.
+
+The server is a process of its own, with TLS, tenants and the demo target. The attacker is another
+one (``attacker.py``), which is stopped and continued in turn, so that a busy machine slows the calm
+rounds as much as the others.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.certs import make_certificates
+from paceline.demo import TARGET_DIR
+from paceline.sampling import SamplingParams
+from paceline.types import Draft
+from rpc.client import Client
+from tests.rpc.serving import ROOT, ReplicaProcess
+
+ALICE, MALLORY = (f"{name}-token-of-many-characters" for name in ("alice", "mallory"))
+PROMPT = list(range(5, 37))
+MAX_MESSAGE_BYTES = 65_536
+IDLE_TIMEOUT_S = 4.0  # longer than the windows together
+WINDOW_S = 0.4  # calm, then attacked, and so on
+WINDOWS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where it is, and who the honest client is."""
+
+    address: str
+    ca: Path
+    client: Client
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("attacked")
+    make_certificates(folder)
+    tenants = {
+        "alice": {"token": ALICE},
+        "mallory": {"token": MALLORY, "quotas": {"opens_per_second": 5, "max_sessions": 2}},
+    }
+    (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    ca = folder / "ca.crt"
+    with (
+        ReplicaProcess(
+            "tests.rpc.target_process", "--model", str(TARGET_DIR),
+            "--cert", str(folder / "server.crt"), "--key", str(folder / "server.key"),
+            "--tenants", str(folder / "tenants.yaml"),
+            "--max-message-bytes", str(MAX_MESSAGE_BYTES),
+            "--idle-timeout-s", str(IDLE_TIMEOUT_S),
+        ) as replica,
+        Client(replica.address, timeout=30, ca=ca, token=ALICE) as client,
+    ):  # fmt: skip
+        Honest(client).rounds(0.5)  # kernels are built and caches are warm
+        yield Server(address=replica.address, ca=ca, client=client)
+
+
+class Honest:
+    """Verifies rounds in sessions of the same prompt, and notes how long each took."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._session: Any = None
+        self._longest: list[int] = []
+
+    def rounds(self, seconds: float) -> list[float]:
+        """Milliseconds of each round of that time."""
+        found = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            if self._session is None or len(self._session.token_ids) > len(PROMPT) + 150:
+                self.close()
+                params = SamplingParams(max_tokens=200, ignore_eos=True)
+                self._session = self._client.open_session(PROMPT, params)
+            begun = time.perf_counter()
+            self._session.verify(Draft.chain([1, 2, 3, 4]))
+            found.append(1e3 * (time.perf_counter() - begun))
+        return found
+
+    def close(self) -> None:
+        """End the session; its tokens are those of any other."""
+        if self._session is not None:
+            self._session.close()
+            tokens = self._session.token_ids
+            self._longest = max(self._longest, tokens, key=len)
+            assert tokens == self._longest[: len(tokens)]
+            self._session = None
+
+
+class Attacker:
+    """``attacker.py``, which attacks while it is not paused."""
+
+    def __init__(self, server: Server, kind: str, *options: str) -> None:
+        command = [sys.executable, "-m", "tests.rpc.attacker", kind, server.address]
+        self._process = subprocess.Popen(
+            [*command, "--ca", str(server.ca), *options],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", "the attacker did not start"
+        self._say()
+        self.pause()
+
+    def _say(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> dict[str, Any]:
+        """What it was answered."""
+        self.go_on()
+        self._say()
+        output, _ = self._process.communicate(timeout=30)
+        result: dict[str, Any] = json.loads(output)
+        return result
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+
+ATTACKS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "no token": (("flood", "--heedless"), {"UNAUTHENTICATED"}),
+    "wrong token": (("flood", "--token", "wrong-token-wrong-token"), {"UNAUTHENTICATED"}),
+    "opens over the quota": (
+        ("flood", "--heedless", "--token", MALLORY), {"OK", "RESOURCE_EXHAUSTED"}
+    ),
+    "session of another tenant": (
+        # An attempt to take it over counts as an open, and there is a quota of these.
+        ("other", "--token", MALLORY), {"NOT_FOUND", "RESOURCE_EXHAUSTED"},
+    ),
+    "replay of an old epoch": (("replay", "--token", MALLORY), {"FAILED_PRECONDITION"}),
+    "oversized messages": (
+        ("oversized", "--token", MALLORY, "--max-message-bytes", str(MAX_MESSAGE_BYTES)),
+        {"RESOURCE_EXHAUSTED"},
+    ),
+    "slow loris": (("loris", "--token", MALLORY), {"DEADLINE_EXCEEDED"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_honest_client_keeps_its_latency(name: str, server: Server) -> None:
+    arguments, expected = ATTACKS[name]
+    honest, owned = Honest(server.client), server.client.open_session(PROMPT)
+    if arguments[0] == "other":
+        arguments = (*arguments, "--session", owned.prefix.session_id)
+    calm: list[float] = []
+    attacked: list[float] = []
+    attacker = Attacker(server, *arguments)
+    try:
+        for _ in range(WINDOWS):
+            attacker.pause()
+            calm += honest.rounds(WINDOW_S)
+            attacker.go_on()
+            attacked += honest.rounds(WINDOW_S)
+        result = attacker.end()
+    finally:
+        attacker.kill()
+    honest.close()
+    owned.close()
+    answers = result["answers"]
+    print(
+        f"{name}: {result['sent'] / WINDOWS / WINDOW_S:,.0f} calls a second, answers {answers}; "
+        f"rounds p50 {median(calm):.1f} ms calm, {median(attacked):.1f} ms attacked "
+        f"({median(attacked) / median(calm):.2f}), p99 {percentile(calm):.1f} and "
+        f"{percentile(attacked):.1f} ms"
+    )
+    assert set(answers) - {"REFUSED_STREAM"} == expected  # HTTP/2's own, over the limit of calls
+    assert answers.get("OK", 0) <= 4  # max_sessions, again after the time-out
+    if "--heedless" in arguments:
+        assert result["sent"] > 1000
+    assert median(attacked) < 2 * median(calm)
+
+
+def percentile(values: list[float], q: float = 0.99) -> float:
+    return sorted(values)[int(q * (len(values) - 1))]

@@ -14,9 +14,16 @@ anything else that is heavy.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
+
+# Threads of a forward wait for one another in a loop. By default that loop is so long that a thread
+# whose partner lost its core to another process burns its own for nothing: on busy machines a
+# forward took ten times as long. Read when torch loads OpenMP; whoever sets it knows better.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _EXPORTS = {
     "Engine": "paceline.engine",

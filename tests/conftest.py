@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,15 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, and much slower on busy cores."""
-    import torch
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Models this small are slower on several threads, and much slower on busy cores.
 
+    Before each test, because commands that run in the tests' process set a number of their own.
+    """
     from paceline.loading import limit_threads
-    from paceline.models import kernels
 
-    threads, kernel_threads = torch.get_num_threads(), kernels.num_threads()
     limit_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    kernels.set_num_threads(kernel_threads)
 
 
 @pytest.fixture(scope="session")

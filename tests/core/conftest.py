@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 from paceline.engine import Engine
@@ -18,15 +16,6 @@ from tests.modelzoo import make_model
 # Deterministic: the same examples in every run, and no deadline on a busy machine.
 settings.register_profile("core", derandomize=True, deadline=None, max_examples=30, database=None)
 settings.load_profile("core")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, and much slower on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
+from paceline.loading import limit_threads
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner, Segment
 from paceline.plan import resolve
@@ -122,13 +122,9 @@ def test_exact_after_the_number_of_threads_changed(suite: Suite) -> None:
     """A library may split products differently over threads; the tokens must not notice."""
     engine = Engine(ModelTarget(suite.demo.target.runner), suite.demo.drafters)
     prompts, params, tokens = suite.prompts[:2], replace(BASE, max_tokens=8), []
-    threads = torch.get_num_threads()
-    try:
-        for count in (2, 1):
-            torch.set_num_threads(count)
-            for method in ("ar", "draft_model_tree"):
-                sessions = engine.generate(prompts, params, SpeculationConfig(method=method))
-                tokens.append([session.output_ids for session in sessions])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (2, 1):
+        limit_threads(count)
+        for method in ("ar", "draft_model_tree"):
+            sessions = engine.generate(prompts, params, SpeculationConfig(method=method))
+            tokens.append([session.output_ids for session in sessions])
     assert tokens == [tokens[0]] * 4

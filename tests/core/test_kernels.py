@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.demo import TARGET_DIR
+from paceline.loading import limit_threads
 from paceline.models import kernels
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
@@ -90,15 +91,12 @@ def test_layers(kind: str, zoo: Path) -> None:
 def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
     runner = LlamaRunner(TARGET_DIR, dtype=dtype)
     ids = np.random.default_rng(9).integers(0, 256, 150)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            sequence = runner.new_sequence()
-            results.append(runner.forward([Segment(sequence, ids)]).logits)
-            runner.free(sequence)
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2, 3):
+        limit_threads(threads)
+        sequence = runner.new_sequence()
+        results.append(runner.forward([Segment(sequence, ids)]).logits)
+        runner.free(sequence)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

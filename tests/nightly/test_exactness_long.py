@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from paceline.engine import Engine
 from paceline.loading import load_engine
 from tests.core.suite import CASES, CORE_CASES, OTHER_LOSSLESS_CASES, Suite
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,16 +83,16 @@ def start_ray(file: ConfigFile) -> str:
     prepare_environment(secrets.token_hex(32))
     import ray
 
-    config = file.config
-    wanted = config.target.num_replicas * config.target.num_cpus
-    wanted += config.gateway.num_replicas * config.gateway.num_cpus
-    if config.topology == "actors":
-        wanted += config.drafter.num_replicas * config.drafter.num_cpus
+    # A share of a CPU and a custom resource are only labels: with fewer of them than the file asks
+    # for, some replicas would wait for ever.
+    wanted: defaultdict[str, float] = defaultdict(float)
+    for role in file.config.roles:
+        for name, amount in {"CPU": role.num_cpus, **role.resources}.items():
+            wanted[name] += role.max_replicas * amount
     context = ray.init(
         address="local",
-        # A share of a CPU is only a label: with fewer of them than the file asks for, some
-        # replicas would wait for ever.
-        num_cpus=max(os.cpu_count() or 1, math.ceil(wanted)),
+        num_cpus=max(os.cpu_count() or 1, math.ceil(wanted.pop("CPU"))),
+        resources=dict(wanted),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         log_to_driver=False,

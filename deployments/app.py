@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import LoggingConfig
 
-from deployments.config import DeploymentConfig, parse_config
+from deployments.config import DeploymentConfig, DrafterConfig, TargetConfig, parse_config
 from deployments.drafter import DrafterDeployment
 from deployments.gateway import GatewayDeployment
 from deployments.target import TargetDeployment
@@ -30,10 +31,12 @@ _COMMON: dict[str, Any] = {
 def build(args: dict[str, Any]) -> Application:
     """The application that ``args`` describe.
 
+    Serve may run this on a node that has no models, so the replicas look for them.
+
     Raises:
-        InvalidArgument, ModelNotFound: as :func:`deployments.config.parse_config`.
+        InvalidArgument: as :func:`deployments.config.parse_config`.
     """
-    config = parse_config(args)
+    config = parse_config(args, models_here=False)
     drafter = _drafter(config) if config.topology == "actors" else None
     return GatewayDeployment.options(
         name=GATEWAY,
@@ -41,7 +44,7 @@ def build(args: dict[str, Any]) -> Application:
         max_replicas_per_node=1,  # the port is fixed
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=5,
-        ray_actor_options={"num_cpus": config.gateway.num_cpus},
+        ray_actor_options=config.gateway.actor_options(),
         **_COMMON,
     ).bind(config, _target(config, drafter))
 
@@ -50,13 +53,11 @@ def _target(config: DeploymentConfig, drafter: Application | None) -> Applicatio
     limits = config.target.limits
     return TargetDeployment.options(
         name=TARGET,
-        num_replicas=config.target.num_replicas,
+        **_num_replicas(config.target),
         # The engine refuses what is beyond its limits, with a reason; Serve would let it wait.
         max_ongoing_requests=limits.max_sessions + limits.max_waiting + 16,
         graceful_shutdown_timeout_s=config.target.drain_s,
-        ray_actor_options={
-            "num_cpus": config.target.num_cpus, "num_gpus": config.target.num_gpus,
-        },
+        ray_actor_options=config.target.actor_options(),
         **_COMMON,
     ).bind(config, drafter)  # fmt: skip
 
@@ -64,12 +65,28 @@ def _target(config: DeploymentConfig, drafter: Application | None) -> Applicatio
 def _drafter(config: DeploymentConfig) -> Application:
     return DrafterDeployment.options(
         name=DRAFTER,
-        num_replicas=config.drafter.num_replicas,
+        **_num_replicas(config.drafter),
         max_ongoing_requests=1000,
         # Its leases last as long as the targets live, and losing a drafter costs no tokens.
         graceful_shutdown_timeout_s=1,
-        ray_actor_options={
-            "num_cpus": config.drafter.num_cpus, "num_gpus": config.drafter.num_gpus,
-        },
+        ray_actor_options=config.drafter.actor_options(),
         **_COMMON,
     ).bind(config)  # fmt: skip
+
+
+def _num_replicas(config: TargetConfig | DrafterConfig) -> dict[str, Any]:
+    scaling = config.autoscaling
+    if scaling is None:
+        return {"num_replicas": config.num_replicas}
+    first = min(max(config.num_replicas, scaling.min_replicas), scaling.max_replicas)
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            initial_replicas=first,
+            max_replicas=scaling.max_replicas,
+            upscale_delay_s=scaling.upscale_delay_s,
+            downscale_delay_s=scaling.downscale_delay_s,
+            look_back_period_s=scaling.look_back_s,
+            target_ongoing_requests=scaling.target_sessions,
+        )
+    }

@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.config import MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
@@ -146,12 +146,58 @@ class DataPlaneTls(_Block):
 
 
 class _Replicas(_Block):
-    num_replicas: int = Field(1, ge=1, le=1024)
+    num_replicas: int = Field(1, ge=1, le=1024, description="Replicas; with autoscaling, at first.")
     num_cpus: float = Field(0.5, gt=0, description="CPUs that Ray reserves for each replica.")
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Custom resources of Ray that each replica takes: they place it on nodes."
+    )
+
+    @property
+    def max_replicas(self) -> int:
+        """Replicas at most."""
+        return self.num_replicas
+
+    def actor_options(self) -> dict[str, Any]:
+        """What Ray reserves for each replica."""
+        return {"num_cpus": self.num_cpus, "resources": self.resources}
 
 
-class TargetConfig(_Replicas):
-    num_gpus: float = Field(0.0, ge=0)
+class Autoscaling(_Block):
+    """Between how many replicas Serve chooses, and how soon it acts."""
+
+    min_replicas: int = Field(1, ge=1, le=1024)
+    max_replicas: int = Field(4, ge=1, le=1024)
+    upscale_delay_s: float = Field(
+        10.0, ge=0, description="More are wanted for so long before there are more."
+    )
+    downscale_delay_s: float = Field(
+        300.0, ge=0, description="Fewer are wanted for so long before there are fewer."
+    )
+    look_back_s: float = Field(20.0, gt=10, description="Measurements of so long count.")
+    target_sessions: float = Field(
+        8.0, gt=0, description="Sessions of a replica that Serve's own policy aims at."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Autoscaling:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas must be at least min_replicas, {self.min_replicas}")
+        return self
+
+
+class _GpuReplicas(_Replicas):
+    num_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each replica.")
+    autoscaling: Autoscaling | None = Field(None, description="null: as many as num_replicas.")
+
+    @property
+    def max_replicas(self) -> int:
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    def actor_options(self) -> dict[str, Any]:
+        return {**super().actor_options(), "num_gpus": self.num_gpus}
+
+
+class TargetConfig(_GpuReplicas):
     limits: LimitsConfig = LimitsConfig()
     idle_timeout_s: float = Field(
         120.0, gt=0, description="Verify sessions that nobody touches for so long are closed."
@@ -161,9 +207,8 @@ class TargetConfig(_Replicas):
     )
 
 
-class DrafterConfig(_Replicas):
-    num_gpus: float = Field(0.0, ge=0)
-    max_sessions: int = Field(256, ge=1)
+class DrafterConfig(_GpuReplicas):
+    max_sessions: int = Field(256, ge=1, description="Sessions that one replica drafts for.")
     deadline_s: float = Field(
         2.0,
         gt=0,
@@ -244,6 +289,12 @@ class DeploymentConfig(_Block):
     gateway: GatewayConfig = GatewayConfig()
     tracing: TracingConfig = TracingConfig()
 
+    @property
+    def roles(self) -> list[_Replicas]:
+        """The blocks of those deployments that the topology has."""
+        drafter = [self.drafter] if self.topology == "actors" else []
+        return [self.target, *drafter, self.gateway]
+
     def num_threads(self, num_cpus: float) -> int:
         """CPU threads of a model in a replica for which Ray reserves ``num_cpus``."""
         if self.model.threads is not None:
@@ -263,8 +314,11 @@ class DeploymentConfig(_Block):
         return self.model.drafter
 
 
-def parse_config(args: Mapping[str, Any] | None) -> DeploymentConfig:
+def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) -> DeploymentConfig:
     """Check untrusted keys and values; model folders come back as absolute paths.
+
+    Args:
+        models_here: False leaves it to the replicas to find the models, on their nodes.
 
     Raises:
         InvalidArgument: naming the first wrong key, for example ``target.num_cpus``.
@@ -298,7 +352,7 @@ def parse_config(args: Mapping[str, Any] | None) -> DeploymentConfig:
         given = getattr(config.model, role)
         if given is not None:
             folder = Path(given).expanduser().resolve()
-            if not folder.is_dir():
+            if models_here and not folder.is_dir():
                 raise ModelNotFound(f"model.{role}: folder {str(folder)!r} does not exist")
             folders[role] = str(folder)
     return config.model_copy(update={"model": config.model.model_copy(update=folders)})

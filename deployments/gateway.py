@@ -44,6 +44,7 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full
 VERIFY: str = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 SWEEP_INTERVAL_S = 2.0
+_START_ATTEMPT_S = 60.0
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -507,6 +508,14 @@ def _gate(config: GatewayConfig) -> Gate:
     )
 
 
+async def _wait_for_target(targets: DeploymentHandle[Any]) -> None:
+    """Return when a target takes sessions, however long its model takes to load."""
+    while True:
+        with suppress(ServerUnavailable):
+            (await open_lease(targets, "target", _START_ATTEMPT_S)).release()
+            return
+
+
 @serve.deployment
 class GatewayDeployment:
     """Where clients connect: gRPC and OpenAI's HTTP API on the ports of the config."""
@@ -523,6 +532,8 @@ class GatewayDeployment:
             tracing=tracing,
         )
         self._tracing = tracing
+        # An open port means that there is a target: load balancers send nobody here before that.
+        await _wait_for_target(targets)
         try:
             self._server = await start_server(
                 register=self._relay.register,

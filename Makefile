@@ -82,6 +82,7 @@ lint: $(STAMP) ## style, types, import contracts, generated code and documents
 	@$(BIN)/python -m rpc.generate --check
 	@$(BIN)/python -m paceline.methods_table --check
 	@$(BIN)/python -m deployments.dashboard --check
+	@$(BIN)/python helm/generate.py --check
 
 .PHONY: format
 format: $(STAMP) ## format the code and mend what ruff can mend

@@ -1,0 +1,93 @@
+{{/* The Serve config file of this release: what `serveConfigV2` holds. */}}
+
+{{/* The blocks of the values, with those of a sweep's best.yaml over them, as YAML. */}}
+{{- define "paceline.args" -}}
+{{- $names := list "model" "topology" "speculation" "target" "drafter" "gateway" -}}
+{{- $args := deepCopy (pick .Values "model" "topology" "speculation" "target" "drafter" "gateway") -}}
+{{- range .Values.applications -}}
+  {{- $best := deepCopy (default dict .args) -}}
+  {{- range $key := keys $best -}}
+    {{- if not (has $key $names) -}}
+      {{- fail (printf "applications[0].args.%s: the chart decides that; allowed are %s" $key (join ", " $names)) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $own := dig "model" "target" "" $best -}}
+  {{- if and $own (eq $.Values.models.source "demo") -}}
+    {{- fail (printf "applications[0].args.model.target is %s, a folder of the machine that was measured; say where the cluster gets that model: models.source and models.target" $own) -}}
+  {{- end -}}
+  {{- if hasKey $best "model" -}}
+    {{- $_ := set $best "model" (omit $best.model "target" "drafter" "heads") -}}
+  {{- end -}}
+  {{- with $best.speculation -}}
+    {{- $_ := set $args "speculation" . -}}
+  {{- end -}}
+  {{- $args = mustMergeOverwrite $args (omit $best "speculation") -}}
+{{- end -}}
+{{- toYaml $args -}}
+{{- end -}}
+
+{{- define "paceline.topology" -}}
+{{- $args := include "paceline.args" . | fromYaml -}}
+{{- $args.topology -}}
+{{- end -}}
+
+{{/* Folders of the models in the pods that load them; empty for the demo pair. */}}
+{{- define "paceline.modelFolders" -}}
+{{- $models := .Values.models -}}
+{{- $folders := dict -}}
+{{- if ne $models.source "demo" -}}
+  {{- $_ := required (printf "models.target: name the target (models.source: %s)" $models.source) $models.target -}}
+  {{- range $role := list "target" "drafter" "heads" -}}
+    {{- with index $models $role -}}
+      {{- $folder := ternary (printf "/models/%s" (trimPrefix "/" .)) (printf "/models/%s" $role) (eq $models.source "pvc") -}}
+      {{- $_ := set $folders $role $folder -}}
+    {{- end -}}
+  {{- end -}}
+{{- else if or $models.target $models.drafter $models.heads -}}
+  {{- fail "models.target, models.drafter, models.heads: say with models.source where they come from (huggingface, pvc or objectStore)" -}}
+{{- end -}}
+{{- toYaml $folders -}}
+{{- end -}}
+
+{{- define "paceline.serveConfig" -}}
+{{- $args := include "paceline.args" . | fromYaml -}}
+{{- $folders := include "paceline.modelFolders" . | fromYaml -}}
+{{- if and $folders (not $folders.drafter) (eq $args.topology "actors") -}}
+{{- fail "models.drafter: name a drafter, or set topology: colocated and a speculation.method that needs none" -}}
+{{- end -}}
+{{- $_ := mustMergeOverwrite $args.model $folders -}}
+{{- range $role := list "target" "drafter" "gateway" -}}
+  {{- $block := index $args $role -}}
+  {{- $pod := index $.Values.pods $role -}}
+  {{- $_ := set $block "num_cpus" (include "paceline.cpus" $pod.resources | float64) -}}
+  {{- if ne $role "gateway" -}}
+    {{- $_ := set $block "num_gpus" (include "paceline.gpus" $pod.resources | float64) -}}
+  {{- end -}}
+  {{- $_ := set $block "resources" (dict (printf "paceline_%s" $role) 1) -}}
+{{- end -}}
+{{- $gateway := $args.gateway -}}
+{{- $_ := set $gateway "host" "0.0.0.0" -}}
+{{- if include "paceline.gatewayTls" . -}}
+  {{- $tls := dict "cert" "/etc/paceline/gateway-tls/tls.crt" "key" "/etc/paceline/gateway-tls/tls.key" -}}
+  {{- if .Values.tls.requireClientCert -}}
+    {{- $_ := mustMerge $tls (dict "client_ca" "/etc/paceline/gateway-tls/client-ca.crt" "require_client_cert" true) -}}
+  {{- end -}}
+  {{- $_ := set $gateway "tls" $tls -}}
+{{- else -}}
+  {{- $_ := set $gateway "insecure" true -}}
+{{- end -}}
+{{- if include "paceline.tenantsSecret" . -}}
+  {{- $_ := set $gateway "tenants" (printf "/etc/paceline/tenants/%s" (ternary "tenants.yaml" .Values.tenants.key (not (empty .Values.tenants.inline)))) -}}
+{{- end -}}
+{{- $_ := set $args "data_plane" "node_ip" -}}
+{{- if eq .Values.tls.mode "disabled" -}}
+  {{- $_ := set $args "data_plane_insecure" true -}}
+{{- else -}}
+  {{- $_ := set $args "data_plane_tls" (dict "cert" "/etc/paceline/replica-tls/tls.crt" "key" "/etc/paceline/replica-tls/tls.key" "ca" "/etc/paceline/replica-tls/ca.crt" "server_name" "paceline-replica") -}}
+{{- end -}}
+{{- $application := dict "name" "paceline" "import_path" "deployments.app:build" "route_prefix" nil "args" $args -}}
+{{- if and .Values.autoscaling_policy (or $args.target.autoscaling $args.drafter.autoscaling) -}}
+  {{- $_ := set $application "autoscaling_policy" (dict "policy_function" "cluster.autoscaling:Policy" "policy_kwargs" .Values.autoscaling_policy) -}}
+{{- end -}}
+{{- toYaml (dict "proxy_location" "Disabled" "applications" (list $application)) -}}
+{{- end -}}

@@ -1,0 +1,377 @@
+"""The chart renders, what it renders is valid, and wrong values are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_python.chart import Chart, dependency_list, lint, package
+from helm_python.errors import HelmError
+
+from deployments.config import read_config_file
+from tests.helm.conftest import CHART, only, render, serve_config
+from tests.helm.schemas import crd_folder, custom_schemas, problems
+from tests.helm.value_sets import BEST, VALUE_SETS
+
+Objects = list[dict[str, Any]]
+Pods = dict[str, dict[str, Any]]
+
+
+def pods(objects: Objects) -> Pods:
+    """The pod template of each role, and of the sweep's."""
+    templates = {}
+    for thing in objects:
+        spec = thing.get("spec", {})
+        cluster = spec.get("rayClusterConfig") or spec.get("rayClusterSpec")
+        if cluster:
+            groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+            for template in [group["template"] for group in groups]:
+                templates[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
+        if thing["kind"] == "RayJob":
+            templates["submitter"] = spec["submitterPodTemplate"]
+        if thing["kind"] == "Pod":
+            templates["test"] = thing
+    return templates
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_lints_strictly(chart_folder: Path, name: str) -> None:
+    report = lint(chart_folder, VALUE_SETS[name], strict=True, kube_version="v1.34.0")
+    assert report["errors"] == []
+    assert [m for m in report["messages"] if m["severity"] > 1] == []
+
+
+def test_only_the_dependency_is_missing_in_a_checkout() -> None:
+    (dependency,) = dependency_list(CHART)
+    if dependency["status"] == "missing":
+        (error,) = lint(CHART, {}, strict=True)["errors"]
+        assert "missing these dependencies: kuberay-operator" in error
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_every_object_is_valid(chart: Chart, name: str) -> None:
+    objects = render(chart, VALUE_SETS[name])
+    assert {o["kind"] for o in objects} >= {"RayService", "Service"}
+    wrong = [
+        f"{thing['kind']} {thing['metadata']['name']}: {problem}"
+        for thing in objects
+        for problem in problems(thing)
+    ]
+    assert wrong == []
+    names = [(o["kind"], o["metadata"]["name"]) for o in objects]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.skipif(
+    crd_folder() is None, reason="KUBERAY_CRDS names no folder with KubeRay's definitions"
+)
+def test_custom_resources_are_checked() -> None:
+    """The checks above would see a wrong field, a missing one, and a wrong type."""
+    assert custom_schemas().keys() >= {("ray.io/v1", "RayService"), ("ray.io/v1", "RayJob")}
+    head = {"template": {"spec": {"containers": [{"name": "ray-head"}]}}}
+    service: dict[str, Any] = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": "x"},
+        "spec": {"rayClusterConfig": {"headGroupSpec": head}},
+    }
+    assert problems(service) == []
+    for change in (
+        {"rayClusterConfig": {}},
+        {"rayClusterConfig": {"headGroupSpec": head, "typo": 1}},
+        {"rayClusterConfig": {"headGroupSpec": {**head, "rayStartParams": {"num-cpus": 0}}}},
+    ):
+        assert problems({**service, "spec": change})
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_served_configuration_is_one(chart: Chart, tmp_path: Path, name: str) -> None:
+    """serveConfigV2 is a file that the project's own reader takes, but for models not here."""
+    config = serve_config(render(chart, VALUE_SETS[name]))
+    (application,) = config["applications"]
+    policy = application.pop("autoscaling_policy", None)
+    args = application["args"]
+    for role in ("target", "drafter", "heads"):
+        folder = args["model"].pop(role, None)
+        assert folder is None or folder.startswith("/models/")
+    if args["topology"] == "colocated":
+        args.pop("drafter")
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
+    parsed = read_config_file(file).config
+    scales = parsed.target.autoscaling or parsed.drafter.autoscaling
+    assert (policy is not None) == (scales is not None and name == "autoscaling")
+    assert parsed.data_plane == "node_ip"
+
+
+def test_a_first_install_is_secure(chart: Chart) -> None:
+    objects = render(chart, {})
+    config = serve_config(objects)["applications"][0]["args"]
+    spec = only(objects, "RayService")["spec"]
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    assert "insecure" not in config["gateway"]
+    assert "data_plane_insecure" not in config
+    mounted = {
+        v["secret"]["secretName"]
+        for template in pods(objects).values()
+        for v in template["spec"]["volumes"]
+        if "secret" in v
+    }
+    made = {o["metadata"]["name"] for o in objects if o["kind"] == "Secret"}
+    assert mounted == made == {"paceline-gateway-tls", "paceline-replica-tls"}
+    assert only(objects, "Service", "paceline")["spec"]["type"] == "ClusterIP"
+
+
+def test_generated_certificates_serve_grpc(chart: Chart, tmp_path: Path) -> None:
+    """Those of the Secrets, in real handshakes: a client with the gateway, and among replicas."""
+    import base64
+
+    import grpc
+
+    from rpc.tls import ClientTls, ServerTls
+
+    objects = render(chart, {"tls": {"hosts": ["127.0.0.1"]}})
+    for kind in ("gateway", "replica"):
+        data = only(objects, "Secret", f"paceline-{kind}-tls")["data"]
+        (tmp_path / kind).mkdir()
+        for name, text in data.items():
+            (tmp_path / kind / name).write_bytes(base64.b64decode(text))
+    ca = only(objects, "ConfigMap", "paceline-ca")["data"]["ca.crt"]
+    assert ca.strip() == (tmp_path / "gateway" / "ca.crt").read_text().strip()
+
+    def path(name: str) -> str:
+        return str(tmp_path / name)
+
+    def connects(server: ServerTls, client: ClientTls) -> bool:
+        from concurrent.futures import ThreadPoolExecutor
+
+        listening = grpc.server(ThreadPoolExecutor(1))
+        port = listening.add_secure_port("127.0.0.1:0", server.credentials())
+        listening.start()
+        try:
+            with grpc.secure_channel(
+                f"127.0.0.1:{port}", client.credentials(), options=client.options
+            ) as channel:
+                grpc.channel_ready_future(channel).result(timeout=3)
+                return True
+        except grpc.FutureTimeoutError:
+            return False
+        finally:
+            listening.stop(None)
+
+    gateway = ServerTls(cert=path("gateway/tls.crt"), key=path("gateway/tls.key"))
+    assert connects(gateway, ClientTls(ca=path("gateway/ca.crt")))
+    assert connects(
+        gateway, ClientTls(ca=path("gateway/ca.crt"), server_name="paceline.models.svc")
+    )
+    replica = {"cert": path("replica/tls.crt"), "key": path("replica/tls.key")}
+    server = ServerTls(**replica, client_ca=path("replica/ca.crt"), require_client_cert=True)
+    name = "paceline-replica"
+    assert connects(server, ClientTls(**replica, ca=path("replica/ca.crt"), server_name=name))
+    assert not connects(server, ClientTls(ca=path("replica/ca.crt"), server_name=name))
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_containers_are_confined(chart: Chart, name: str) -> None:
+    for role, template in pods(render(chart, VALUE_SETS[name])).items():
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True, role
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            writable = [m["mountPath"] for m in container["volumeMounts"] if "readOnly" not in m]
+            assert set(writable) <= {"/tmp", "/models", "/results"}
+            mounts = {m["name"] for m in container["volumeMounts"]}
+            assert mounts <= {v["name"] for v in spec["volumes"]}
+            assert container["resources"]["limits"]
+
+
+def test_clients_reach_the_gateway_only(chart: Chart) -> None:
+    """Each pod's ingress rules, as a network plugin reads them."""
+    objects = render(chart, {"sweep": {"enabled": True}})
+    policies = [o["spec"] for o in objects if o["kind"] == "NetworkPolicy"]
+
+    def selected(labels: dict[str, str], selector: dict[str, Any]) -> bool:
+        return all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items()) and all(
+            labels.get(e["key"]) in e["values"] for e in selector.get("matchExpressions", [])
+        )
+
+    def open_to_all(labels: dict[str, str]) -> set[Any]:
+        ports: set[Any] = set()
+        for policy in policies:
+            if selected(labels, policy["podSelector"]):
+                for rule in policy["ingress"]:
+                    if not rule.get("from"):
+                        ports |= {p["port"] for p in rule.get("ports", [{"port": "any"}])}
+        return ports
+
+    for role, template in pods(objects).items():
+        labels = template["metadata"]["labels"]
+        assert any(selected(labels, p["podSelector"]) for p in policies), role
+        assert open_to_all(labels) <= ({"grpc", "http"} if role == "gateway" else set()), role
+
+
+def test_roles_have_their_own_pools(chart: Chart) -> None:
+    values = VALUE_SETS["gpu"]
+    objects = render(chart, values)
+    cluster = only(objects, "RayService")["spec"]["rayClusterConfig"]
+    groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    args = serve_config(objects)["applications"][0]["args"]
+    assert set(groups) == {"gateway", "target", "drafter"}
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for role, group in groups.items():
+        # One replica a pod, and no other role's.
+        assert group["resources"] == {f"paceline_{role}": "1"}
+        assert args[role]["resources"] == {f"paceline_{role}": 1}
+        assert group["replicas"] == args[role]["num_replicas"]
+    spec = groups["target"]["template"]["spec"]
+    assert spec["runtimeClassName"] == "nvidia"
+    assert spec["nodeSelector"] == values["pods"]["target"]["nodeSelector"]
+    assert spec["containers"][0]["image"].endswith("-cuda")
+    assert (args["target"]["num_cpus"], args["target"]["num_gpus"]) == (8, 1)
+    assert args["gateway"]["num_cpus"] == 1
+    # The gateway loads no model, a drafter of its target only what says how it writes text.
+    assert "initContainers" not in groups["gateway"]["template"]["spec"]
+    for role, shortened in (("target", False), ("drafter", True)):
+        (init,) = (
+            c
+            for c in groups[role]["template"]["spec"]["initContainers"]
+            if c["name"] == "target-model"
+        )
+        assert ("--include=*.json" in init["command"]) == shortened
+
+
+def test_pods_follow_the_autoscaling(chart: Chart) -> None:
+    def sizes(name: str) -> dict[str, tuple[int, int, int]]:
+        cluster = only(render(chart, VALUE_SETS[name]), "RayService")["spec"]["rayClusterConfig"]
+        assert bool(cluster.get("enableInTreeAutoscaling")) == (not name.startswith("serve"))
+        return {
+            g["groupName"]: (g["minReplicas"], g["replicas"], g["maxReplicas"])
+            for g in cluster["workerGroupSpecs"]
+        }
+
+    assert sizes("autoscaling") == {"gateway": (2, 2, 2), "target": (2, 2, 8), "drafter": (1, 1, 4)}
+    fixed = sizes("serve-autoscaling-on-fixed-pods")
+    assert fixed == {"gateway": (1, 1, 1), "target": (3, 3, 3), "drafter": (1, 1, 1)}
+
+
+def test_the_best_of_a_sweep_goes_in_unchanged(chart: Chart) -> None:
+    objects = render(chart, BEST)
+    (application,) = serve_config(objects)["applications"]
+    args, best = application["args"], BEST["applications"][0]["args"]
+    assert args["speculation"] == best["speculation"]
+    assert args["topology"] == "colocated"
+    assert args["model"]["dtype"] == "bfloat16"
+    groups = only(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert [group["groupName"] for group in groups] == ["gateway", "target"]
+
+
+def test_a_sweep_with_models_of_its_own(chart: Chart) -> None:
+    job = only(render(chart, VALUE_SETS["sweep-own-space"]), "RayJob")["spec"]
+    for part in ("model.target=/models/target", "resources.gpus=1", "search.trials=4"):
+        assert f"--set '{part}'" in job["entrypoint"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"targets": {}}, "additional properties 'targets' not allowed"),
+        ({"target": {"replicas": 2}}, "'/target': additional properties 'replicas' not allowed"),
+        ({"target": {"num_replicas": 0}}, "'/target/num_replicas': minimum: got 0, want 1"),
+        ({"speculation": {"metod": "ar"}}, "'/speculation': additional properties 'metod'"),
+        ({"speculation": {"num_speculative_tokens": -1}}, "'/speculation/num_speculative_tokens'"),
+        ({"topology": "device"}, "'/topology': value must be one of 'colocated', 'actors'"),
+        ({"model": {"dtype": "int8"}}, "'/model/dtype': value must be one of"),
+        ({"tls": {"mode": "off"}}, "'/tls/mode': value must be one of"),
+        ({"gateway": {"grpc_port": 70000}}, "'/gateway/grpc_port': maximum: got 70,000"),
+        ({"pods": {"target": {"resources": {"limits": {"cpu": "two"}}}}}, "limits/cpu"),
+        ({"tenants": {"inline": {"a": {"token": "s" * 16}}}}, "'/tenants/inline/a'"),
+        ({"models": {"source": "ftp"}}, "'/models/source': value must be one of"),
+        ({"sweep": {"set": ["a'b"]}}, "'/sweep/set/0'"),
+        ({"kuberay-operator": {"enabled": "no"}}, "'/kuberay-operator/enabled'"),
+        # What no schema can say is said by the templates.
+        ({"models": {"target": "a/b"}}, "say with models.source where they come from"),
+        ({"models": {"source": "huggingface"}}, "models.target: name the target"),
+        ({"models": {"source": "pvc", "target": "a", "drafter": "b"}}, "models.pvc.claimName"),
+        ({"models": {"source": "huggingface", "target": "a"}}, "models.drafter: name a drafter"),
+        ({"tls": {"mode": "secret"}}, "tls.secret.gateway: name the Secret"),
+        ({"gatewayApi": {"enabled": True}}, "gatewayApi.parentRefs: name the Gateway"),
+        (
+            {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}},
+            "upgrade.incremental.gatewayClassName",
+        ),
+        (
+            {"applications": [{**BEST["applications"][0], "args": {"model": {"target": "/m"}}}]},
+            "say where the cluster gets that model",
+        ),
+    ],
+)
+def test_wrong_values_are_refused(chart: Chart, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(HelmError) as caught:
+        chart.render(values, name="paceline", namespace="models")
+    assert message in str(caught.value)
+
+
+def test_every_value_is_documented_and_checked() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def walk(schema: dict[str, Any], value: Any, path: str) -> None:
+        properties = schema.get("properties")
+        if properties is None or not isinstance(value, dict):
+            return
+        # Helm adds `global`; a block without comments inside is documented as a whole.
+        missing = properties.keys() - value.keys() - {"global"}
+        assert not missing or "description" in schema, (path, missing)
+        assert not value.keys() - properties.keys() or schema.get("additionalProperties"), path
+        for name, part in value.items():
+            if name in properties:
+                described = "description" in schema or "description" in properties[name]
+                assert described or isinstance(part, dict), f"{path}.{name}"
+                walk(properties[name], part, f"{path}.{name}")
+
+    walk(schema, defaults, "")
+
+
+def test_generated_files_are_fresh() -> None:
+    generate = CHART.parent / "generate.py"
+    done = subprocess.run(
+        [sys.executable, str(generate), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_manifests_for_those_without_helm() -> None:
+    folder = CHART.parents[1] / "k8s"
+    for file in sorted(folder.glob("*.yaml")):
+        text = file.read_text()
+        assert "PRIVATE KEY" not in text
+        for thing in yaml.safe_load_all(text):
+            assert thing["kind"] != "Secret"  # k8s/README.md makes them
+            assert problems(thing) == []
+
+
+def test_packages(chart_folder: Path, tmp_path: Path) -> None:
+    archive = package(chart_folder, destination=tmp_path)
+    with Chart.load(archive) as packed:
+        assert {o["kind"] for o in render(packed, {})} >= {"RayService", "Service"}
+        operator = [o for o in render(packed, {}) if o["metadata"]["name"] == "operator"]
+        assert len(operator) == 1
+        without = render(packed, {"kuberay-operator": {"enabled": False}})
+        assert not [o for o in without if o["metadata"]["name"] == "operator"]
+
+
+def test_notes_say_how_to_send_the_first_request(chart: Chart) -> None:
+    notes = chart.render({}, name="paceline", namespace="models")["paceline/templates/NOTES.txt"]
+    command = re.search(r"paceline generate .*", notes)
+    assert command is not None
+    assert command[0].endswith("--server localhost:50051 --ca ca.crt")
+    assert "port-forward service/paceline 50051" in notes

@@ -1,0 +1,190 @@
+"""Values of installations that users have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TENANT = {"token_sha256": "ab" * 32, "quotas": {"max_sessions": 8, "tokens_per_minute": 60000}}
+HUGGINGFACE = {
+    "source": "huggingface",
+    "target": "Qwen/Qwen3-8B",
+    "drafter": "Qwen/Qwen3-0.6B",
+}
+GPU_NODES = {
+    "nodeSelector": {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "runtimeClassName": "nvidia",
+}
+GPU = {
+    "model": {"dtype": "bfloat16", "device": "cuda"},
+    "models": {**HUGGINGFACE, "huggingface": {"revision": "main", "tokenSecret": "hub"}},
+    "pods": {
+        "target": {
+            "resources": {
+                "requests": {"cpu": "8", "memory": "64Gi"},
+                "limits": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 1},
+            },
+            **GPU_NODES,
+        },
+        "drafter": {
+            "resources": {"limits": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 1}},
+            **GPU_NODES,
+        },
+    },
+}
+# As a sweep writes it.
+BEST = {
+    "proxy_location": "Disabled",
+    "applications": [
+        {
+            "name": "paceline",
+            "import_path": "deployments.app:build",
+            "route_prefix": None,
+            "args": {
+                "model": {"dtype": "bfloat16"},
+                "topology": "colocated",
+                "speculation": {"method": "suffix_decoding_hybrid", "num_speculative_tokens": 9},
+            },
+        }
+    ],
+}
+
+VALUE_SETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "minimal": {
+        "topology": "colocated",
+        "serviceAccount": {"create": False},
+        "networkPolicy": {"enabled": False},
+        "tls": {"mode": "disabled"},
+        "pods": {
+            role: {"podDisruptionBudget": {"enabled": False}}
+            for role in ("target", "drafter", "gateway")
+        },
+    },
+    "gpu": GPU,
+    "tls-secrets": {
+        "tls": {
+            "mode": "secret",
+            "secret": {"gateway": "gateway-tls", "replicas": "replica-tls"},
+            "requireClientCert": True,
+        },
+        "tenants": {"secretName": "tenants"},
+        "ray": {"auth": {"secretName": "ray-token"}, "tls": {"enabled": True}},
+    },
+    "cert-manager": {"tls": {"mode": "certManager", "hosts": ["llm.example.org", "192.0.2.7"]}},
+    "cert-manager-issuer": {
+        "tls": {
+            "mode": "certManager",
+            "hosts": ["llm.example.org"],
+            "certManager": {"issuerRef": {"name": "letsencrypt", "kind": "ClusterIssuer"}},
+        },
+    },
+    "autoscaling": {
+        "target": {"num_replicas": 2, "autoscaling": {"min_replicas": 2, "max_replicas": 8}},
+        "drafter": {"autoscaling": {"max_replicas": 4, "downscale_delay_s": 120}},
+        "gateway": {"num_replicas": 2},
+    },
+    "serve-autoscaling-on-fixed-pods": {
+        "target": {"autoscaling": {"max_replicas": 3}},
+        "autoscaling_policy": None,
+        "ray": {"autoscaling": {"enabled": False}},
+    },
+    "incremental-upgrade": {
+        "upgrade": {
+            "strategy": "NewClusterWithIncrementalUpgrade",
+            "incremental": {"gatewayClassName": "istio", "maxSurgePercent": 50},
+        },
+        "target": {"num_replicas": 4},
+    },
+    "sweep": {"sweep": {"enabled": True, "claimName": "results", "workers": 2}},
+    "sweep-own-space": {
+        "sweep": {
+            "enabled": True,
+            "space": {"name": "own", "space": {"method": ["prompt_lookup"]}},
+            "set": ["search.trials=4"],
+            "result": "s3://bucket/sweeps/own",
+            "envSecret": "s3",
+            "resources": {"limits": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 1}},
+        },
+        "models": HUGGINGFACE,
+    },
+    "best-of-a-sweep": BEST,
+    "no-operator": {"kuberay-operator": {"enabled": False}},
+    "air-gapped": {
+        "image": {
+            "repository": "registry.local/paceline",
+            "tag": "1",
+            "pullPolicy": "Never",
+            "pullSecrets": ["registry"],
+        },
+        "models": {**HUGGINGFACE, "huggingface": {"endpoint": "https://hub.local"}},
+        "networkPolicy": {
+            "egress": {
+                "enabled": True,
+                "to": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}],
+            },
+        },
+    },
+    "pvc": {
+        "models": {
+            "source": "pvc",
+            "target": "llama/8b",
+            "drafter": "llama/1b",
+            "heads": "llama/eagle",
+            "pvc": {"claimName": "models"},
+        }
+    },
+    "object-store": {
+        "models": {
+            "source": "objectStore",
+            "target": "s3:models/llama-8b",
+            "drafter": "s3:models/llama-1b",
+            "objectStore": {"secretName": "rclone"},
+            "cache": {"claimName": "cache"},
+        }
+    },
+    "no-drafter": {
+        "topology": "colocated",
+        "speculation": {"method": "prompt_lookup", "num_speculative_tokens": 5},
+        "models": {"source": "huggingface", "target": "Qwen/Qwen3-8B"},
+    },
+    "load-balancer": {
+        "service": {
+            "type": "LoadBalancer",
+            "annotations": {"example.org/internal": "true"},
+            "loadBalancerClass": "example.org/nlb",
+            "loadBalancerSourceRanges": ["192.0.2.0/24"],
+        },
+        "tenants": {"inline": {"alice": TENANT}},
+        "networkPolicy": {"clients": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]},
+    },
+    "ingress": {
+        "tls": {"gateway": False},
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "grpc": {
+                "host": "grpc.example.org",
+                "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"},
+                "tlsSecret": "grpc-example-org",
+            },
+        },
+    },
+    "gateway-api": {
+        "gatewayApi": {
+            "enabled": True,
+            "parentRefs": [{"name": "public", "namespace": "infra"}],
+            "grpc": {"hostnames": ["grpc.example.org"]},
+        }
+    },
+    "observability": {
+        "metrics": {
+            "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+            "dashboard": {"enabled": True},
+        },
+        "ray": {
+            "faultTolerance": {"redisAddress": "redis:6379", "passwordSecret": "redis"},
+            "env": [{"name": "RAY_BACKEND_LOG_LEVEL", "value": "warning"}],
+        },
+    },
+}

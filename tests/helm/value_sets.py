@@ -109,6 +109,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "models": HUGGINGFACE,
     },
     "best-of-a-sweep": BEST,
+    "no-http": {"gateway": {"http_port": None}},
     "no-operator": {"kuberay-operator": {"enabled": False}},
     "air-gapped": {
         "image": {
@@ -168,6 +169,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
                 "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"},
                 "tlsSecret": "grpc-example-org",
             },
+            "http": {"host": "llm.example.org"},
         },
     },
     "gateway-api": {
@@ -175,6 +177,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "enabled": True,
             "parentRefs": [{"name": "public", "namespace": "infra"}],
             "grpc": {"hostnames": ["grpc.example.org"]},
+            "http": {"hostnames": ["llm.example.org"]},
         }
     },
     "observability": {

@@ -67,6 +67,7 @@
 {{- end -}}
 {{- $gateway := $args.gateway -}}
 {{- $_ := set $gateway "host" "0.0.0.0" -}}
+{{- $_ := set $gateway "http_port" $gateway.http_port -}}
 {{- if include "paceline.gatewayTls" . -}}
   {{- $tls := dict "cert" "/etc/paceline/gateway-tls/tls.crt" "key" "/etc/paceline/gateway-tls/tls.key" -}}
   {{- if .Values.tls.requireClientCert -}}

@@ -101,9 +101,9 @@ spec:
         {{- end }}
         {{- end }}
       {{- if eq $role "gateway" }}
-      # The port opens when the gateway has found a target that takes sessions.
+      # Its ports open, this one last, when the gateway has found a target that takes sessions.
       readinessProbe:
-        tcpSocket: {port: grpc}
+        tcpSocket: {port: {{ ternary "http" "grpc" (not (empty $values.gateway.http_port)) }}}
         periodSeconds: 3
         failureThreshold: 2
       {{- else }}

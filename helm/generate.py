@@ -36,6 +36,7 @@ DECIDED = {
     "target": {"num_cpus", "num_gpus", "resources"},
     "drafter": {"num_cpus", "num_gpus", "resources"},
     "gateway": {"num_cpus", "resources", "host", "tls", "insecure", "tenants", "audit_log"},
+    "tracing": {"folder"},
 }
 
 VALUE_SETS: dict[str, dict[str, Any]] = {

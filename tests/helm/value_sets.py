@@ -181,6 +181,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         }
     },
     "observability": {
+        "tracing": {"exporter": "otlp", "endpoint": "http://collector:4318/v1/traces"},
         "metrics": {
             "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
             "dashboard": {"enabled": True},

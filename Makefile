@@ -70,8 +70,9 @@ test: $(STAMP) ## run the test suite (under 20 minutes on 2 cores)
 	@$(PYTEST) -m "serve and not nightly" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: test-nightly
-test-nightly: $(STAMP) ## run the long tests as well
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-nightly: $(STAMP) ## run the long tests, which take hours
+	@$(PYTEST) -n $(PYTEST_WORKERS) --dist load -m "nightly and not serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(PYTEST) -m "nightly and serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: lint
 lint: $(STAMP) ## style, types, import contracts, generated code and documents

@@ -101,6 +101,9 @@ class LimitsConfig(CallLimits):
     max_sessions: int = Field(64, ge=1, description="Sessions that are computed together.")
     max_waiting: int = Field(1024, ge=0, description="Sessions that may wait for a place.")
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens computed in one step.")
+    prefix_cache: bool = Field(
+        True, description="Keep KV entries of ended sessions for those that begin alike."
+    )
 
     def engine_limits(self) -> EngineLimits:
         return EngineLimits(**self.model_dump(exclude=set(CallLimits.model_fields)))

@@ -104,7 +104,17 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ("Sessions by state", "short", [(_sum("sessions", "state"), "{{state}}")]),
             (
                 "KV memory in use", "percentunit",
-                [(f"ray_paceline_kv_cache_usage_perc{_SELECT}", "{{replica}}")],
+                [(f"ray_paceline_kv_cache_usage_perc{_SELECT}", "{{replica}}"),
+                 (f"ray_paceline_prefix_cache_usage_perc{_SELECT}", "prefixes {{replica}}")],
+            ),
+            (
+                "Prefix cache: share of prompt tokens found", "percentunit",
+                [(_ratio("prefix_cache_hits", "prefix_cache_queries"), "found")],
+            ),
+            (
+                "Prefix cache: evicted tokens; preemptions", "ops",
+                [(_rate("prefix_cache_evictions"), "tokens"),
+                 (_rate("num_preemptions"), "preemptions")],
             ),
             ("Time of a step", "s", _quantiles("step_seconds")),
             (

@@ -8,6 +8,7 @@ that has the session.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import time
@@ -27,7 +28,7 @@ from deployments.metrics import report_gauges
 from deployments.openai.api import make_app
 from deployments.openai.server import HttpServer, start_http
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
-from rpc.access import Admission, Gate, QuotaExceeded
+from rpc.access import CACHE_SCOPE, Admission, Gate, QuotaExceeded
 from rpc.audit import Audit
 from rpc.errors import ServerUnavailable, from_rpc_error, to_status
 from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
@@ -36,7 +37,7 @@ from rpc.server import PortInUse, start_server
 from rpc.streams import within
 from rpc.tenants import Tenants
 from rpc.tls import ClientTls
-from rpc.tracing import Span, Tracing, metadata_of, traceparent_of
+from rpc.tracing import Span, Tracing, traceparent_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ _CHANNEL_OPTIONS = (
 
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[bytes, bytes]
+Metadata = tuple[tuple[str, str], ...]
 
 
 class _Route:
@@ -147,7 +149,7 @@ class Relay:
             lease = await self._open_lease()
             try:
                 method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
-                call = method(request, timeout=timeout_s, metadata=metadata_of(span))
+                call = method(request, timeout=timeout_s, metadata=_metadata(admission, span))
                 async with aclosing(self._replies(call, lease)) as replies:
                     async for reply in replies:
                         admission.opened()
@@ -206,7 +208,9 @@ class Relay:
         failure: BaseException | None = None
         try:
             method: Any = self._channel(route.lease).stream_stream(f"/{VERIFY}/Session")
-            call = method(timeout=context.time_remaining(), metadata=metadata_of(span))
+            call = method(
+                timeout=context.time_remaining(), metadata=_metadata(route.admission, span)
+            )
             stream = _Stream(call, route.admission, context)
             sender = asyncio.create_task(stream.send(first, frames))
             sender.add_done_callback(stream.sender_ended)
@@ -240,8 +244,8 @@ class Relay:
         resumed = _parse(verify_pb2.OpenRequest, request).resume_session_id
         session_id, route = await self._route_for(resumed)
         try:
-            timeout_s = context.time_remaining()
-            reply = await self._unary(route.lease, f"/{VERIFY}/Open", request, timeout_s)
+            timeout_s, metadata = context.time_remaining(), _metadata(route.admission)
+            reply = await self._unary(route.lease, f"/{VERIFY}/Open", request, timeout_s, metadata)
             opened = verify_pb2.OpenResult.FromString(reply)
             if not session_id:
                 session_id = opened.session_id
@@ -383,10 +387,15 @@ class Relay:
             call.cancel()
 
     async def _unary(
-        self, lease: Lease, path: str, request: bytes, timeout_s: float | None
+        self,
+        lease: Lease,
+        path: str,
+        request: bytes,
+        timeout_s: float | None,
+        metadata: Metadata = (),
     ) -> bytes:
         method: Any = self._channel(lease).unary_unary(path)
-        call = method(request, timeout=timeout_s)
+        call = method(request, timeout=timeout_s, metadata=metadata)
         self.num_calls += 1
         lease.on_lost(call.cancel)
         try:
@@ -420,6 +429,15 @@ class Relay:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+
+
+def _metadata(admission: Admission, span: Span | None = None) -> Metadata:
+    """What a target has to know about a call beyond the message."""
+    metadata: Metadata = ()
+    if admission.owner is not None:  # a tenant's name may have letters that metadata may not have
+        scope = hashlib.sha256(admission.owner.encode()).hexdigest()
+        metadata = ((CACHE_SCOPE, scope),)
+    return metadata if span is None else (*metadata, ("traceparent", span.traceparent))
 
 
 def _parse(message: type[M], data: bytes) -> M:

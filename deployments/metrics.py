@@ -96,9 +96,14 @@ METRICS = (
     Metric("request_generation_tokens", "histogram", "Length of answers.", _METHOD, SIZES),
     # The engine.
     Metric("step_seconds", "histogram", "Steps: drafts made here, one forward, acceptance."),
+    Metric("num_preemptions", "counter", "Sessions that gave their KV memory back for a while."),
     Metric("sessions", "gauge", "Sessions in each state.", ("state",)),
     Metric("kv_cache_usage_perc", "gauge", "Share of KV entries in use, 0 to 1."),
     Metric("kv_cache_tokens", "gauge", "KV entries of the replica."),
+    Metric("prefix_cache_usage_perc", "gauge", "Share of KV entries that hold a prefix only."),
+    Metric("prefix_cache_queries", "counter", "Tokens looked for in the prefix cache."),
+    Metric("prefix_cache_hits", "counter", "Tokens found there."),
+    Metric("prefix_cache_evictions", "counter", "Tokens given up for want of memory."),
     # The gateway and the drafter.
     Metric("gateway_calls", "gauge", "Calls to targets that are under way."),
     Metric("gateway_sessions", "gauge", "Sessions and generations of clients."),
@@ -165,6 +170,7 @@ class Exporter:
             for length, count in counts.lengths().items():
                 total("spec_decode_draft_length", count, length=str(length))
         self.total("prompt_tokens", counters.num_prompt_tokens)
+        self.total("num_preemptions", counters.num_preemptions)
         for reason, count in counters.finished.items():
             self.total("request_success", count, finished_reason=reason)
         for ended in counters.requests:
@@ -182,6 +188,10 @@ class Exporter:
                 self.set("sessions", counters.states[state.value], state=state.value)
         self.set("kv_cache_tokens", counters.kv_capacity)
         self.set("kv_cache_usage_perc", counters.kv_used / max(1, counters.kv_capacity))
+        self.set("prefix_cache_usage_perc", counters.kv_cached / max(1, counters.kv_capacity))
+        self.total("prefix_cache_queries", counters.prefix_queried)
+        self.total("prefix_cache_hits", counters.prefix_hit)
+        self.total("prefix_cache_evictions", counters.prefix_evicted)
 
     def refusals(self, gate: Gate) -> None:
         """What a gate has refused."""

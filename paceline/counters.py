@@ -126,7 +126,11 @@ class EngineCounters:
         methods: by the method that sessions asked for.
         states: sessions in each state now.
         kv_used, kv_capacity: entries; 0 where the target is on another machine.
+        kv_cached: entries that no session uses and that hold a prefix.
+        prefix_queried, prefix_hit, prefix_evicted: tokens that admitted sessions looked for in the
+            prefix cache, that were there, and that were given up.
         num_prompt_tokens: of admitted sessions.
+        num_preemptions: sessions that gave their KV memory back for a while.
         finished: sessions by the reason of their end.
         requests: that have ended.
         steps: seconds of steps that computed something.
@@ -136,7 +140,12 @@ class EngineCounters:
     states: Counter[str] = field(default_factory=Counter)
     kv_used: int = 0
     kv_capacity: int = 0
+    kv_cached: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
+    prefix_evicted: int = 0
     num_prompt_tokens: int = 0
+    num_preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     requests: list[EndedRequest] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -147,6 +156,7 @@ class CounterBook:
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
+        self.num_preemptions = 0
         self.steps: deque[float] = deque(maxlen=MAX_KEPT)
         self._methods: dict[str, MethodCounters] = {}
         self._finished: Counter[str] = Counter()
@@ -167,6 +177,7 @@ class CounterBook:
             methods=methods,
             states=Counter(session.state.value for session in running),
             num_prompt_tokens=self.num_prompt_tokens,
+            num_preemptions=self.num_preemptions,
             finished=Counter(self._finished),
             requests=list(self._requests),
             steps=list(self.steps),

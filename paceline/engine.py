@@ -1,6 +1,6 @@
 """Continuous batching: sessions come and go at every step, tokens come out.
 
-A step admits whom KV memory allows, gives waiting prompts a chunk of prefill, collects the drafts
+A step admits whom KV memory allows, gives waiting prompts shares of prefill, collects the drafts
 that are there, and runs one round of the decode loop for every session that is ready. Sessions
 whose drafts come from elsewhere (another actor, a client device) join the step in which their
 draft has arrived; nobody waits for them.
@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from paceline.admission import Admission, most_entries
 from paceline.config import SpeculationConfig
 from paceline.counters import CounterBook, EngineCounters
 from paceline.drafters.base import (
@@ -48,7 +49,7 @@ from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.target import ModelTarget, Target
 from paceline.tokenizer import Tokenizer
-from paceline.types import Draft, Load, Need, Outcome
+from paceline.types import Draft, Load, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,13 @@ class EngineLimits:
         max_sessions: sessions that run at the same time.
         max_waiting: sessions that may queue; beyond that, submit is refused.
         prefill_chunk: prompt tokens computed in one step, all sessions together.
+        prefix_cache: keep KV entries of sessions that have ended for those that begin alike.
     """
 
     max_sessions: int = 64
     max_waiting: int = 1024
     prefill_chunk: int = 256
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_waiting", "prefill_chunk"):
@@ -134,6 +137,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.limits = limits or EngineLimits()
+        if isinstance(target, ModelTarget):
+            target.shares_prefixes = self.limits.prefix_cache
         self.length_context = length_context or LengthContext(vocab_size=target.vocab_size)
         if target.num_layers:
             self.length_context = replace(
@@ -145,7 +150,7 @@ class Engine:
         self.catalogue = {**catalogue, CLIENT_METHOD.name: CLIENT_METHOD}
         self.sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
-        self._reserved: dict[str, int] = {}  # KV entries promised to admitted sessions
+        self._admission = Admission(target.kv_capacity, self.limits.max_sessions)
         self._untold: list[RoundEvent] = []
         self._futures: dict[str, Future[Draft]] = {}
         self._draft_started: dict[str, float] = {}
@@ -173,12 +178,15 @@ class Engine:
         session_id: str | None = None,
         on_event: EventHandler | None = None,
         traceparent: str = "",
+        cache_scope: str = "",
     ) -> Session:
         """Queue a prompt.
 
         Args:
             on_event: called for every event of the session, on the thread that steps.
             traceparent: W3C trace context for drafters elsewhere.
+            cache_scope: whose cached prefixes the session may begin with, and adds to: how long a
+                prompt takes tells what is cached.
 
         Raises:
             InvalidArgument: an empty or too long prompt, a token outside the vocabulary, a method
@@ -209,10 +217,10 @@ class Engine:
             tokenizer=self.tokenizer,
             length_context=self.length_context,
         )  # fmt: skip
-        session.traceparent = traceparent
-        if self._reservation(session) > self.target.kv_capacity:
+        session.traceparent, session.cache_scope = traceparent, cache_scope
+        if most_entries(session) > self.target.kv_capacity:
             raise ResourceExhausted(
-                f"the request needs {self._reservation(session)} KV entries, this replica has "
+                f"the request needs {most_entries(session)} KV entries, this replica has "
                 f"{self.target.kv_capacity}: shorten the prompt or lower max_tokens",
                 retry_after_s=0,
             )
@@ -330,18 +338,6 @@ class Engine:
             checked.append(value)
         return checked
 
-    @staticmethod
-    def _reservation(session: Session) -> int:
-        """KV entries that a session can need at the worst: all its tokens and one draft."""
-        config = session.plan.config
-        nodes = config.node_budget or 0
-        if Need.SHARED_MODEL in session.plan.needs:
-            # Drafting takes entries of the target, verification may take others; and some shapes
-            # expand more nodes than they keep.
-            depth = max(config.num_speculative_tokens or 0, config.length_max or 0)
-            nodes += 1 + max(nodes, depth * (config.branching or 1))
-        return session.max_length + nodes + 1
-
     def cancel(self, session_id: str) -> bool:
         """End a session now; its KV memory and drafter state are freed before this returns."""
         session = self.sessions.get(session_id)
@@ -365,6 +361,8 @@ class Engine:
                 "length", length, f"a length in [{session.prompt_length}, {session.length}]"
             )
         if session.state is SessionState.WAITING:
+            session.truncate(length)  # it may have run before
+            self._forget_text(session)
             return
         drafter = self._drafter(session)
         if not isinstance(drafter, ClientDrafter):
@@ -375,8 +373,11 @@ class Engine:
         session.truncate(length)
         if not isinstance(drafter, ClientDrafter):
             self._open_drafter(session)
-        sent = self._text_sent.get(session_id, 0)  # less than the text while some is held back
-        self._text_sent[session_id] = min(sent, len(session.text))
+        self._forget_text(session)
+
+    def _forget_text(self, session: Session) -> None:
+        sent = self._text_sent.get(session.session_id, 0)  # less than the text while some is held
+        self._text_sent[session.session_id] = min(sent, len(session.text))
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -396,6 +397,12 @@ class Engine:
         if isinstance(self.target, ModelTarget):
             counters.kv_capacity = self.target.kv_capacity
             counters.kv_used = self.target.kv_capacity - self.target.num_free
+            prefixes = self.target.prefixes
+            if prefixes is not None:
+                counters.kv_cached = prefixes.num_idle
+                counters.prefix_queried = prefixes.num_queried
+                counters.prefix_hit = prefixes.num_hit
+                counters.prefix_evicted = prefixes.num_evicted
         return counters
 
     def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
@@ -404,6 +411,7 @@ class Engine:
         When nobody is, because all drafts are still under way, waits up to ``wait_s`` seconds for
         the first of them.
         """
+        self._make_room()
         self._admit()
         prefill = self._choose_prefill()
         self._request_drafts()
@@ -487,30 +495,50 @@ class Engine:
                 raise session.error
         return sessions
 
+    def _make_room(self) -> None:
+        """Before a step: whoever the KV memory cannot hold any more waits again."""
+        for session in self._admission.overdrawn():
+            logger.info("session %s gives way to older ones", session.session_id)
+            self._book.num_preemptions += 1
+            future = self._futures.pop(session.session_id, None)
+            self._draft_started.pop(session.session_id, None)
+            drafter = self._drafter(session)
+            if isinstance(drafter, ClientDrafter):
+                drafter.take_back(session.session_id, future)
+            else:
+                self._close_drafter(session)
+                if future is not None:
+                    future.cancel()
+            self._admission.remove(session)
+            self.target.close(session)
+            session.state = SessionState.WAITING
+            self._waiting.appendleft(session)
+
     def _admit(self) -> None:
-        running = len(self._reserved)
-        free = self.target.kv_capacity - sum(self._reserved.values())
-        while self._waiting and running < self.limits.max_sessions:
-            session = self._waiting[0]
-            wanted = self._reservation(session)
-            if wanted > free:
-                break  # first come, first served: a long request is not starved by short ones
-            self._waiting.popleft()
-            self._reserved[session.session_id] = wanted
+        # First come, first served: a long request is not starved by short ones.
+        while self._waiting and self._admission.fits(self._waiting[0]):
+            session = self._waiting.popleft()
+            self._admission.add(session)
             self.target.open(session)
             self._open_drafter(session)
             session.state = SessionState.PREFILLING
-            session.stats.admitted_at = time.perf_counter()
-            self._book.num_prompt_tokens += session.prompt_length
-            running, free = running + 1, free - wanted
+            if session.stats.admitted_at is None:
+                session.stats.admitted_at = time.perf_counter()
+                self._book.num_prompt_tokens += session.prompt_length
             if self.target.prefill_left(session) == 0:
                 self._after_prefill(session)
 
     def _choose_prefill(self) -> list[tuple[Session, int]]:
+        """Equal shares for all prompts; who needs less than that leaves the rest to the others."""
+        prefilling = [s for s in self.sessions.values() if s.state is SessionState.PREFILLING]
+        if not prefilling:
+            return []
+        wanted = [(self.target.prefill_left(session), session) for session in prefilling]
+        wanted.sort(key=lambda item: item[0])
         room, chosen = self.limits.prefill_chunk, []
-        for session in self.sessions.values():
-            if session.state is SessionState.PREFILLING and room > 0:
-                count = min(room, self.target.prefill_left(session))
+        for i, (left, session) in enumerate(wanted):
+            count = min(left, max(1, room // (len(wanted) - i)))
+            if count and room:
                 chosen.append((session, count))
                 room -= count
         return chosen
@@ -519,7 +547,8 @@ class Engine:
         if session.state is SessionState.PREFILLING and self.target.prefill_left(session) == 0:
             remote = is_remote(self._drafter(session))
             session.state = SessionState.DRAFTING if remote else SessionState.READY
-            session.stats.prefilled_at = time.perf_counter()
+            if session.stats.prefilled_at is None:
+                session.stats.prefilled_at = time.perf_counter()
             if session.session_id in self._draft_started:  # only now anybody waits for it
                 self._draft_started[session.session_id] = time.perf_counter()
 
@@ -661,7 +690,7 @@ class Engine:
             self._book.ended(session)
         if session in self._waiting:
             self._waiting.remove(session)
-        if self._reserved.pop(session_id, None) is not None:
+        if self._admission.remove(session):
             self.target.close(session)
             self._close_drafter(session)
         self._text_sent.pop(session_id, None)
@@ -727,6 +756,7 @@ class EngineThread:
         session_id: str | None = None,
         on_event: EventHandler | None = None,
         traceparent: str = "",
+        cache_scope: str = "",
     ) -> Future[Session]:
         """:meth:`Engine.submit` on the engine's thread."""
         return self.call(
@@ -737,6 +767,7 @@ class EngineThread:
                 session_id=session_id,
                 on_event=on_event,
                 traceparent=traceparent,
+                cache_scope=cache_scope,
             )
         )
 

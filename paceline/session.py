@@ -101,6 +101,7 @@ class Session:
         plan: how drafts are made, accepted and sized for this session.
         method_name: of the plan that it began with; a lost drafter changes the plan.
         traceparent: the trace that a drafter elsewhere takes part in; "" is none.
+        cache_scope: sessions begin with cached entries of sessions of the same scope only.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
     """
 
@@ -123,6 +124,7 @@ class Session:
         self.plan = plan
         self.method_name = plan.method.name
         self.traceparent = ""
+        self.cache_scope = ""
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()

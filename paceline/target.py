@@ -11,6 +11,7 @@ import torch
 from paceline.models.base import KVSequence, ModelRunner, PseudoTokens, Segment
 from paceline.models.exits import layers_of
 from paceline.models.llama import LlamaRunner
+from paceline.models.prefix_cache import PrefixCache
 from paceline.session import Session
 from paceline.tree import is_chain
 from paceline.types import Draft, FloatArray, IntArray, Need, Verification
@@ -63,15 +64,28 @@ class Target(Protocol):
     def exit_logits(self, states: torch.Tensor) -> torch.Tensor: ...
 
 
+_STATES = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
+
+
+def _shareable(session: Session) -> bool:
+    """Whether all of its entries come from all layers."""
+    return session.plan.target_depth is None
+
+
 class ModelTarget:
     """Verifies drafts with one packed forward for all sessions of a step.
 
     The KV cache of a session holds its committed tokens but the last, which is computed together
     with the next draft.
+
+    Attributes:
+        shares_prefixes: sessions begin with what earlier ones have left in the cache, where that is
+            the same to the last bit.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+        self.shares_prefixes = True
         self._sequences: dict[str, KVSequence] = {}
         # Entries that drafting with this model's own layers has made: (parent entry, token) -> it.
         self._drafted: dict[str, dict[tuple[int, int], int]] = {}
@@ -110,16 +124,37 @@ class ModelTarget:
         return self.runner.num_free
 
     def open(self, session: Session) -> None:
-        """Give a session an empty KV sequence."""
-        self._sequences[session.session_id] = self.runner.new_sequence()
+        """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
+        sequence = self._sequences[session.session_id] = self.runner.new_sequence()
+        # A drafter that reads what the target computes for the prompt has to see all of it.
+        if self.prefixes is not None and _shareable(session) and not session.plan.needs & _STATES:
+            assert isinstance(self.runner, LlamaRunner)
+            self.runner.adopt(sequence, session.token_ids[:-1], session.cache_scope)
 
     def close(self, session: Session) -> None:
-        """Free a session's KV entries; a session that is not open is ignored."""
+        """Free a session's KV entries; a session that is not open is ignored.
+
+        They stay in the prefix cache until their memory is needed, unless a step went wrong.
+        """
         self._drafted.pop(session.session_id, None)
         self._entries.pop(session.session_id, None)
         sequence = self._sequences.pop(session.session_id, None)
         if sequence is not None:
+            if session.finish_reason != "error":
+                self._publish(session, sequence)
             self.runner.free(sequence)
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """The prefix cache, where there is one and it is used."""
+        runner = self.runner
+        return runner.prefixes if self.shares_prefixes and isinstance(runner, LlamaRunner) else None
+
+    def _publish(self, session: Session, sequence: KVSequence) -> None:
+        if self.prefixes is not None and _shareable(session):
+            assert isinstance(self.runner, LlamaRunner)
+            tokens = session.token_ids[: sequence.length]
+            self.runner.publish(sequence, tokens, session.cache_scope)
 
     def prefill_left(self, session: Session) -> int:
         """Committed tokens that have no KV entry yet, without the last one."""
@@ -157,7 +192,10 @@ class ModelTarget:
             orders.append(order)
         result = self.runner.forward(segments, wants)
         for session, count in prefill:
-            self.runner.commit(self._sequences[session.session_id], range(count))
+            sequence = self._sequences[session.session_id]
+            self.runner.commit(sequence, range(count))
+            if sequence.length == session.length - 1:
+                self._publish(session, sequence)
         verifications = []
         for i, (order, guess) in enumerate(zip(orders, guesses, strict=True), len(prefill)):
             logits, extras, guessed = result.logits[result.rows(i)], result.extras_of(i), None

@@ -37,6 +37,10 @@ LONGEST_PAUSE_S = 5.0
 _MAX_HOSTS = 4096  # whose refusals are remembered
 
 
+CACHE_SCOPE = "paceline-cache-scope"
+"""Metadata with which a gateway says whose prefixes a session may share (Engine.submit)."""
+
+
 class QuotaExceeded(ResourceExhausted):
     """A quota of a tenant or a limit of the server; the session itself is unharmed.
 
@@ -352,6 +356,12 @@ class Admission:
     def is_callers(self) -> bool:
         """Whether the current call is of the tenant that the session belongs to."""
         return self.owner == _caller.get().name
+
+    def cache_scope(self, metadata: Any) -> str:
+        """Whose prefixes the session may share: its tenant's, here or at the gateway before."""
+        if self.owner is not None:
+            return self.owner
+        return next((str(value) for key, value in metadata or () if key == CACHE_SCOPE), "")
 
     def opened(self, session_id: str = "") -> None:
         """The session is there: say so in the audit log, once."""

@@ -83,7 +83,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             traceparent = traceparent_of(context.invocation_metadata())
             span = self._tracing.begin("generate", traceparent)
         failure: BaseException | None = None
-        replies = self._generate(request, admission, span)
+        scope = admission.cache_scope(context.invocation_metadata())
+        replies = self._generate(request, admission, span, scope)
         try:
             async for reply in replies:
                 yield reply
@@ -98,7 +99,11 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 span.end(failure)
 
     async def _generate(
-        self, request: generate_pb2.GenerateRequest, admission: Admission, span: Span | None
+        self,
+        request: generate_pb2.GenerateRequest,
+        admission: Admission,
+        span: Span | None,
+        scope: str,
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         prompt_ids = await self._prompt_ids(request)
         params = sampling_from_message(request.sampling)
@@ -117,6 +122,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             session_id=session_id,
             on_event=hand_over(loop, events.put_nowait),
             traceparent="" if span is None else span.traceparent,
+            cache_scope=scope,
         )
         try:
             session = await asyncio.wrap_future(submitted)

@@ -207,8 +207,3 @@ def traceparent_of(metadata: Iterable[Any] | None) -> str:
         if key == "traceparent" and isinstance(value, str):
             return value
     return ""
-
-
-def metadata_of(span: Span | None) -> tuple[tuple[str, str], ...] | None:
-    """Metadata for a call that takes part in a span."""
-    return None if span is None else (("traceparent", span.traceparent),)

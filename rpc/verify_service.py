@@ -274,7 +274,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             traceparent = traceparent_of(context.invocation_metadata())
             span = self._tracing.begin("verify_session", traceparent)
         try:
-            wire = await self._submit(request, admission, span)
+            scope = admission.cache_scope(context.invocation_metadata())
+            wire = await self._submit(request, admission, span, scope)
         except BaseException as error:
             admission.refused(error)
             if span is not None:
@@ -285,7 +286,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return wire
 
     async def _submit(
-        self, request: verify_pb2.OpenRequest, admission: Admission, span: Span | None
+        self,
+        request: verify_pb2.OpenRequest,
+        admission: Admission,
+        span: Span | None,
+        scope: str,
     ) -> _Wire:
         speculation = SpeculationConfig(method="client")
         if request.HasField("speculation"):
@@ -313,6 +318,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             speculation,
             session_id=session_id,
             on_event=hand_over(loop, on_event),
+            cache_scope=scope,
         )
         try:
             session = await asyncio.wrap_future(submitted)

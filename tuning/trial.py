@@ -86,7 +86,9 @@ class Models:
                 device=model.device,
                 batch_invariant=model.batch_invariant,
                 kv_tokens=model.kv_tokens,
-                limits=EngineLimits(max_sessions=self.space.document.workload.concurrency),
+                limits=EngineLimits(
+                    max_sessions=self.space.document.workload.concurrency, prefix_cache=False
+                ),
             )
             if topology == "actors":
                 remote = self._remote_drafter(engine.target.vocab_size)

@@ -49,6 +49,13 @@ class ClientDrafter:
         if future is not None:
             future.cancel()
 
+    def take_back(self, session_id: str, future: Future[Draft] | None) -> None:
+        """Nobody waits for the draft now: keep it until it is asked for again."""
+        with self._lock:
+            self._waiting.pop(session_id, None)
+            if future is not None and future.done():
+                self._offered[session_id] = future.result()
+
     def open(self, session: Session) -> None:
         self.expect(session.session_id)
 
@@ -66,12 +73,12 @@ class ClientDrafter:
             if session_id not in self._open:
                 raise SessionNotFound(session_id)
             future = self._waiting.pop(session_id, None)
-            if future is None:
-                if session_id in self._offered:
-                    raise FailedPrecondition("the previous draft has not been verified yet")
+            if future is not None:
+                future.set_result(draft)
+            elif session_id in self._offered:
+                raise FailedPrecondition("the previous draft has not been verified yet")
+            else:
                 self._offered[session_id] = draft
-        if future is not None:
-            future.set_result(draft)
 
     def propose_async(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]

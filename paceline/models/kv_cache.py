@@ -2,7 +2,8 @@
 
 A sequence is a table of slots, in position order. Because attention reads through that table,
 committing a path of a verified tree moves no keys or values: the table takes the slots of the
-accepted nodes and the rest go back to the pool.
+accepted nodes and the rest go back to the pool. For the same reason sequences with a common prefix
+can read the same slots (:mod:`paceline.models.prefix_cache`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,27 @@ import numpy as np
 import torch
 
 from paceline.errors import ResourceExhausted
+from paceline.models.prefix_cache import BLOCK, Block, PrefixCache
 
 
 class PooledSequence:
-    """Slots of one sequence: committed ones in ``slots[:length]``, pending ones as a tree."""
+    """Slots of one sequence: committed ones in ``slots[:length]``, pending ones as a tree.
 
-    __slots__ = ("address", "chain", "length", "parents", "pending", "slots", "states")
+    The first ``num_shared`` of them are slots of ``blocks``, which the prefix cache owns.
+    """
+
+    __slots__ = (
+        "address", "blocks", "chain", "length", "num_shared", "parents", "pending", "slots",
+        "states",
+    )  # fmt: skip
 
     def __init__(self, context_length: int) -> None:
         # Pending slots of a chain are written behind the committed ones, hence the room.
         self.slots = np.zeros(context_length, np.int32)
         self.address = int(self.slots.ctypes.data)
         self.length = 0
+        self.blocks: list[Block] = []
+        self.num_shared = 0
         self.pending: list[int] = []  # slot of each pending entry
         self.parents: list[int] = []  # parent of each pending entry, -1 for the committed prefix
         self.chain = True  # pending entries follow one another
@@ -68,11 +78,13 @@ class KVPool:
         self.keys[:, 0].zero_()
         self.values[:, 0].zero_()
         self.capacity = num_tokens
+        self.prefixes = PrefixCache()
         self._free = list(range(num_tokens, 0, -1))
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Slots that no sequence uses; some may hold a prefix until they are needed."""
+        return len(self._free) + self.prefixes.num_idle
 
     def append(self, sequence: PooledSequence, parents: Sequence[int]) -> list[int]:
         """Take a slot for each new pending entry; returns the slots.
@@ -81,6 +93,8 @@ class KVPool:
             ResourceExhausted: the pool, or the sequence's context, has no room. Nothing is taken.
         """
         count, free = len(parents), self._free
+        if count > len(free):
+            free += self.prefixes.evict(count - len(free))
         if count > len(free):
             raise ResourceExhausted(f"KV memory is full: {count} slots wanted, {len(free)} free")
         first = sequence.num_pending
@@ -116,9 +130,39 @@ class KVPool:
     def truncate(self, sequence: PooledSequence, length: int) -> None:
         """Free committed entries from ``length`` on, and everything pending."""
         self.commit(sequence, ())
-        self._free += sequence.slots[length : sequence.length].tolist()
+        first = max(length, sequence.num_shared)
+        self._free += sequence.slots[first : sequence.length].tolist()
         sequence.length = min(sequence.length, length)
+        if length < sequence.num_shared:
+            sequence.num_shared = length
+            used = -(-length // BLOCK)
+            self.prefixes.release(sequence.blocks[used:])
+            del sequence.blocks[used:]
 
     def free(self, sequence: PooledSequence) -> None:
         """Free everything."""
         self.truncate(sequence, 0)
+
+    def adopt(self, sequence: PooledSequence, token_ids: Sequence[int], scope: str) -> None:
+        """Begin an empty sequence with what the prefix cache has of ``token_ids``."""
+        sequence.blocks = self.prefixes.find(token_ids, scope)
+        sequence.num_shared = sequence.length = BLOCK * len(sequence.blocks)
+        for i, block in enumerate(sequence.blocks):
+            sequence.slots[i * BLOCK : (i + 1) * BLOCK] = block.slots
+
+    def publish(self, sequence: PooledSequence, token_ids: Sequence[int], scope: str) -> None:
+        """Give whole blocks of committed entries to the prefix cache; the sequence uses them on.
+
+        Args:
+            token_ids: of the committed entries.  # [sequence.length]
+        """
+        if sequence.num_shared % BLOCK:
+            return  # cut within a block
+        slots = sequence.slots[: sequence.length]
+        for block, is_new in self.prefixes.extend(sequence.blocks, token_ids, slots, scope):
+            first = BLOCK * len(sequence.blocks)
+            if not is_new:  # somebody else has computed the same meanwhile
+                self._free += slots[first : first + BLOCK].tolist()
+                slots[first : first + BLOCK] = block.slots
+            sequence.blocks.append(block)
+            sequence.num_shared = first + BLOCK

@@ -36,6 +36,7 @@ from paceline.models.ops import (
     append_chains,
     append_rows,
 )
+from paceline.models.prefix_cache import PrefixCache
 from paceline.types import FloatArray, IntArray, Need
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -328,6 +329,21 @@ class LlamaRunner:
     def truncate(self, sequence: KVSequence, length: int) -> None:
         assert isinstance(sequence, PooledSequence)
         self._pool.truncate(sequence, length)
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """Entries of earlier sequences; None where they could differ in the last bits."""
+        return self._pool.prefixes if self.batch_invariant else None
+
+    def adopt(self, sequence: KVSequence, token_ids: Sequence[int], scope: str) -> None:
+        """Begin an empty sequence with the entries that are cached for ``token_ids``."""
+        assert isinstance(sequence, PooledSequence)
+        self._pool.adopt(sequence, token_ids, scope)
+
+    def publish(self, sequence: KVSequence, token_ids: Sequence[int], scope: str) -> None:
+        """Let others begin with this sequence's committed entries, also when it is gone."""
+        assert isinstance(sequence, PooledSequence)
+        self._pool.publish(sequence, token_ids, scope)
 
     def keys_and_values(self, sequence: KVSequence) -> tuple[Tensor, Tensor]:
         """Committed KV entries in position order.  # 2 x [layers, length, kv_heads, head_dim]"""

@@ -88,9 +88,10 @@ class Small:
         engine = self.engine
         assert not engine.sessions
         assert not engine.has_work
-        for name in ("_waiting", "_reserved", "_futures", "_handlers", "_text_sent"):
+        for name in ("_waiting", "_futures", "_handlers", "_text_sent"):
             assert not getattr(engine, name), name
         assert not engine._draft_started
+        assert not engine._admission.num_admitted
         assert self.target.num_free == self.target.kv_capacity
         assert self.drafter.num_free == self.drafter.kv_capacity
         for name, drafter in engine.drafters.items():

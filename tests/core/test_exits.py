@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.admission import most_entries
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.drafters.self_drafter import SelfDrafter
 from paceline.engine import Engine, EngineLimits
@@ -553,7 +554,7 @@ def test_a_session_never_runs_out_of_the_memory_that_it_reserved(
         method=method, length="fixed", shape=shape, num_speculative_tokens=5, node_budget=6, **rule
     )
     params = replace(GREEDY, max_tokens=12)
-    reserved = Engine._reservation(Session("s", PROMPTS[0], params, resolve(config)))
+    reserved = most_entries(Session("s", PROMPTS[0], params, resolve(config)))
     engine = new_engine(load_runner(folder, kv_tokens=reserved))
     (session,) = engine.generate([PROMPTS[0]], params, config)
     assert not session.stats.drafter_lost

@@ -41,7 +41,8 @@ def finish(small: Small, most: int = 3000) -> None:
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("params", [LONG, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "method", ["ar", "draft_model", "draft_model_tree", "prompt_lookup", "layer_skip", "suffix_decoding"]
+    "method",
+    ["ar", "draft_model", "draft_model_tree", "prompt_lookup", "layer_skip", "suffix_decoding"],
 )
 def test_streams_go_on_with_the_tokens_of_ar(
     method: str, params: SamplingParams, prefix_cache: bool, tiny_folder: Path, reference: Reference

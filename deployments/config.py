@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paceline.batching import BatchStrategy
 from paceline.config import MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
@@ -103,6 +104,12 @@ class LimitsConfig(CallLimits):
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens computed in one step.")
     prefix_cache: bool = Field(
         True, description="Keep KV entries of ended sessions for those that begin alike."
+    )
+    batch_strategy: BatchStrategy = Field(
+        "ragged", description="For comparisons: others are no faster (benchmarks/load.py)."
+    )
+    batch_size: int | None = Field(
+        None, ge=1, description="Sessions verified in one step; null: all who are ready."
     )
 
     def engine_limits(self) -> EngineLimits:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paceline.admission import Admission, most_entries
+from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.config import SpeculationConfig
 from paceline.counters import CounterBook, EngineCounters
 from paceline.drafters.base import (
@@ -67,14 +68,23 @@ class EngineLimits:
         max_waiting: sessions that may queue; beyond that, submit is refused.
         prefill_chunk: prompt tokens computed in one step, all sessions together.
         prefix_cache: keep KV entries of sessions that have ended for those that begin alike.
+        batch_strategy: see :mod:`paceline.batching`.
+        batch_size: sessions that one step verifies; None is all who are ready.
     """
 
     max_sessions: int = 64
     max_waiting: int = 1024
     prefill_chunk: int = 256
     prefix_cache: bool = True
+    batch_strategy: BatchStrategy = "ragged"
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.batch_strategy not in STRATEGIES:
+            allowed = f"one of {', '.join(STRATEGIES)}"
+            raise InvalidArgument("batch_strategy", self.batch_strategy, allowed)
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InvalidArgument("batch_size", self.batch_size, "an integer >= 1, or None")
         for name in ("max_sessions", "max_waiting", "prefill_chunk"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -139,6 +149,8 @@ class Engine:
         self.limits = limits or EngineLimits()
         if isinstance(target, ModelTarget):
             target.shares_prefixes = self.limits.prefix_cache
+            target.batch_strategy = self.limits.batch_strategy
+        self.batching = Batching(self.limits.batch_strategy, self.limits.batch_size)
         self.length_context = length_context or LengthContext(vocab_size=target.vocab_size)
         if target.num_layers:
             self.length_context = replace(
@@ -153,6 +165,7 @@ class Engine:
         self._admission = Admission(target.kv_capacity, self.limits.max_sessions)
         self._untold: list[RoundEvent] = []
         self._futures: dict[str, Future[Draft]] = {}
+        self._arrived: dict[str, Arrived] = {}  # drafts of sessions that are ready
         self._draft_started: dict[str, float] = {}
         self._handlers: dict[str, EventHandler] = {}
         self._text_sent: dict[str, int] = {}
@@ -419,10 +432,12 @@ class Engine:
         if idle and not self._wait(min(wait_s, _HOLD_BACK_S)):
             self._tell()
             self._wait(wait_s)
-        arrived = self._collect_drafts()
-        ready = [
-            session for session in self.sessions.values() if session.state is SessionState.READY
-        ]
+        self._collect_drafts()
+        ready = self.batching.choose(
+            [session for session in self.sessions.values() if session.state is SessionState.READY]
+        )
+        ids = {session.session_id for session in ready}
+        arrived = {i: self._arrived.pop(i) for i in ids & self._arrived.keys()}
         if not ready and not prefill:
             return []
         for session in ready:
@@ -503,8 +518,9 @@ class Engine:
             future = self._futures.pop(session.session_id, None)
             self._draft_started.pop(session.session_id, None)
             drafter = self._drafter(session)
+            arrived = self._arrived.pop(session.session_id, None)
             if isinstance(drafter, ClientDrafter):
-                drafter.take_back(session.session_id, future)
+                drafter.take_back(session.session_id, future, arrived and arrived.draft)
             else:
                 self._close_drafter(session)
                 if future is not None:
@@ -594,19 +610,17 @@ class Engine:
         drafting = self.sessions[session_id].state is SessionState.DRAFTING
         return drafting and self._futures[session_id].done()
 
-    def _collect_drafts(self) -> dict[str, Arrived]:
-        arrived: dict[str, Arrived] = {}
+    def _collect_drafts(self) -> None:
         for session_id in [sid for sid in self._futures if self._has_draft(sid)]:
             future, session = self._futures.pop(session_id), self.sessions[session_id]
             seconds = time.perf_counter() - self._draft_started[session_id]
             try:
-                arrived[session_id] = Arrived(future.result(), seconds)
+                self._arrived[session_id] = Arrived(future.result(), seconds)
             except Exception as error:
                 logger.warning("session %s lost its drafter: %s", session_id, error)
                 self._close_drafter(session)
                 session.lose_drafter()
             session.state = SessionState.READY
-        return arrived
 
     def _local_drafters(self) -> dict[str, Drafter]:
         return {name: drafter for name, drafter in self.drafters.items() if is_local(drafter)}
@@ -694,6 +708,7 @@ class Engine:
             self.target.close(session)
             self._close_drafter(session)
         self._text_sent.pop(session_id, None)
+        self._arrived.pop(session_id, None)
         self._draft_started.pop(session_id, None)
         future = self._futures.pop(session_id, None)
         if future is not None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from paceline.batching import BatchStrategy
 from paceline.models.base import KVSequence, ModelRunner, PseudoTokens, Segment
 from paceline.models.exits import layers_of
 from paceline.models.llama import LlamaRunner
@@ -81,11 +82,15 @@ class ModelTarget:
     Attributes:
         shares_prefixes: sessions begin with what earlier ones have left in the cache, where that is
             the same to the last bit.
+        batch_strategy: how the rows of a step are laid out (:mod:`paceline.batching`).
+        num_padding: rows of ``pad`` that stood for nothing.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.shares_prefixes = True
+        self.batch_strategy: BatchStrategy = "ragged"
+        self.num_padding = 0
         self._sequences: dict[str, KVSequence] = {}
         # Entries that drafting with this model's own layers has made: (parent entry, token) -> it.
         self._drafted: dict[str, dict[tuple[int, int], int]] = {}
@@ -190,7 +195,7 @@ class ModelTarget:
             segment, order = self._segment(session, draft, guess)
             segments.append(segment)
             orders.append(order)
-        result = self.runner.forward(segments, wants)
+        results = self._forward(segments, len(prefill), wants)
         for session, count in prefill:
             sequence = self._sequences[session.session_id]
             self.runner.commit(sequence, range(count))
@@ -198,7 +203,7 @@ class ModelTarget:
                 self._publish(session, sequence)
         verifications = []
         for i, (order, guess) in enumerate(zip(orders, guesses, strict=True), len(prefill)):
-            logits, extras, guessed = result.logits[result.rows(i)], result.extras_of(i), None
+            (logits, extras), guessed = results[i], None
             if guess is not None:
                 real = len(logits) - len(guess.parent_indices)
                 logits, guessed = logits[:real], logits[real:]
@@ -207,11 +212,49 @@ class ModelTarget:
                 logits = logits[order]
                 extras = {need: tensor[order] for need, tensor in extras.items()}
             verifications.append(Verification(logits, extras, guessed))
-        prompts = range(len(prefill))
-        verifications += [
-            Verification(result.logits[result.rows(i)], result.extras_of(i)) for i in prompts
-        ]
+        verifications += [Verification(*results[i]) for i in range(len(prefill))]
         return verifications
+
+    def _forward(
+        self, segments: Sequence[Segment], num_prefill: int, wants: frozenset[Need]
+    ) -> list[tuple[torch.Tensor, dict[Need, torch.Tensor]]]:
+        """Logits and extras of each segment, in one forward or, with ``split``, in many."""
+        if self.batch_strategy == "split":
+            alone = [self.runner.forward([segment], wants) for segment in segments]
+            return [(result.logits, result.extras_of(0)) for result in alone]
+        padded = segments
+        if self.batch_strategy == "pad":
+            padded = [*segments[:num_prefill], *self._padded(segments[num_prefill:])]
+        result = self.runner.forward(padded, wants)
+        found = []
+        for i, (segment, laid_out) in enumerate(zip(segments, padded, strict=True)):
+            logits, extras = result.logits[result.rows(i)], result.extras_of(i)
+            if laid_out is not segment:
+                logits = logits[: segment.num_rows]
+                extras = {need: tensor[: segment.num_rows] for need, tensor in extras.items()}
+            found.append((logits, extras))
+        return found
+
+    def _padded(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Each with as many rows as the longest, as far as there is memory for rows of nothing."""
+        rows = [segment.num_rows for segment in segments]
+        room = self.runner.num_free - sum(rows)
+        result = []
+        for segment, count in zip(segments, rows, strict=True):
+            more = max(rows) - count
+            plain = segment.pseudo is None and segment.layers is None and not segment.resume
+            if not more or more > room or not plain or segment.sequence.num_pending:
+                result.append(segment)
+                continue
+            room -= more
+            self.num_padding += more
+            parents = segment.parent_indices
+            if parents is None:
+                parents = np.arange(-1, count - 1, dtype=np.int32)
+            nothing = np.full(more, -1, np.int32)  # beside the first row: it sees the prefix alone
+            ids = np.concatenate([segment.token_ids, np.zeros(more, np.int64)])
+            result.append(Segment(segment.sequence, ids, np.concatenate([parents, nothing])))
+        return result
 
     def _segment(
         self, session: Session, draft: Draft, pseudo: PseudoTokens | None

@@ -49,12 +49,14 @@ class ClientDrafter:
         if future is not None:
             future.cancel()
 
-    def take_back(self, session_id: str, future: Future[Draft] | None) -> None:
-        """Nobody waits for the draft now: keep it until it is asked for again."""
+    def take_back(self, session_id: str, future: Future[Draft] | None, draft: Draft | None) -> None:
+        """Nobody wants a draft now: keep one that came, or comes, until it is asked for again."""
         with self._lock:
             self._waiting.pop(session_id, None)
             if future is not None and future.done():
-                self._offered[session_id] = future.result()
+                draft = future.result()
+            if draft is not None:
+                self._offered[session_id] = draft
 
     def open(self, session: Session) -> None:
         self.expect(session.session_id)

@@ -88,7 +88,7 @@ class Small:
         engine = self.engine
         assert not engine.sessions
         assert not engine.has_work
-        for name in ("_waiting", "_futures", "_handlers", "_text_sent"):
+        for name in ("_waiting", "_futures", "_arrived", "_handlers", "_text_sent"):
             assert not getattr(engine, name), name
         assert not engine._draft_started
         assert not engine._admission.num_admitted

@@ -1,0 +1,196 @@
+"""The engine under load: goodput against AR, prefill beside decoding, batch strategies, overload.
+
+    python benchmarks/load.py goodput      # never below 0.98 of AR at any concurrency?
+    python benchmarks/load.py prefill      # time between tokens while a long prompt comes in
+    python benchmarks/load.py strategies   # ragged, same_length, pad, split at batch 8
+    python benchmarks/load.py prefixes     # time to first token with and without the prefix cache
+
+All of it runs in one process on one engine's models, interleaved, and prints medians with spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import paceline
+from paceline.bench.prompts import builtin_prompts
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine, EngineLimits
+from paceline.loading import limit_threads
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+from paceline.target import ModelTarget
+
+AR = SpeculationConfig(method="ar")
+
+
+def sibling(engine: Engine, **limits: Any) -> Engine:
+    """A fresh engine over the same models, with other limits."""
+    given = {"draft_model": engine.drafters["draft_model"]}
+    limits = {"prefix_cache": False, **limits}
+    return Engine(
+        ModelTarget(engine.local_target.runner), given, tokenizer=engine.tokenizer,
+        eos_token_ids=engine.eos_token_ids, limits=EngineLimits(**limits),
+    )  # fmt: skip
+
+
+def prompts_of(engine: Engine, count: int) -> list[list[int]]:
+    assert engine.tokenizer is not None
+    ids = [engine.tokenizer.encode(prompt.text) for prompt in builtin_prompts()]
+    return [ids[i % len(ids)] for i in range(count)]
+
+
+def closed_loop(
+    engine: Engine, prompts: Sequence[list[int]], config: SpeculationConfig, concurrency: int,
+    params: SamplingParams,
+) -> tuple[float, list[list[int]]]:  # fmt: skip
+    """Tokens a second with ``concurrency`` requests at any time, and the tokens of each."""
+    waiting, running, done = list(enumerate(prompts)), {}, {}
+    started = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            i, prompt = waiting.pop(0)
+            running[i] = engine.submit(prompt, params, config)
+        engine.step()
+        for i in [i for i, session in running.items() if session.finished]:
+            done[i] = running.pop(i)
+    seconds = time.perf_counter() - started
+    sessions: list[Session] = [done[i] for i in sorted(done)]
+    return sum(s.stats.num_tokens for s in sessions) / seconds, [s.output_ids for s in sessions]
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):7.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def goodput(engine: Engine, options: argparse.Namespace) -> None:
+    """Ratios of neighbours in time: AR, method, AR, method, ..."""
+    params = SamplingParams(max_tokens=96, ignore_eos=True)
+    print("concurrency  method           tok/s AR   x AR, median (range)   identical")
+    for method in options.methods:
+        config = SpeculationConfig(method=method, length="goodput")
+        for concurrency in (1, 4, 8, 16):
+            prompts = prompts_of(engine, max(8, 2 * concurrency))
+            # What an engine learns about costs and acceptance it learns once.
+            fast, plain = sibling(engine), sibling(engine)
+            closed_loop(fast, prompts, config, concurrency, params)
+            ratios, rates, same = [], [], True
+            for _ in range(options.repetitions):
+                rate, expected = closed_loop(plain, prompts, AR, concurrency, params)
+                ours, tokens = closed_loop(fast, prompts, config, concurrency, params)
+                same &= tokens == expected
+                rates.append(rate)
+                ratios.append(ours / rate)
+            print(
+                f"{concurrency:11d}  {method:15} {statistics.median(rates):9.0f}  "
+                f"{spread(ratios):>22}   {'yes' if same else 'NO'}"
+            )
+
+
+def prefill(engine: Engine, options: argparse.Namespace) -> None:
+    """Four sessions decode; a prompt as long as the context allows comes in."""
+    context = engine.target.context_length
+    length = min(8192, context - 64)
+    long = [(7 * i) % 5000 + 10 for i in range(length)]
+    print(f"prompt of {length} tokens beside 4 sessions")
+    print("prefill_chunk  before ms   during ms (p50, max)   first token of the prompt s")
+    for chunk in options.chunks:
+        fresh = sibling(engine, prefill_chunk=chunk)
+        params = SamplingParams(max_tokens=1200, ignore_eos=True)
+        running = [fresh.submit(p, params, AR) for p in prompts_of(engine, 4)]
+        while any(s.stats.num_tokens < 20 for s in running):
+            fresh.step()
+        gaps: dict[str, list[float]] = {"before": [], "during": []}
+        for _ in range(100):
+            gaps["before"].append(_timed(fresh))
+        one = SamplingParams(max_tokens=1, ignore_eos=True)
+        session = fresh.submit(long, one, AR)
+        while not session.finished:
+            assert not all(s.finished for s in running), "more tokens are needed"
+            gaps["during"].append(_timed(fresh))
+        first = (session.stats.first_token_at or 0.0) - session.stats.started_at
+        during = gaps["during"]
+        print(
+            f"{chunk:13d}  {1e3 * statistics.median(gaps['before']):9.2f}   "
+            f"{1e3 * statistics.median(during):7.2f}, {1e3 * max(during):7.2f}   {first:9.2f}"
+        )
+        for each in running:
+            fresh.cancel(each.session_id)
+
+
+def _timed(engine: Engine) -> float:
+    started = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - started
+
+
+def strategies(engine: Engine, options: argparse.Namespace) -> None:
+    """Batch 8 out of a pool of 24, drafts of the drafter's own lengths."""
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    prompts = prompts_of(engine, 24)
+    config = SpeculationConfig(method="draft_model", length="confidence")
+    names = ("ragged", "same_length", "pad", "split")
+    engines = {n: sibling(engine, batch_strategy=n, batch_size=8) for n in names}
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    tokens: dict[str, list[list[int]]] = {}
+    for _ in range(options.repetitions):
+        for name, each in engines.items():
+            rate, tokens[name] = closed_loop(each, prompts, config, 24, params)
+            rates[name].append(rate)
+    print(
+        "strategy     tok/s, median (range)       x ragged  grouped  realigned  padding  identical"
+    )
+    for name in names:
+        ratio = statistics.median(a / b for a, b in zip(rates[name], rates["ragged"], strict=True))
+        counters = engines[name].batching.counters
+        print(
+            f"{name:11} {spread(rates[name]):>26}  {ratio:8.2f}  "
+            f"{counters.num_grouped / counters.num_steps:7.0%}  "
+            f"{counters.num_realigned / counters.num_steps:9.1f}  "
+            f"{engines[name].local_target.num_padding / counters.num_steps:7.1f}  "
+            f"{'yes' if tokens[name] == tokens['ragged'] else 'NO'}"
+        )
+
+
+def prefixes(engine: Engine, options: argparse.Namespace) -> None:
+    """A shared beginning of 512 tokens and 32 of a request's own; distinct prompts beside it."""
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    shared = [(7 * i) % 5000 + 10 for i in range(512)]
+    seconds: dict[str, list[float]] = {}
+    for _ in range(options.repetitions):
+        for cache in (False, True):
+            fresh = sibling(engine, prefix_cache=cache)
+            fresh.generate([shared], one, AR)
+            for kind in ("shared", "distinct"):
+                for i in range(4):
+                    own = [11 + 37 * i + j for j in range(32)]
+                    begin = shared if kind == "shared" else [t + i + 1 for t in shared]
+                    (session,) = fresh.generate([[*begin, *own]], one, AR)
+                    first = (session.stats.first_token_at or 0.0) - session.stats.started_at
+                    name = f"{kind}, cache {'on' if cache else 'off'}"
+                    seconds.setdefault(name, []).append(1e3 * first)
+            engine.local_target.runner.prefixes.evict(10**9)  # type: ignore[attr-defined]
+    for name, values in sorted(seconds.items()):
+        print(f"{name:20} first token after ms {spread(values)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["goodput", "prefill", "strategies", "prefixes"])
+    parser.add_argument("--target", help="model folder; default: the demo pair")
+    parser.add_argument("--drafter")
+    parser.add_argument("--methods", nargs="+", default=["draft_model", "prompt_lookup"])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--repetitions", type=int, default=5)
+    options = parser.parse_args()
+    limit_threads(1)
+    engine = paceline.load_engine(options.target, options.drafter)
+    globals()[options.what](engine, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -100,7 +100,12 @@ class LimitsConfig(CallLimits):
     """How much one target replica takes on."""
 
     max_sessions: int = Field(64, ge=1, description="Sessions that are computed together.")
-    max_waiting: int = Field(1024, ge=0, description="Sessions that may wait for a place.")
+    max_waiting: int = Field(
+        64,
+        ge=1,
+        description="Sessions that may wait for a place; with as many as there are places, nobody "
+        "waits much longer than a request takes.",
+    )
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens computed in one step.")
     prefix_cache: bool = Field(
         True, description="Keep KV entries of ended sessions for those that begin alike."

@@ -11,14 +11,18 @@ All of it runs in one process on one engine's models, interleaved, and prints me
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import paceline
 from paceline.bench.prompts import builtin_prompts
 from paceline.config import SpeculationConfig
+from paceline.demo import TARGET_DIR
 from paceline.engine import Engine, EngineLimits
 from paceline.loading import limit_threads
 from paceline.sampling import SamplingParams
@@ -30,7 +34,8 @@ AR = SpeculationConfig(method="ar")
 
 def sibling(engine: Engine, **limits: Any) -> Engine:
     """A fresh engine over the same models, with other limits."""
-    given = {"draft_model": engine.drafters["draft_model"]}
+    names = ("draft_model",) if "draft_model" in engine.drafters else ()
+    given = {name: engine.drafters[name] for name in names}
     limits = {"prefix_cache": False, **limits}
     return Engine(
         ModelTarget(engine.local_target.runner), given, tokenizer=engine.tokenizer,
@@ -91,11 +96,28 @@ def goodput(engine: Engine, options: argparse.Namespace) -> None:
             )
 
 
+def numbers(engine: Engine, count: int, step: int = 7) -> list[int]:
+    """Any tokens."""
+    return [step * i % (engine.target.vocab_size - 16) + 16 for i in range(count)]
+
+
+def longer(model: Path, folder: str, context: int) -> str:
+    """The same model with a longer context: what it writes there does not matter here."""
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (Path(folder) / file.name).symlink_to(file.resolve())
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = context
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def prefill(engine: Engine, options: argparse.Namespace) -> None:
-    """Four sessions decode; a prompt as long as the context allows comes in."""
-    context = engine.target.context_length
-    length = min(8192, context - 64)
-    long = [(7 * i) % 5000 + 10 for i in range(length)]
+    """Four sessions decode; a prompt of 8,192 tokens comes in."""
+    length = 8192
+    with tempfile.TemporaryDirectory() as folder:
+        engine = paceline.load_engine(longer(Path(options.target or TARGET_DIR), folder, 9216))
+    long = numbers(engine, length)
     print(f"prompt of {length} tokens beside 4 sessions")
     print("prefill_chunk  before ms   during ms (p50, max)   first token of the prompt s")
     for chunk in options.chunks:
@@ -159,7 +181,7 @@ def strategies(engine: Engine, options: argparse.Namespace) -> None:
 def prefixes(engine: Engine, options: argparse.Namespace) -> None:
     """A shared beginning of 512 tokens and 32 of a request's own; distinct prompts beside it."""
     one = SamplingParams(max_tokens=1, ignore_eos=True)
-    shared = [(7 * i) % 5000 + 10 for i in range(512)]
+    shared = numbers(engine, 512)
     seconds: dict[str, list[float]] = {}
     for _ in range(options.repetitions):
         for cache in (False, True):
@@ -167,8 +189,8 @@ def prefixes(engine: Engine, options: argparse.Namespace) -> None:
             fresh.generate([shared], one, AR)
             for kind in ("shared", "distinct"):
                 for i in range(4):
-                    own = [11 + 37 * i + j for j in range(32)]
-                    begin = shared if kind == "shared" else [t + i + 1 for t in shared]
+                    own = numbers(engine, 32, 11 + i)
+                    begin = shared if kind == "shared" else numbers(engine, 512, 17 + i)
                     (session,) = fresh.generate([[*begin, *own]], one, AR)
                     first = (session.stats.first_token_at or 0.0) - session.stats.started_at
                     name = f"{kind}, cache {'on' if cache else 'off'}"

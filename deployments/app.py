@@ -8,7 +8,13 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import LoggingConfig
 
-from deployments.config import DeploymentConfig, DrafterConfig, TargetConfig, parse_config
+from deployments.config import (
+    Autoscaling,
+    DeploymentConfig,
+    DrafterConfig,
+    TargetConfig,
+    parse_config,
+)
 from deployments.drafter import DrafterDeployment
 from deployments.gateway import GatewayDeployment
 from deployments.target import TargetDeployment
@@ -53,7 +59,7 @@ def _target(config: DeploymentConfig, drafter: Application | None) -> Applicatio
     limits = config.target.limits
     return TargetDeployment.options(
         name=TARGET,
-        **_num_replicas(config.target),
+        **_num_replicas(config, config.target),
         # The engine refuses what is beyond its limits, with a reason; Serve would let it wait.
         max_ongoing_requests=limits.max_sessions + limits.max_waiting + 16,
         graceful_shutdown_timeout_s=config.target.drain_s,
@@ -65,7 +71,7 @@ def _target(config: DeploymentConfig, drafter: Application | None) -> Applicatio
 def _drafter(config: DeploymentConfig) -> Application:
     return DrafterDeployment.options(
         name=DRAFTER,
-        **_num_replicas(config.drafter),
+        **_num_replicas(config, config.drafter),
         max_ongoing_requests=1000,
         # Its leases last as long as the targets live, and losing a drafter costs no tokens.
         graceful_shutdown_timeout_s=1,
@@ -74,11 +80,13 @@ def _drafter(config: DeploymentConfig) -> Application:
     ).bind(config)  # fmt: skip
 
 
-def _num_replicas(config: TargetConfig | DrafterConfig) -> dict[str, Any]:
-    scaling = config.autoscaling
-    if scaling is None:
-        return {"num_replicas": config.num_replicas}
-    first = min(max(config.num_replicas, scaling.min_replicas), scaling.max_replicas)
+def _num_replicas(config: DeploymentConfig, role: TargetConfig | DrafterConfig) -> dict[str, Any]:
+    scaling = role.autoscaling
+    if scaling is None and (role is config.drafter or config.drafter.autoscaling is None):
+        return {"num_replicas": role.num_replicas}
+    if scaling is None:  # how many drafters there should be is seen by targets, which then report
+        scaling = Autoscaling(min_replicas=role.num_replicas, max_replicas=role.num_replicas)
+    first = min(max(role.num_replicas, scaling.min_replicas), scaling.max_replicas)
     return {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=scaling.min_replicas,

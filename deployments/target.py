@@ -135,6 +135,26 @@ class TargetDeployment:
             status["draft_compute_seconds"] = remote.counters.draft_seconds
         return status
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What an autoscaling policy of Serve may know; all but ``sessions`` only grow."""
+
+        def measure(engine: Engine) -> dict[str, float]:
+            load = engine.load
+            rounds, verify_seconds = engine.count_rounds()
+            return {
+                "sessions": load.num_running + load.num_waiting,
+                "rounds": rounds,
+                "verify_seconds": verify_seconds,
+            }
+
+        stats = await on_engine(self._engine, measure)
+        if self._remote is not None:
+            counters = self._remote.counters
+            stats["draft_frames"] = counters.num_frames
+            stats["draft_wait_seconds"] = counters.wait_seconds
+            stats["drafts_lost"] = counters.num_late + counters.num_refused
+        return stats
+
     async def check_health(self) -> None:
         """Serve restarts a replica whose engine no longer takes calls."""
         await asyncio.wait_for(on_engine(self._engine, lambda engine: None), HEALTH_TIMEOUT_S)

@@ -7,6 +7,7 @@ have ended (added once, when they end) and of those that run (added when somebod
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paceline.session import Session, SessionStatistics
@@ -167,6 +168,17 @@ class CounterBook:
         self._finished[session.finish_reason or ""] += 1
         self._requests.append(EndedRequest.of(session))
         self._methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
+
+    def rounds(self, running: Iterable[Session]) -> tuple[int, float]:
+        """Rounds of sessions so far, and the seconds of their verifications."""
+        total = MethodCounters()
+        for counters in self._methods.values():
+            total.num_rounds += counters.num_rounds
+            total.verify_seconds += counters.verify_seconds
+        for session in running:
+            total.num_rounds += session.stats.num_rounds
+            total.verify_seconds += session.stats.verify_seconds
+        return total.num_rounds, total.verify_seconds
 
     def take(self, running: list[Session]) -> EngineCounters:
         """The counters with the sessions that run now; ``requests`` and ``steps`` begin anew."""

@@ -404,6 +404,10 @@ class Engine:
         running = [s for s in self.sessions.values() if s.state is not SessionState.WAITING]
         return Load(len(running), len(self._waiting), sum(s.length for s in running))
 
+    def count_rounds(self) -> tuple[int, float]:
+        """Rounds of sessions so far, and the seconds of their verifications."""
+        return self._book.rounds(self.sessions.values())
+
     def take_counters(self) -> EngineCounters:
         """What was done so far; requests and steps since the last call."""
         counters = self._book.take(list(self.sessions.values()))

@@ -68,6 +68,7 @@ class RemoteDrafterCounters:
     draft_seconds: float = 0.0  # the drafter's own compute in that time
     num_reopened: int = 0  # sessions whose context was sent again
     num_late: int = 0  # frames that missed the deadline
+    num_refused: int = 0  # frames that were not sent, as no drafter answers
     num_connections: int = 0
 
 
@@ -235,6 +236,7 @@ class RemoteDrafter:
                     self._add_item(connection, frame, session, budget)
                 self._send(connection, frame, asks, retried)
         if reason is not None:
+            self.counters.num_refused += 1
             _fail(asks, DrafterUnavailable(reason))
 
     def _add_item(

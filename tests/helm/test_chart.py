@@ -14,7 +14,7 @@ import yaml
 from helm_python.chart import Chart, dependency_list, lint, package
 from helm_python.errors import HelmError
 
-from deployments.config import read_config_file
+from deployments.config import DeploymentConfig, read_config_file
 from tests.helm.conftest import CHART, only, render, serve_config
 from tests.helm.schemas import crd_folder, custom_schemas, problems
 from tests.helm.value_sets import BEST, VALUE_SETS
@@ -328,9 +328,9 @@ def test_every_value_is_documented_and_checked() -> None:
         properties = schema.get("properties")
         if properties is None or not isinstance(value, dict):
             return
-        # Helm adds `global`; a block without comments inside is documented as a whole.
+        # Helm adds `global`; an empty block is documented as a whole.
         missing = properties.keys() - value.keys() - {"global"}
-        assert not missing or "description" in schema, (path, missing)
+        assert not missing or value == {}, (path, missing)
         assert not value.keys() - properties.keys() or schema.get("additionalProperties"), path
         for name, part in value.items():
             if name in properties:
@@ -339,6 +339,24 @@ def test_every_value_is_documented_and_checked() -> None:
                 walk(properties[name], part, f"{path}.{name}")
 
     walk(schema, defaults, "")
+
+
+def test_defaults_are_those_of_the_schema() -> None:
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    config = DeploymentConfig().model_dump(mode="json")
+    differ = {}
+
+    def walk(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> None:
+        for name, value in ours.items():
+            if isinstance(value, dict):
+                walk(value, theirs[name], f"{path}{name}.")
+            elif value != theirs[name]:
+                differ[f"{path}{name}"] = value
+
+    blocks = ("model", "topology", "target", "drafter", "gateway", "tracing")
+    walk({name: defaults[name] for name in blocks}, config, "")
+    # A pod that goes has more time than a terminal that somebody waits at.
+    assert differ == {"target.drain_s": 30}
 
 
 def test_generated_files_are_fresh() -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from deployments.config import read_config_file
 from tests.deployments.conftest import free_port
+from tests.ray_nodes import RAY, ROOT, clean_environment, make_token, ray_node
 from tuning.results import Results, best_trial
 from tuning.space import read_space
 from tuning.sweep import Sweep
@@ -23,8 +23,6 @@ from tuning.verify import verify
 
 pytestmark = [pytest.mark.nightly, pytest.mark.serve, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
-RAY = str(Path(sys.executable).with_name("ray"))
 SMALL = [
     "workload={limit: 1, categories: [code_completion, copy_heavy_edits], max_tokens: 32}",
     "search.confirm=1",
@@ -38,48 +36,20 @@ def options(*changes: str) -> list[str]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A home of its own: the token is kept there."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    scripts = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
-    return {
-        **clean, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0",
-        "PATH": scripts,
-    }  # fmt: skip
+    return clean_environment(tmp_path)
 
 
 @pytest.fixture
 def head(environment: dict[str, str]) -> Iterator[tuple[str, str]]:
     """`ray start --head` with token authentication: addresses of the cluster and of its jobs."""
     port, dashboard = free_port(), free_port()
-    subprocess.run(
-        [RAY, "get-auth-token", "--generate"], env=environment, check=True, capture_output=True
-    )
+    make_token(environment)
     command = [
-        RAY, "start", "--head", "--num-cpus=1", f"--port={port}", f"--dashboard-port={dashboard}",
+        "--head", "--num-cpus=1", f"--port={port}", f"--dashboard-port={dashboard}",
         "--node-ip-address=127.0.0.1",
     ]  # fmt: skip
     with ray_node(command, environment):
         yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
-
-
-@contextmanager
-def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A node that ends with the block. (`ray stop` would end every Ray of the machine.)"""
-    node = subprocess.Popen(
-        [*command, "--block"], env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        assert node.stdout is not None
-        assert any("Ray runtime started" in line for line in node.stdout)
-        yield node
-    finally:
-        node.terminate()
-        try:
-            node.wait(30)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGKILL)
 
 
 def test_a_sweep_is_submitted_as_a_job(
@@ -133,7 +103,7 @@ def test_a_node_that_dies_costs_its_trial_alone(
             "workload.max_tokens=256", "workload.limit=2", "search.early_stopping=false",
         ),  # long trials
     ]  # fmt: skip
-    with ray_node([RAY, "start", f"--address={head[0]}", "--num-cpus=1"], environment) as worker:
+    with ray_node([f"--address={head[0]}", "--num-cpus=1"], environment) as worker:
         sweep = subprocess.Popen(
             command, env={**environment, "RAY_ADDRESS": head[0]}, cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -1,0 +1,244 @@
+"""The autoscaling policy on simulated load: ``python benchmarks/autoscaling.py`` draws the plots of
+docs/kubernetes.md.
+
+The policy is the real one, called with Serve's own contexts, and Serve's own delays act on what it
+wants; only the clock, the sessions and the time that rounds and drafts take are made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from cluster.autoscaling import Policy
+
+# On an idle replica a round takes 40 ms, and 15 ms more for each session beside; a draft takes 8
+# ms, and 2 ms more for each session of the drafter.
+ROUND_MS = (40.0, 15.0)
+DRAFT_MS = (8.0, 2.0)
+TOKENS_A_ROUND = 2.2
+"""With drafts; without them rounds give one token, and sessions last so much longer."""
+START_S = 45.0
+"""From the decision until a new replica serves: a pod, Ray, the model."""
+GOALS = {"sessions_per_target": 8.0, "round_ms": 200.0, "draft_ms": 30.0}
+BOUNDS = {"target": (1, 10), "drafter": (1, 6)}
+UP_S, DOWN_S, LOOK_BACK_S = 10.0, 300.0, 20.0
+STEP_S = 1.0
+
+
+@dataclass
+class Role:
+    """Replicas of one deployment: those that serve, and those that start."""
+
+    wanted: int
+    running: int
+    starting: list[float] = field(default_factory=list)  # when they will serve
+    delays: dict[str, Any] = field(default_factory=dict)  # state of Serve's delay logic
+
+    def move(self, wanted: int, now: float) -> None:
+        """To a new number: new replicas start, surplus ones go at once."""
+        self.starting = [at for at in self.starting if at > now]
+        missing = wanted - self.running - len(self.starting)
+        self.starting += [now + START_S] * max(0, missing)
+        for _ in range(max(0, -missing)):
+            if self.starting:
+                self.starting.pop()
+            else:
+                self.running -= 1
+        self.wanted = wanted
+
+    def tick(self, now: float) -> None:
+        """Those that have started serve."""
+        ready = [at for at in self.starting if at <= now]
+        self.starting = [at for at in self.starting if at > now]
+        self.running += len(ready)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One second of a simulation."""
+
+    at: float
+    sessions: float
+    targets: int
+    drafters: int
+    targets_running: int
+    drafters_running: int
+    round_ms: float
+    draft_ms: float | None
+
+
+def simulate(
+    offered: Callable[[float], float], seconds: float, stuck: Callable[[float], bool] | None = None
+) -> list[Moment]:
+    """Run the policy for so many seconds.
+
+    Args:
+        offered: sessions at a time, were every round drafted for.
+        stuck: whether no drafter answers at a time.
+    """
+    from ray.serve._private.common import DeploymentID, TimeStampedValue
+    from ray.serve.autoscaling_policy import _apply_delay_logic
+    from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+    policy = Policy(**GOALS)
+    roles = {name: Role(low, low) for name, (low, _) in BOUNDS.items()}
+    keys = {name: DeploymentID(name, "paceline") for name in BOUNDS}
+    configs = {
+        name: AutoscalingConfig(
+            min_replicas=low, max_replicas=high, upscale_delay_s=UP_S, downscale_delay_s=DOWN_S,
+            look_back_period_s=LOOK_BACK_S,
+        )
+        for name, (low, high) in BOUNDS.items()
+    }  # fmt: skip
+    totals = dict.fromkeys(
+        ("rounds", "verify_seconds", "draft_frames", "draft_wait_seconds", "drafts_lost"), 0.0
+    )
+    series: dict[str, list[Any]] = {name: [] for name in (*totals, "sessions")}
+    moments = []
+    for step in range(int(seconds / STEP_S)):
+        now = step * STEP_S
+        for role in roles.values():
+            role.tick(now)
+        lost = stuck is not None and stuck(now)
+        sessions = offered(now) * (TOKENS_A_ROUND if lost else 1.0)
+        targets, drafters = roles["target"].running, roles["drafter"].running
+        round_ms = ROUND_MS[0] + ROUND_MS[1] * sessions / targets
+        draft_ms = DRAFT_MS[0] + DRAFT_MS[1] * sessions / drafters
+        rounds = sessions * STEP_S * 1000 / (round_ms + (0 if lost else draft_ms))
+        totals["rounds"] += rounds
+        totals["verify_seconds"] += rounds * round_ms / 1000
+        if lost:
+            totals["drafts_lost"] += rounds
+        else:
+            totals["draft_frames"] += rounds
+            totals["draft_wait_seconds"] += rounds * draft_ms / 1000
+        for name, value in {**totals, "sessions": sessions}.items():
+            series[name].append(TimeStampedValue(now, value))
+            series[name] = [p for p in series[name] if p.timestamp > now - LOOK_BACK_S]
+        contexts = {
+            keys[name]: AutoscalingContext(
+                deployment_id=keys[name], deployment_name=name, app_name="paceline",
+                current_num_replicas=role.running, target_num_replicas=role.wanted,
+                running_replicas=[], total_num_requests=sessions, total_queued_requests=0.0,
+                aggregated_metrics=None,
+                raw_metrics={n: {"all": s} for n, s in series.items()} if name == "target" else {},
+                capacity_adjusted_min_replicas=BOUNDS[name][0],
+                capacity_adjusted_max_replicas=BOUNDS[name][1],
+                policy_state={}, last_scale_up_time=None, last_scale_down_time=None,
+                current_time=now, config=configs[name],
+            )
+            for name, role in roles.items()
+        }  # fmt: skip
+        wanted, _ = policy(contexts)
+        for name, role in roles.items():
+            low, high = BOUNDS[name]
+            number, role.delays = _apply_delay_logic(
+                min(high, max(low, wanted[keys[name]])),
+                role.wanted,
+                configs[name],
+                role.delays,
+                now,
+            )
+            role.move(number, now)
+        moments.append(
+            Moment(
+                now, sessions, roles["target"].wanted, roles["drafter"].wanted, targets, drafters,
+                round_ms, None if lost or not sessions else draft_ms,
+            )
+        )  # fmt: skip
+    return moments
+
+
+def diurnal(t: float) -> float:
+    """A day of six hours with its night, then no load at all."""
+    return 0.0 if t > 6 * 3600 else 2 + 46 * math.sin(math.pi * t / (6 * 3600)) ** 2
+
+
+def bursts(seed: int, seconds: float) -> list[float]:
+    """When bursts of five minutes begin, at least twenty minutes apart."""
+    chance = random.Random(seed)
+    starts, t = [], 600.0
+    while t < seconds - 1800:
+        starts.append(t)
+        t += 1200 + chance.uniform(0, 900)
+    return starts
+
+
+def bursty(starts: list[float]) -> Callable[[float], float]:
+    """Six sessions, and forty in a burst."""
+    return lambda t: 40.0 if any(start <= t < start + 300 for start in starts) else 6.0
+
+
+STUCK = (1800.0, 3600.0)
+
+
+def is_stuck(t: float) -> bool:
+    return STUCK[0] <= t < STUCK[1]
+
+
+def steady(t: float) -> float:
+    """Twenty-four sessions for two hours, then none."""
+    return 24.0 if t < 7200 else 0.0
+
+
+def runs() -> dict[str, list[Moment]]:
+    """All three."""
+    return {
+        "diurnal": simulate(diurnal, 7.5 * 3600),
+        "bursty": simulate(bursty(bursts(1, 3 * 3600)), 3 * 3600),
+        "stuck drafter": simulate(steady, 2.5 * 3600, is_stuck),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/figures/autoscaling.png"))
+    out: Path = parser.parse_args().out
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = runs()
+    figure, axes = pyplot.subplots(3, len(found), figsize=(13, 7), sharex="col")
+    for column, (name, moments) in enumerate(found.items()):
+        hours = [m.at / 3600 for m in moments]
+        load, replicas, times = axes[:, column]
+        load.plot(hours, [m.sessions for m in moments], color="tab:gray")
+        load.set_title(name)
+        for role, colour in (("targets", "tab:blue"), ("drafters", "tab:orange")):
+            replicas.step(hours, [getattr(m, role) for m in moments], color=colour, label=role)
+        for key, colour in (("round_ms", "tab:blue"), ("draft_ms", "tab:orange")):
+            times.plot(hours, [getattr(m, key) for m in moments], color=colour, label=key)
+            times.axhline(GOALS[key], color=colour, linestyle=":")
+        times.set_yscale("log")
+        times.set_xlabel("hours")
+        over = sum(m.round_ms > GOALS["round_ms"] for m in moments) / len(moments)
+        print(
+            f"{name}: rounds over {GOALS['round_ms']:g} ms in {over:.1%} of the time; targets at "
+            f"most {max(m.targets for m in moments)}, mean "
+            f"{sum(m.targets_running for m in moments) / len(moments):.1f}; drafters at most "
+            f"{max(m.drafters for m in moments)}; in the end {moments[-1].targets} and "
+            f"{moments[-1].drafters}"
+        )
+    for row, label in enumerate(("sessions", "replicas wanted", "ms")):
+        axes[row, 0].set_ylabel(label)
+    axes[1, 0].legend()
+    axes[2, 0].legend()
+    figure.tight_layout()
+    figure.savefig(out, dpi=80)
+    print(f"{out} written")
+
+
+if __name__ == "__main__":
+    main()

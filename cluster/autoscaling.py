@@ -1,0 +1,152 @@
+"""How many targets and drafters there should be: a policy for Serve's autoscaler.
+
+A Serve config file names it for the whole application, because the number of drafters follows from
+what targets measure::
+
+    autoscaling_policy:
+      policy_function: cluster.autoscaling:Policy
+      policy_kwargs: {sessions_per_target: 8, round_ms: 200, draft_ms: 50}
+
+It says what it wants now. Serve keeps to ``min_replicas`` and ``max_replicas``, and acts when more
+(fewer) have been wanted for ``upscale_delay_s`` (``downscale_delay_s``) without a break.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+_SPARE = 0.8
+"""Fewer replicas are wanted only where they would be used to this share. What lies between is kept,
+so that a load at the edge of one replica does not come and go."""
+_MOST_GROWTH = 2.0
+"""The measured time of a round or a draft is a symptom: it may at most double the replicas."""
+_STUCK = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What all targets together measured in the look-back period.
+
+    Attributes:
+        sessions: running and waiting ones.
+        round_ms: mean time of a verification; None: there was none.
+        draft_ms: mean time that a target waited for a draft; None: there was none.
+        lost: share of the asked drafts that came too late, or that no drafter could be asked for.
+    """
+
+    sessions: float
+    round_ms: float | None = None
+    draft_ms: float | None = None
+    lost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How many there shall be, and how many run (others start)."""
+
+    wanted: int
+    running: int
+
+
+def targets_wanted(
+    load: Load, now: Replicas, *, sessions_per_target: float, round_ms: float
+) -> int:
+    """Targets for the sessions that there are, at ``round_ms`` a round.
+
+    ``sessions_per_target`` is what one is thought to verify for in that time. Where rounds take
+    longer than that and the number of sessions explain, it is taken to be as much smaller.
+    """
+    wanted = load.sessions / sessions_per_target
+    if load.round_ms is not None:
+        crowded = max(1.0, wanted / max(1, now.running))
+        slow = load.round_ms / round_ms / crowded
+        wanted *= min(max(1.0, slow), _MOST_GROWTH)
+    if math.ceil(wanted) >= now.wanted:
+        return math.ceil(wanted)
+    return min(now.wanted, max(1, math.ceil(wanted / _SPARE)))
+
+
+def drafters_wanted(load: Load, now: Replicas, *, draft_ms: float) -> int:
+    """Drafters for the time that targets wait for a draft.
+
+    A draft that never comes says nothing about load: with more drafters it would not come either,
+    and sessions go on as AR meanwhile. So while most drafts are lost, the number stays.
+    """
+    if load.lost >= _STUCK:
+        return now.wanted
+    if load.draft_ms is None:
+        return 1
+    if load.draft_ms > draft_ms:  # with those that run: the others have not helped yet
+        more = math.ceil(now.running * min(load.draft_ms / draft_ms, _MOST_GROWTH))
+        return max(now.wanted, more)
+    # At worst all of the time is load, and each of those that stay gets its share.
+    fewer = now.wanted - 1
+    if fewer > 0 and load.draft_ms * now.running / fewer <= draft_ms * _SPARE:
+        return fewer
+    return now.wanted
+
+
+class Policy:
+    """Called by Serve's controller for the whole application, with what targets have recorded.
+
+    Args:
+        sessions_per_target, round_ms: as :func:`targets_wanted`.
+        draft_ms: as :func:`drafters_wanted`.
+    """
+
+    def __init__(
+        self, *, sessions_per_target: float = 8.0, round_ms: float = 200.0, draft_ms: float = 50.0
+    ) -> None:
+        self._targets = {"sessions_per_target": sessions_per_target, "round_ms": round_ms}
+        self._draft_ms = draft_ms
+
+    def __call__(
+        self, contexts: Mapping[Any, AutoscalingContext]
+    ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
+        """The replicas wanted, by deployment; there is no state."""
+        named = {context.deployment_name: (key, context) for key, context in contexts.items()}
+        if "target" not in named:
+            return {}, {}
+        key, context = named["target"]
+        load = load_of(context.raw_metrics or {})
+        wanted = {key: targets_wanted(load, _replicas(context), **self._targets)}
+        if "drafter" in named:
+            key, context = named["drafter"]
+            wanted[key] = drafters_wanted(load, _replicas(context), draft_ms=self._draft_ms)
+        return wanted, {}
+
+
+def _replicas(context: AutoscalingContext) -> Replicas:
+    return Replicas(context.target_num_replicas, context.current_num_replicas)
+
+
+def load_of(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> Load:
+    """The load from what target replicas recorded.
+
+    Args:
+        metrics: by name and replica, the time series of ``record_autoscaling_stats``.
+    """
+
+    def series(name: str) -> Iterable[list[float]]:
+        return ([point.value for point in s] for s in metrics.get(name, {}).values() if s)
+
+    def grown(name: str) -> float:
+        return sum(values[-1] - values[0] for values in series(name))
+
+    def mean_ms(seconds: str, count: str) -> float | None:
+        number = grown(count)
+        return 1000 * grown(seconds) / number if number > 0 else None
+
+    answered, lost = grown("draft_frames"), grown("drafts_lost")
+    return Load(
+        sessions=sum(sum(values) / len(values) for values in series("sessions")),
+        round_ms=mean_ms("verify_seconds", "rounds"),
+        draft_ms=mean_ms("draft_wait_seconds", "draft_frames"),
+        lost=lost / (answered + lost) if lost else 0.0,
+    )

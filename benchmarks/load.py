@@ -113,15 +113,15 @@ def longer(model: Path, folder: str, context: int) -> str:
 
 
 def prefill(engine: Engine, options: argparse.Namespace) -> None:
-    """Four sessions decode; a prompt of 8,192 tokens comes in."""
-    length = 8192
+    """Four sessions decode; a long prompt comes in."""
+    length = options.length
     with tempfile.TemporaryDirectory() as folder:
         engine = paceline.load_engine(longer(Path(options.target or TARGET_DIR), folder, 9216))
     long = numbers(engine, length)
     print(f"prompt of {length} tokens beside 4 sessions")
-    print("prefill_chunk  before ms   during ms (p50, max)   first token of the prompt s")
-    for chunk in options.chunks:
-        fresh = sibling(engine, prefill_chunk=chunk)
+    print("prefill_chunk  stretch  before ms   during ms (p50, max)   first token of the prompt s")
+    for chunk, stretch in [(chunk, s) for chunk in options.chunks for s in (None, 4.0)]:
+        fresh = sibling(engine, prefill_chunk=chunk, prefill_stretch=stretch)
         params = SamplingParams(max_tokens=1200, ignore_eos=True)
         running = [fresh.submit(p, params, AR) for p in prompts_of(engine, 4)]
         while any(s.stats.num_tokens < 20 for s in running):
@@ -137,7 +137,7 @@ def prefill(engine: Engine, options: argparse.Namespace) -> None:
         first = (session.stats.first_token_at or 0.0) - session.stats.started_at
         during = gaps["during"]
         print(
-            f"{chunk:13d}  {1e3 * statistics.median(gaps['before']):9.2f}   "
+            f"{chunk:13d}  {stretch or '-':>7}  {1e3 * statistics.median(gaps['before']):9.2f}   "
             f"{1e3 * statistics.median(during):7.2f}, {1e3 * max(during):7.2f}   {first:9.2f}"
         )
         for each in running:
@@ -206,7 +206,8 @@ def main() -> None:
     parser.add_argument("--target", help="model folder; default: the demo pair")
     parser.add_argument("--drafter")
     parser.add_argument("--methods", nargs="+", default=["draft_model", "prompt_lookup"])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[256])
+    parser.add_argument("--length", type=int, default=8192, help="of the prompt that comes in")
     parser.add_argument("--repetitions", type=int, default=5)
     options = parser.parse_args()
     limit_threads(1)

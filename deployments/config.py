@@ -107,6 +107,12 @@ class LimitsConfig(CallLimits):
         "waits much longer than a request takes.",
     )
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens computed in one step.")
+    prefill_stretch: float | None = Field(
+        4.0,
+        gt=1,
+        description="How many times as long as others a step may take that reads prompts while "
+        "sessions decode; null: no limit but prefill_chunk.",
+    )
     prefix_cache: bool = Field(
         True, description="Keep KV entries of ended sessions for those that begin alike."
     )

@@ -13,6 +13,8 @@ from paceline.types import Need
 
 HEADROOM = 64
 """Tokens for which a session has room when it is admitted, unless it wants fewer."""
+MIN_PREFILL = 4
+"""Prompt tokens that a step reads at least, so that a prompt comes to its end."""
 
 
 def round_entries(session: Session) -> int:
@@ -30,6 +32,41 @@ def round_entries(session: Session) -> int:
 def most_entries(session: Session) -> int:
     """KV entries that a session can need at the worst: all its tokens and one draft."""
     return session.max_length + round_entries(session)
+
+
+class PrefillPace:
+    """How many prompt tokens a step reads beside sessions that decode.
+
+    A token of a long prompt costs as much as many of a short one, so a number of tokens does not
+    bound a step's time. The number is halved after a step that took longer than ``stretch`` times
+    one without prefill, and grows slowly otherwise.
+
+    Args:
+        most: tokens at most, and where nobody decodes.
+        stretch: None reads ``most`` tokens always.
+    """
+
+    def __init__(self, most: int, stretch: float | None) -> None:
+        self._most = most
+        self._stretch = stretch
+        self._room = float(most)
+        self._alone_s = 0.0  # a step without prefill, lately
+
+    def room(self, someone_decodes: bool) -> int:
+        """Tokens for the next step."""
+        return int(self._room) if someone_decodes and self._stretch else self._most
+
+    def observe(self, seconds: float, num_decoding: int, num_tokens: int) -> None:
+        """A step that verified for ``num_decoding`` sessions and read ``num_tokens``."""
+        if self._stretch is None or not num_decoding:
+            return
+        if not num_tokens:
+            before = self._alone_s or seconds
+            self._alone_s = 0.9 * before + 0.1 * min(seconds, 2 * before)
+        elif self._alone_s and seconds > self._stretch * self._alone_s:
+            self._room = max(MIN_PREFILL, min(self._room, num_tokens) / 2)
+        elif num_tokens >= int(self._room):
+            self._room = min(self._most, 1.1 * self._room + 1)
 
 
 class Admission:

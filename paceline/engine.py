@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from paceline.admission import Admission, most_entries
+from paceline.admission import Admission, PrefillPace, most_entries
 from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.config import SpeculationConfig
 from paceline.counters import CounterBook, EngineCounters
@@ -67,6 +67,8 @@ class EngineLimits:
         max_sessions: sessions that run at the same time.
         max_waiting: sessions that may queue; beyond that, submit is refused.
         prefill_chunk: prompt tokens computed in one step, all sessions together.
+        prefill_stretch: a step that reads prompts beside sessions that decode may take so many
+            times as long as one without; None sets no limit but ``prefill_chunk``.
         prefix_cache: keep KV entries of sessions that have ended for those that begin alike.
         batch_strategy: see :mod:`paceline.batching`.
         batch_size: sessions that one step verifies; None is all who are ready.
@@ -75,11 +77,14 @@ class EngineLimits:
     max_sessions: int = 64
     max_waiting: int = 1024
     prefill_chunk: int = 256
+    prefill_stretch: float | None = None
     prefix_cache: bool = True
     batch_strategy: BatchStrategy = "ragged"
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.prefill_stretch is not None and not self.prefill_stretch > 1:
+            raise InvalidArgument("prefill_stretch", self.prefill_stretch, "above 1, or None")
         if self.batch_strategy not in STRATEGIES:
             allowed = f"one of {', '.join(STRATEGIES)}"
             raise InvalidArgument("batch_strategy", self.batch_strategy, allowed)
@@ -150,6 +155,7 @@ class Engine:
         if isinstance(target, ModelTarget):
             target.shares_prefixes = self.limits.prefix_cache
             target.batch_strategy = self.limits.batch_strategy
+        self._pace = PrefillPace(self.limits.prefill_chunk, self.limits.prefill_stretch)
         self.batching = Batching(self.limits.batch_strategy, self.limits.batch_size)
         self.length_context = length_context or LengthContext(vocab_size=target.vocab_size)
         if target.num_layers:
@@ -462,7 +468,9 @@ class Engine:
             )  # fmt: skip
             self._fail([*ready, *(session for session, _ in prefill)], error)
             return []
-        self._book.steps.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._book.steps.append(seconds)
+        self._pace.observe(seconds, len(ready), sum(count for _, count in prefill))
         self._observe_remote(ready, outcomes)
         for session, _ in prefill:
             self._after_prefill(session)
@@ -555,7 +563,8 @@ class Engine:
             return []
         wanted = [(self.target.prefill_left(session), session) for session in prefilling]
         wanted.sort(key=lambda item: item[0])
-        room, chosen = self.limits.prefill_chunk, []
+        running = self._admission.num_admitted
+        room, chosen = self._pace.room(running > len(prefilling)), []
         for i, (left, session) in enumerate(wanted):
             count = min(left, max(1, room // (len(wanted) - i)))
             if count and room:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.admission import MIN_PREFILL, PrefillPace
 from paceline.config import SpeculationConfig
 from paceline.drafters.client import ClientDrafter
 from paceline.engine import Engine, EngineLimits, RoundEvent
@@ -224,3 +225,36 @@ def test_who_always_guesses_right_is_preempted_like_the_others(
         assert session.output_ids == known[tuple(prompt)]
         assert session.stats.acceptance_rate == 1.0
     assert not drafter.opened
+
+
+def test_prefill_beside_decoding_is_bounded_in_time_and_goes_on() -> None:
+    """Against a machine where a token of the prompt costs as much as ten of them at its start."""
+    pace = PrefillPace(256, 4.0)
+    for _ in range(20):
+        pace.observe(0.001, 4, 0)
+    took, read = [], 0
+    while read < 8192:
+        room = pace.room(someone_decodes=True)
+        assert MIN_PREFILL <= room <= 256
+        read += room
+        took.append(0.001 + room * 2e-5 * (1 + 9 * read / 8192))
+        pace.observe(took[-1], 4, room)
+    late = took[20:]
+    assert max(late) < 2 * 0.004
+    assert sum(late) / len(late) > 0.002  # the prompt has most of the time that it may have
+    assert pace.room(someone_decodes=False) == 256
+    assert PrefillPace(256, None).room(someone_decodes=True) == 256
+
+
+def test_streams_with_a_paced_prefill_are_those_of_ar(
+    tiny_folder: Path, reference: Reference
+) -> None:
+    small = small_engine(tiny_folder, limits=EngineLimits(prefill_stretch=1.5, prefill_chunk=32))
+    prompts = [tokens(n, n) for n in (5, 300, 8, 200, 40)]
+    sessions = []
+    for prompt in prompts:
+        sessions.append(small.engine.submit(prompt, LONG, AR))
+        for _ in range(5):
+            small.engine.step()
+    finish(small)
+    assert [s.output_ids for s in sessions] == [reference(p, LONG) for p in prompts]

@@ -78,7 +78,7 @@ def goodput(engine: Engine, options: argparse.Namespace) -> None:
     print("concurrency  method           tok/s AR   x AR, median (range)   identical")
     for method in options.methods:
         config = SpeculationConfig(method=method, length="goodput")
-        for concurrency in (1, 4, 8, 16):
+        for concurrency in options.concurrency:
             prompts = prompts_of(engine, max(8, 2 * concurrency))
             # What an engine learns about costs and acceptance it learns once.
             fast, plain = sibling(engine), sibling(engine)
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--drafter")
     parser.add_argument("--methods", nargs="+", default=["draft_model", "prompt_lookup"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[256])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 8, 16])
     parser.add_argument("--length", type=int, default=8192, help="of the prompt that comes in")
     parser.add_argument("--repetitions", type=int, default=5)
     options = parser.parse_args()

@@ -44,7 +44,6 @@ COPY --from=build /opt/venv /opt/venv
 # `python tuning/sweep.py` is what a sweep's job runs.
 COPY tuning/ /opt/paceline/tuning/
 ENV PATH=/opt/venv/bin:$PATH \
-    PACELINE_HOME=/opt/paceline \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0
 WORKDIR /opt/paceline

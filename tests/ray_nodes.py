@@ -37,8 +37,8 @@ def make_token(environment: dict[str, str]) -> None:
 def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """A node that ends with the block. (`ray stop` would end every Ray of the machine.)"""
     node = subprocess.Popen(
-        [RAY, "start", *command, "--block"], env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [RAY, "start", *command, "--block"], env=environment, cwd=ROOT, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         assert node.stdout is not None

@@ -98,6 +98,28 @@ def test_the_load_is_what_counters_grew_by() -> None:
     assert load_of({}) == Load(sessions=0)
 
 
+def test_serve_loads_the_policy_by_its_name() -> None:
+    """As the controller does: imported, pickled, made with its arguments, wrapped, and called."""
+    from ray.serve._private.autoscaling_state import _resolve_policy_callable
+    from ray.serve._private.common import DeploymentID, TimeStampedValue
+    from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
+    from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+    named = AutoscalingPolicy(policy_function="cluster.autoscaling:Policy", policy_kwargs=GOALS)
+    policy = _apply_app_level_autoscaling_config(_resolve_policy_callable(named))
+    config = AutoscalingConfig(max_replicas=8, upscale_delay_s=0)
+    key = DeploymentID("target", "paceline")
+    context = AutoscalingContext(
+        deployment_id=key, deployment_name="target", app_name="paceline", current_num_replicas=1,
+        target_num_replicas=1, running_replicas=[], total_num_requests=0, total_queued_requests=0,
+        aggregated_metrics=None, raw_metrics={"sessions": {"a": [TimeStampedValue(1.0, 30.0)]}},
+        capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8, policy_state={},
+        last_scale_up_time=None, last_scale_down_time=None, current_time=1.0, config=config,
+    )  # fmt: skip
+    decisions, _ = policy({key: context})
+    assert decisions == {key: 4}
+
+
 def test_a_day() -> None:
     moments = simulate(diurnal, 7.5 * 3600)
     assert all(m.round_ms <= ROUND_MS for m in moments)

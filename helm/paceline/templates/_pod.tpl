@@ -63,6 +63,9 @@ spec:
     - name: ray-{{ ternary "head" "worker" (or (eq $role "head") (eq $role "sweep-head")) }}
       image: {{ include "paceline.image" $root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
+      {{- if eq $role "sweep-head" }}
+      workingDir: /opt/paceline # where jobs run: tuning/sweep.py is there
+      {{- end }}
       resources:
         {{- toYaml $pod.resources | nindent 8 }}
       securityContext:
@@ -73,9 +76,6 @@ spec:
         - {name: HF_HUB_OFFLINE, value: "1"}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         - {name: RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S, value: "2"}
-        {{- if eq $role "sweep-head" }}
-        - {name: PACELINE_SPACE, value: {{ include "paceline.sweepSpace" $root }}}
-        {{- end }}
         {{- with concat $values.ray.env (default list $pod.env) }}
         {{- toYaml . | nindent 8 }}
         {{- end }}

@@ -189,6 +189,14 @@ def generate(
             "Repeatable; also one JSON object with several knobs.",
         ),
     ] = None,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the output will be for the most part. It is the draft, so a "
+            "prediction that comes true is quick and one that does not changes nothing.",
+        ),
+    ] = None,
     target: Target = None,
     drafter: Drafter = None,
     heads: Heads = None,
@@ -231,6 +239,7 @@ def generate(
     - `paceline generate 'def fibonacci(n):' --max-tokens 64`
     - `paceline generate 'Once' --method ar -t 0.8 --seed 7 --json`
     - `paceline generate - --method prompt_lookup --set ngram_max=4 < code.py`
+    - `paceline generate - --prediction code.py < instruction-and-code.txt`
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
     """
@@ -252,6 +261,7 @@ def generate(
             ignore_eos=ignore_eos,
         ),
         speculation=cli_generate.speculation(method, num_speculative_tokens, speculation or ()),
+        prediction="" if prediction is None else cli_generate.read_text("prediction", prediction),
     )
     connection = client_options(server, ca, cert, key, token_file)
     if server is None:

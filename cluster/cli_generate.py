@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from cluster.cli_output import err, out, set_threads
 from paceline.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from paceline.config import SpeculationConfig
     from paceline.sampling import SamplingParams
     from paceline.tokenizer import Tokenizer
 
@@ -36,6 +37,20 @@ class Request:
     prompt: str
     params: SamplingParams
     speculation: Mapping[str, Any]
+    prediction: str = ""
+
+    def config(self, default: str, methods: Iterable[str]) -> SpeculationConfig:
+        """How to speculate, with the method ``default`` or what a prediction makes of it.
+
+        Args:
+            methods: those that can be run.
+        """
+        from paceline.config import parse_speculation
+        from paceline.drafters.predicted_outputs import method_with_prediction
+
+        if self.prediction:
+            default = method_with_prediction(default, methods)
+        return parse_speculation({"method": default, **self.speculation})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,15 @@ def read_prompt(argument: str) -> str:
     if not prompt:
         raise InvalidArgument("prompt", prompt, "a text that is not empty")
     return prompt
+
+
+def read_text(option: str, path: Path) -> str:
+    """The text of a file that an option names."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InvalidArgument(option, str(path), f"a text file ({reason})") from None
 
 
 def sampling_params(
@@ -141,14 +165,11 @@ def run_here(
     threads: int | None,
 ) -> Run:
     """Load the models and generate with an engine of our own."""
-    from paceline.config import parse_speculation
+    from paceline.methods import METHODS
     from paceline.plan import resolve
 
-    given = dict(request.speculation)
-    given.setdefault(
-        "method", "draft_model" if target is None or drafter is not None else "prompt_lookup"
-    )
-    config = parse_speculation(given)
+    paired = target is None or drafter is not None
+    config = request.config("draft_model" if paired else "prompt_lookup", METHODS)
     resolve(config)  # before anything is loaded: a wrong name should not cost seconds
 
     with err.status("loading the models ..."):
@@ -175,6 +196,7 @@ def run_here(
         on_event=lambda event: pieces.extend(
             splitter.split(event.token_ids, event.num_accepted, event.text)
         ),
+        prediction=engine.tokenizer.encode(request.prediction, False),
     )
     try:
         while engine.has_work:
@@ -189,7 +211,7 @@ def run_here(
     return {
         "text": session.text,
         "token_ids": session.output_ids,
-        "method": given["method"],
+        "method": config.method,
         "num_prompt_tokens": session.prompt_length,
         **session.stats.as_dict(),
         "finish_reason": session.finish_reason,
@@ -223,7 +245,6 @@ def run_on_server(
             None tries the demo pair's.
         client_options: how to connect, see :func:`cluster.cli_output.client_options`.
     """
-    from paceline.config import parse_speculation
     from rpc.client import Client
 
     check_address(server)
@@ -232,12 +253,14 @@ def run_on_server(
     connect_s = min(timeout, _CONNECT_TIMEOUT_S)
     with Client(server, timeout=connect_s, **client_options) as client:
         model = client.get_model()
-    config = parse_speculation({"method": model.default_method, **request.speculation})
+    config = request.config(model.default_method, model.methods)
     splitter = PieceSplitter(_tokenizer_of(model.vocab_size, tokenizer_from))
     rounds = []
     with (
         Client(server, timeout=timeout, **client_options) as client,
-        client.generate(request.prompt, request.params, config) as generation,
+        client.generate(
+            request.prompt, request.params, config, prediction=request.prediction
+        ) as generation,
     ):
         for item in generation:
             rounds.append(item)

@@ -198,6 +198,7 @@ class Engine:
         on_event: EventHandler | None = None,
         traceparent: str = "",
         cache_scope: str = "",
+        prediction: Sequence[int] = (),
     ) -> Session:
         """Queue a prompt.
 
@@ -206,10 +207,11 @@ class Engine:
             traceparent: W3C trace context for drafters elsewhere.
             cache_scope: whose cached prefixes the session may begin with, and adds to: how long a
                 prompt takes tells what is cached.
+            prediction: token ids that the output is expected to have, for methods that draft them.
 
         Raises:
             InvalidArgument: an empty or too long prompt, a token outside the vocabulary, a method
-                that this engine cannot run.
+                that this engine cannot run, a prediction for a method without use for it.
             ResourceExhausted: the queue is full, or the request can never fit in KV memory.
         """
         params = params or SamplingParams()
@@ -219,6 +221,7 @@ class Engine:
         if plan.rule.name == "greedy" and params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
         prompt_ids = self._checked_prompt(prompt_ids)
+        self._check_prediction(prediction, plan)
         params.check_vocabulary(self.target.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidArgument("stop", params.stop, "no stop strings: there is no tokenizer")
@@ -235,6 +238,7 @@ class Engine:
             max_length=self.target.context_length,
             tokenizer=self.tokenizer,
             length_context=self.length_context,
+            prediction=prediction,
         )  # fmt: skip
         session.traceparent, session.cache_scope = traceparent, cache_scope
         if most_entries(session) > self.target.kv_capacity:
@@ -337,6 +341,28 @@ class Engine:
         if not is_local(drafter):
             raise InvalidArgument("method", name, "a drafter that drafts in this process")
         return drafter
+
+    def _check_prediction(self, prediction: Sequence[int], plan: Plan) -> None:
+        if not prediction:
+            return
+        readers = {"predicted_outputs", "predicted_outputs_or_draft_model"}
+        if readers.isdisjoint(plan.drafters):
+            able = sorted(row.name for row in self.catalogue.values() if row.drafter in readers)
+            raise InvalidArgument(
+                "prediction", f"{len(prediction)} tokens",
+                f"none with method {plan.method.name!r}, or one of the methods that use it: "
+                + ", ".join(able),
+            )  # fmt: skip
+        if len(prediction) > self.target.context_length:
+            raise InvalidArgument(
+                "prediction", f"{len(prediction)} tokens",
+                f"at most as many tokens as the context has, {self.target.context_length}",
+            )  # fmt: skip
+        for i, token in enumerate(prediction):
+            if not 0 <= token < self.target.vocab_size:
+                raise InvalidArgument(
+                    f"prediction[{i}]", token, f"token ids in [0, {self.target.vocab_size})"
+                )
 
     def _checked_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
         if not len(prompt_ids):
@@ -785,6 +811,7 @@ class EngineThread:
         on_event: EventHandler | None = None,
         traceparent: str = "",
         cache_scope: str = "",
+        prediction: Sequence[int] = (),
     ) -> Future[Session]:
         """:meth:`Engine.submit` on the engine's thread."""
         return self.call(
@@ -796,6 +823,7 @@ class EngineThread:
                 on_event=on_event,
                 traceparent=traceparent,
                 cache_scope=cache_scope,
+                prediction=prediction,
             )
         )
 

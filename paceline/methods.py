@@ -27,6 +27,7 @@ from paceline.drafters.copyspec import CopySpec
 from paceline.drafters.head import HeadDrafter
 from paceline.drafters.jacobi import Jacobi
 from paceline.drafters.lookahead import Lookahead
+from paceline.drafters.predicted_outputs import MIN_MATCH, PredictedOutputs
 from paceline.drafters.prompt_lookup import PromptLookup
 from paceline.drafters.pseudo import PseudoTokenDrafter
 from paceline.drafters.rasd import Rasd
@@ -249,6 +250,10 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "sam_or_token_recycling": lambda context: SamDecoding(context.drafter("token_recycling")),
     "copyspec": lambda context: CopySpec(),
     "copyspec_or_draft_model": lambda context: CopySpec(context.drafter("draft_model")),
+    "predicted_outputs": lambda context: PredictedOutputs(),
+    "predicted_outputs_or_draft_model": lambda context: PredictedOutputs(
+        context.drafter("draft_model")
+    ),
     "lookahead": lambda context: Lookahead(),
     "jacobi": lambda context: Jacobi("whole"),
     "gauss_seidel": lambda context: Jacobi("blocks"),
@@ -578,6 +583,36 @@ METHODS: Mapping[str, Method] = {
                 "num_speculative_tokens": 10,
                 "node_budget": None,
                 "min_match": 3,
+                "fallback_depth": 5,
+            },
+            uses=("draft_model",),
+        ),
+        Method(
+            name="predicted_outputs",
+            paper="OpenAI: Predicted Outputs, 2024 (an API)",
+            summary="Copies the prediction that comes with the request; AR where there is none.",
+            drafter="predicted_outputs",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 16,
+                "node_budget": None,
+                "min_match": MIN_MATCH,
+            },
+        ),
+        Method(
+            name="predicted_outputs_draft_model",
+            paper="OpenAI: Predicted Outputs, 2024 (an API)",
+            summary="Copies the request's prediction; off it, a small model drafts a chain.",
+            drafter="predicted_outputs_or_draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 16,
+                "node_budget": None,
+                "min_match": MIN_MATCH,
                 "fallback_depth": 5,
             },
             uses=("draft_model",),

@@ -99,6 +99,7 @@ class Session:
         token_ids: prompt plus everything committed, in order.
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
+        prediction: tokens that the client expects as the output.
         method_name: of the plan that it began with; a lost drafter changes the plan.
         traceparent: the trace that a drafter elsewhere takes part in; "" is none.
         cache_scope: sessions begin with cached entries of sessions of the same scope only.
@@ -116,6 +117,7 @@ class Session:
         max_length: int | None = None,
         tokenizer: Tokenizer | None = None,
         length_context: LengthContext | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         self.session_id = session_id
         self.token_ids: list[int] = list(prompt_ids)
@@ -125,6 +127,7 @@ class Session:
         self.method_name = plan.method.name
         self.traceparent = ""
         self.cache_scope = ""
+        self.prediction = tuple(prediction)
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()

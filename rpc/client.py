@@ -189,6 +189,8 @@ class Round:
     drafter_pid: int = 0
     drafter_address: str = ""
     prompt_length: int = 0
+    prediction_length: int = 0
+    num_predicted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +240,10 @@ class Verified:
 
 
 def _generate_request(
-    prompt: Prompt, params: SamplingParams | None, speculation: SpeculationConfig | None
+    prompt: Prompt,
+    params: SamplingParams | None,
+    speculation: SpeculationConfig | None,
+    prediction: Prompt,
 ) -> generate_pb2.GenerateRequest:
     request = generate_pb2.GenerateRequest(sampling=sampling_to_message(params))
     if isinstance(prompt, str):
@@ -247,6 +252,11 @@ def _generate_request(
         request.token_ids.CopyFrom(build(common_pb2.TokenIds, "prompt.", token_ids=list(prompt)))
     if speculation is not None:
         request.speculation.CopyFrom(speculation_to_message(speculation))
+    if isinstance(prediction, str):
+        request.prediction_text = prediction
+    elif len(prediction):
+        ids = build(common_pb2.TokenIds, "prediction.", token_ids=list(prediction))
+        request.prediction_token_ids.CopyFrom(ids)
     if request.ByteSize() > MAX_MESSAGE_BYTES:
         raise InvalidArgument(
             "prompt", f"{request.ByteSize()} bytes", f"at most {MAX_MESSAGE_BYTES} bytes"
@@ -279,6 +289,8 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         drafter_pid=reply.drafter_pid,
         drafter_address=reply.drafter_address,
         prompt_length=reply.prompt_length,
+        prediction_length=reply.prediction_length,
+        num_predicted=reply.num_predicted,
     )
 
 
@@ -435,14 +447,18 @@ class Client:
         params: SamplingParams | None = None,
         speculation: SpeculationConfig | None = None,
         *,
+        prediction: Prompt = (),
         timeout: float | None = None,
     ) -> Generation:
         """Start generating; the rounds come as they are committed.
 
+        Args:
+            prediction: what the output is expected to be; a draft, which never changes it.
+
         Raises:
             PacelineError: whatever the server refused, when the first round is asked for.
         """
-        request = _generate_request(prompt, params, speculation)
+        request = _generate_request(prompt, params, speculation, prediction)
         return Generation(
             self._generate.Generate(
                 request, timeout=timeout or self._timeout, metadata=self._metadata
@@ -455,10 +471,14 @@ class Client:
         params: SamplingParams | None = None,
         speculation: SpeculationConfig | None = None,
         *,
+        prediction: Prompt = (),
         timeout: float | None = None,
     ) -> Completion:
         """Generate and wait for the end."""
-        return Completion.of(list(self.generate(prompt, params, speculation, timeout=timeout)))
+        generation = self.generate(
+            prompt, params, speculation, prediction=prediction, timeout=timeout
+        )
+        return Completion.of(list(generation))
 
     def get_model(self) -> generate_pb2.Model:
         """What the server serves."""
@@ -618,10 +638,11 @@ class AsyncClient:
         params: SamplingParams | None = None,
         speculation: SpeculationConfig | None = None,
         *,
+        prediction: Prompt = (),
         timeout: float | None = None,
     ) -> AsyncGeneration:
         """Start generating; see :meth:`Client.generate`."""
-        request = _generate_request(prompt, params, speculation)
+        request = _generate_request(prompt, params, speculation, prediction)
         return AsyncGeneration(
             self._generate.Generate(
                 request, timeout=timeout or self._timeout, metadata=self._metadata
@@ -634,10 +655,13 @@ class AsyncClient:
         params: SamplingParams | None = None,
         speculation: SpeculationConfig | None = None,
         *,
+        prediction: Prompt = (),
         timeout: float | None = None,  # noqa: ASYNC109  the deadline travels with the call
     ) -> Completion:
         """Generate and wait for the end."""
-        generation = self.generate(prompt, params, speculation, timeout=timeout)
+        generation = self.generate(
+            prompt, params, speculation, prediction=prediction, timeout=timeout
+        )
         return Completion.of([r async for r in generation])
 
     async def get_model(self) -> generate_pb2.Model:

@@ -343,7 +343,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 raise ResourceExhausted(
                     f"the drafter holds {self._num_sessions} sessions, its limit"
                 )
-            session = Session(f"{stream}/{session_id}", tokens, params, plan)
+            prediction = tokens_from_message("prediction", item.open.prediction, self._vocab_size)
+            session = Session(f"{stream}/{session_id}", tokens, params, plan, prediction=prediction)
             span = None
             if self._tracing is not None and item.open.traceparent:
                 method = plan.method.name
@@ -404,7 +405,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         session, span, mirror.span = mirror.session, mirror.span, None
         self._drop(mirrors, session_id)
         kept = session.token_ids[:length]
-        again = Session(session.session_id, kept, session.params, session.plan)
+        again = Session(
+            session.session_id, kept, session.params, session.plan, prediction=session.prediction
+        )
         opened = self._open(mirrors, session_id, again, span)
         opened.num_drafts = mirror.num_drafts
         return opened

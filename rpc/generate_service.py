@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
+from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.session import Session
@@ -106,10 +107,12 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         scope: str,
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         prompt_ids = await self._prompt_ids(request)
+        prediction = await self._prediction(request)
         params = sampling_from_message(request.sampling)
-        speculation = self._model.default_speculation
         if request.HasField("speculation"):
             speculation = speculation_from_message(request.speculation)
+        else:
+            speculation = self._default_speculation(bool(prediction))
         # The id is chosen here, so that a call cancelled before submit returns can be undone too.
         session_id = secrets.token_urlsafe(16)
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
@@ -123,6 +126,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             on_event=hand_over(loop, events.put_nowait),
             traceparent="" if span is None else span.traceparent,
             cache_scope=scope,
+            prediction=prediction,
         )
         try:
             session = await asyncio.wrap_future(submitted)
@@ -147,7 +151,6 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     ) -> generate_pb2.Model:
         self._gate.count_open()
         engine = self._thread.engine
-        methods = [m.name for m in engine.catalogue.values() if engine.refusal(m) is None]
         return generate_pb2.Model(
             name=self._model.name,
             vocab_size=engine.target.vocab_size,
@@ -156,7 +159,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             batch_invariant=self._model.batch_invariant,
             has_tokenizer=engine.tokenizer is not None,
             eos_token_ids=engine.eos_token_ids,
-            methods=sorted(name for name in methods if name != "client"),
+            methods=sorted(name for name in self._methods() if name != "client"),
             default_method=self._model.default_speculation.method,
             chat_template=self._model.chat_template.source,
             bos_token=self._model.chat_template.bos_token,
@@ -177,17 +180,36 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             return list(request.token_ids.token_ids)
         if kind is None:
             raise InvalidArgument("prompt", "nothing", "text or token_ids")
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return await self._encoded("prompt.text", request.text, special)
+
+    async def _prediction(self, request: generate_pb2.GenerateRequest) -> list[int]:
+        if request.WhichOneof("prediction") == "prediction_token_ids":
+            return list(request.prediction_token_ids.token_ids)
+        if not request.prediction_text:
+            return []
+        return await self._encoded("prediction_text", request.prediction_text, False)
+
+    async def _encoded(self, field: str, text: str, special: bool) -> list[int]:
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
-            raise InvalidArgument(
-                "prompt.text", request.text[:40], "token_ids: this server has no tokenizer"
-            )
-        if not request.text:
-            raise InvalidArgument("prompt.text", "", "at least one character")
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        if len(request.text) > _LONG_TEXT:
-            return await asyncio.to_thread(tokenizer.encode, request.text, special)
-        return tokenizer.encode(request.text, special)
+            raise InvalidArgument(field, text[:40], "token_ids: this server has no tokenizer")
+        if not text:
+            raise InvalidArgument(field, "", "at least one character")
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(tokenizer.encode, text, special)
+        return tokenizer.encode(text, special)
+
+    def _methods(self) -> list[str]:
+        """The rows that the engine can run."""
+        engine = self._thread.engine
+        return [m.name for m in engine.catalogue.values() if engine.refusal(m) is None]
+
+    def _default_speculation(self, has_prediction: bool) -> SpeculationConfig:
+        default = self._model.default_speculation
+        if not has_prediction:
+            return default
+        return SpeculationConfig(method=method_with_prediction(default.method, self._methods()))
 
     def _reply(self, event: RoundEvent, drafter_name: str) -> generate_pb2.GenerateReply:
         session = event.session
@@ -214,6 +236,11 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         reply.finish_reason = session.finish_reason or ""
         reply.statistics.CopyFrom(statistics_to_message(session.stats))
         reply.prompt_length = session.prompt_length
+        if session.prediction:
+            follower = Follower(session.prediction)
+            follower.extend(session.output_ids)
+            reply.prediction_length = len(session.prediction)
+            reply.num_predicted = min(follower.num_matched, len(session.prediction))
         reply.target_pid = os.getpid()
         drafter = self._thread.engine.drafters[drafter_name]
         if isinstance(drafter, RemoteDrafter):

@@ -254,6 +254,7 @@ class RemoteDrafter:
             item.open.sampling.CopyFrom(sampling_to_message(session.params))
             item.open.speculation.CopyFrom(speculation_to_message(session.plan.config))
             item.open.traceparent = session.traceparent
+            item.open.prediction.extend(session.prediction)
             told = 0
         item.base_length = min(told, session.length)  # shorter than before: it was truncated
         item.new_token_ids.extend(session.token_ids[item.base_length :])

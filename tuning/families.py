@@ -39,10 +39,13 @@ Kind: TypeAlias = Literal["ranks", "order", "drafts"]
 PREFIX_ONLY = frozenset({"draft_model", "early_exit", "s2d", "staged"})
 _EXPANDING = PREFIX_ONLY | {"fewer_layers"}  # and every head that shapes expand
 # Asking one of these twice gives the same draft, and nothing comes of a draft's rejection.
-_LOOKUP = frozenset({"prompt_lookup", "suffix", "sam", "copyspec", "aggressive"})
+_LOOKUP = frozenset(
+    {"prompt_lookup", "suffix", "sam", "copyspec", "aggressive", "predicted_outputs"}
+)
 _HYBRID = {  # lookups with a fallback: the rows that do either alone
     "suffix_or_draft_model": ("suffix_decoding", "draft_model"),
     "copyspec_or_draft_model": ("copyspec", "draft_model"),
+    "predicted_outputs_or_draft_model": ("predicted_outputs", "draft_model"),
 }
 COMPOSITE = frozenset({"rasd", "combined"})  # models take part, so every question costs
 REMEMBERING = frozenset({"suffix", "suffix_or_draft_model", "sam"}) | COMPOSITE

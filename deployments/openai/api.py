@@ -23,6 +23,7 @@ from deployments.openai.schema import MAX_CHOICES, ChatRequest, CompletionReques
 from deployments.openai.server import Guard, Receive, Scope, Send, error_body, error_response
 from deployments.openai.text import render_chat
 from paceline.config import parse_speculation
+from paceline.drafters.predicted_outputs import method_with_prediction
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.sampling import MAX_SEED, SamplingParams
 from rpc.access import Gate
@@ -205,6 +206,8 @@ class _Answer(ABC):
                 message.sampling.CopyFrom(sampling_to_message(params))
                 if speculation is not None:
                     message.speculation.CopyFrom(speculation)
+                if self.body.prediction is not None:
+                    message.prediction_text = self.body.prediction.text
                 messages.append(message)
         return messages
 
@@ -212,13 +215,16 @@ class _Answer(ABC):
         given = self.body.speculation
         if given is None:
             return None
-        config = parse_speculation({"method": self.model.default_method, **given})
+        config = parse_speculation({"method": self.method, **given})
         return speculation_to_message(config)
 
     @property
     def method(self) -> str:
-        given = self.body.speculation or {}
-        return str(given.get("method", self.model.default_method))
+        """The one that the request names, or gets from the target if it names none."""
+        default = self.model.default_method
+        if self.body.prediction is not None and self.body.prediction.text:
+            default = method_with_prediction(default, self.model.methods)
+        return str((self.body.speculation or {}).get("method", default))
 
     def result(self) -> Body:
         """The body when all choices are finished."""
@@ -252,10 +258,15 @@ class _Answer(ABC):
         last = self._last
         prompt = sum(reply.prompt_length for reply in last[:: self.n])
         completion = sum(reply.statistics.num_tokens for reply in last)
+        predicted = sum(reply.num_predicted for reply in last)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": predicted,
+                "rejected_prediction_tokens": sum(r.prediction_length for r in last) - predicted,
+            },
         }
 
     def _metrics(self) -> Body:

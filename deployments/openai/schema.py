@@ -8,7 +8,7 @@ is the same as leaving a key out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,6 +36,38 @@ class StreamOptions(_Body):
     include_obfuscation: Flag | None = None  # pads the events of others; without effect here
 
 
+class Part(BaseModel):
+    """A piece of a message's content."""
+
+    type: Text
+    text: Text | None = None
+
+
+class Prediction(_Body):
+    """The text that is expected as the output."""
+
+    type: Literal["content"]
+    content: Text | list[Part]
+
+    @property
+    def text(self) -> str:
+        return _joined(self.content, "prediction.content")
+
+
+def _joined(content: str | list[Part], where: str) -> str:
+    """The text of a content that may be in pieces.
+
+    Raises:
+        InvalidArgument: there is more in it than text.
+    """
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidArgument(f"{where}[{i}].type", part.type, "'text': this model reads text")
+    return "".join(part.text or "" for part in content)
+
+
 class _Request(_Body):
     """What both kinds of completion have in common."""
 
@@ -59,6 +91,7 @@ class _Request(_Body):
     add_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
     speculation: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
     # Without effect on the text.
     user: Any = None
@@ -169,13 +202,6 @@ def _bad_prompt(value: Any) -> InvalidArgument:
     return InvalidArgument("prompt", value, allowed)
 
 
-class Part(BaseModel):
-    """A piece of a message's content."""
-
-    type: Text
-    text: Text | None = None
-
-
 class Message(BaseModel):
     """One message of a conversation. Keys of one's own are for the chat template."""
 
@@ -190,15 +216,8 @@ class Message(BaseModel):
         Raises:
             InvalidArgument: there is more in it than text.
         """
-        content = self.content
-        if isinstance(content, list):
-            for i, part in enumerate(content):
-                if part.type != "text" or part.text is None:
-                    raise InvalidArgument(
-                        f"{where}.content[{i}].type", part.type, "'text': this model reads text"
-                    )
-            content = "".join(part.text or "" for part in content)
-        return {**self.model_dump(exclude_none=True), "content": content or ""}
+        content = _joined(self.content or "", f"{where}.content")
+        return {**self.model_dump(exclude_none=True), "content": content}
 
 
 class ChatRequest(_Request):
@@ -227,7 +246,6 @@ class ChatRequest(_Request):
     functions: Any = None
     modalities: Any = None
     moderation: Any = None
-    prediction: Any = None
     reasoning_effort: Any = None
     response_format: Any = None
     tool_choice: Any = None
@@ -242,7 +260,6 @@ class ChatRequest(_Request):
         "logprobs": (False,),
         "modalities": (["text"],),
         "moderation": (),
-        "prediction": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),

@@ -230,3 +230,16 @@ def test_text_of_another_tokenizer_is_shown_without_a_claim() -> None:
     splitter = PieceSplitter(Bytes())
     assert splitter.split(list(b"ab"), 1, "xyz") == [Piece("xyz", None)]
     assert PieceSplitter(None).split([1], 1, "xyz") == [Piece("xyz", None)]
+
+
+def test_a_prediction_saves_forwards_and_changes_nothing(cli: Cli, tmp_path: Path) -> None:
+    options = (PROMPT, "-n", 40, "--ignore-eos")
+    plain = generate(cli, *options)
+    (tmp_path / "prediction.txt").write_text(plain["text"])
+    predicted = generate(cli, *options, "--prediction", tmp_path / "prediction.txt")
+    assert predicted["token_ids"] == plain["token_ids"]
+    assert predicted["method"] == "predicted_outputs_draft_model"
+    assert predicted["num_target_forwards"] < plain["num_target_forwards"]
+    missing = cli("generate", PROMPT, "--prediction", tmp_path / "nothing.txt")
+    assert missing.exit_code == 2
+    assert "prediction" in missing.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -96,11 +97,19 @@ def scripted_engine(
 
 
 def run(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams, config: SpeculationConfig
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    config: SpeculationConfig,
+    **options: Any,
 ) -> tuple[Session, list[RoundEvent]]:
-    """Generate for one prompt; the session, and every round of it."""
+    """Generate for one prompt; the session, and every round of it.
+
+    Args:
+        options: of :meth:`Engine.submit`.
+    """
     events: list[RoundEvent] = []
-    session = engine.submit(prompt, params, config, on_event=events.append)
+    session = engine.submit(prompt, params, config, on_event=events.append, **options)
     while engine.has_work:
         engine.step()
     assert not session.stats.drafter_lost

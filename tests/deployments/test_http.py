@@ -275,6 +275,43 @@ def test_metrics_of_several_choices_add_up() -> None:
     assert speculative_decoding([common_pb2.Statistics()])["acceptance_histogram"] == [0]
 
 
+def test_predicted_outputs(client: openai.OpenAI, engine: Engine) -> None:
+    request: dict[str, Any] = {
+        "model": "demo",
+        "messages": CHAT,
+        "max_tokens": 60,
+        "temperature": 0,
+    }
+    plain = client.chat.completions.create(**request)
+    text = plain.choices[0].message.content or ""
+    true = client.chat.completions.create(
+        **request, prediction={"type": "content", "content": [{"type": "text", "text": text}]}
+    )
+    false = client.chat.completions.create(
+        **request, prediction={"type": "content", "content": "Something else entirely."}
+    )
+    assert [a.choices[0].message.content for a in (true, false)] == [text, text]
+
+    def counts(answer: Any) -> tuple[int, int]:
+        details = answer.usage.completion_tokens_details
+        return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+    assert engine.tokenizer is not None
+    size = len(engine.tokenizer.encode(text))
+    assert sum(counts(true)) == size
+    assert counts(true)[0] > 0.9 * size
+    assert counts(false)[0] == 0 < counts(false)[1]
+    assert counts(plain) == (0, 0)
+    steps = [a.metrics["speculative_decoding"]["num_spec_steps"] for a in (true, plain)]  # type: ignore[attr-defined]
+    assert steps[0] < steps[1]
+    completion = client.completions.create(
+        model="demo", prompt="x", max_tokens=4,
+        extra_body={"prediction": {"type": "content", "content": "y"}},
+    )  # fmt: skip
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens_details is not None
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -306,6 +343,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"extra_body": {"speculation": {"branching": 4, "method": "ar"}}}, "speculation.branching",
      "a knob"),
     ({"extra_body": {"speculation": "fast"}}, "speculation", "dictionary"),
+    ({"extra_body": {"prediction": {"type": "content", "content": "x"},
+                     "speculation": {"method": "ar"}}}, "prediction", "methods that use it: predicted_outputs"),
+    ({"extra_body": {"prediction": {"type": "audio", "content": "x"}}}, "prediction.type",
+     "content"),
 ]  # fmt: skip
 
 

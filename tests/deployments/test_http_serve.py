@@ -41,6 +41,31 @@ def test_http_equals_grpc_equals_ar(
     assert answer.metrics["speculative_decoding"]["num_spec_steps"] > 0  # type: ignore[attr-defined]
 
 
+def test_a_prediction_is_drafted_in_both_topologies(
+    app: App, sdk: openai.OpenAI, client: Client, ar: AR
+) -> None:
+    """In topology ``actors`` the drafter's process copies it, beside its draft model."""
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    (expected,) = ar(PROMPTS[:1], params)
+    changed = (*expected[:20], 7, 7, *expected[22:])
+    completion = client.complete(PROMPTS[0], params, prediction=changed)
+    assert completion.token_ids == expected
+    assert completion.last.prediction_length == 48
+    assert completion.last.num_predicted > 36
+    assert completion.statistics.num_rounds < 8
+    assert not completion.statistics.drafter_lost
+    if app.topology == "actors":
+        assert completion.last.drafter_pid == app.replica("drafter")["pid"]
+    answer = sdk.completions.create(
+        model="paceline", prompt=PROMPTS[0], max_tokens=48, temperature=0,
+        extra_body={
+            "ignore_eos": True, "return_token_ids": True,
+            "prediction": {"type": "content", "content": "def fibonacci"},
+        },
+    )  # fmt: skip
+    assert tuple(answer.choices[0].token_ids) == expected  # type: ignore[attr-defined]
+
+
 def test_leaving_a_stream_frees_target_and_lease(sdk: openai.OpenAI, app: App) -> None:
     stream = sdk.chat.completions.create(
         model="paceline", messages=[{"role": "user", "content": "Count."}], max_tokens=900,

@@ -102,22 +102,28 @@ class OpenDraft(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C trace context of the session, where it is traced: a stream's metadata serve all sessions."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def speculation(self) -> _common_pb2.Speculation: ...
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the client expects as the output, each in [0, vocab_size)."""
+
     def __init__(
         self,
         *,
         sampling: _common_pb2.SamplingParams | None = ...,
         speculation: _common_pb2.Speculation | None = ...,
         traceparent: _builtins.str = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,12 +28,15 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
     add_special_tokens: _builtins.bool
     """Whether the tokenizer adds its special tokens (the one at the beginning) to `text`; default
     true. The text of a chat template has them already.
     """
+    prediction_text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Each id in [0, vocab_size)."""
@@ -44,6 +47,8 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> _common_pb2.Speculation:
         """Left out: the server's default method."""
 
+    @_builtins.property
+    def prediction_token_ids(self) -> _common_pb2.TokenIds: ...
     def __init__(
         self,
         *,
@@ -52,17 +57,23 @@ class GenerateRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         speculation: _common_pb2.Speculation | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        prediction_text: _builtins.str = ...,
+        prediction_token_ids: _common_pb2.TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal["prediction_text", "prediction_token_ids"]  # noqa: Y015
+    _WhichOneofArgType_prediction: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prediction) -> _WhichOneofReturnType_prediction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -82,6 +93,8 @@ class GenerateReply(_message.Message):
     DRAFTER_PID_FIELD_NUMBER: _builtins.int
     DRAFTER_ADDRESS_FIELD_NUMBER: _builtins.int
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
+    PREDICTION_LENGTH_FIELD_NUMBER: _builtins.int
+    NUM_PREDICTED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """1, 2, ...; 0 in a last reply without tokens (the session ended outside of a round)."""
     num_accepted: _builtins.int
@@ -100,6 +113,9 @@ class GenerateReply(_message.Message):
     """Address of the drafter, empty when it lives in the target's process."""
     prompt_length: _builtins.int
     """Number of prompt tokens."""
+    prediction_length: _builtins.int
+    """Tokens of the prediction, and those of the output that came as predicted."""
+    num_predicted: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that this round committed."""
@@ -119,10 +135,12 @@ class GenerateReply(_message.Message):
         drafter_pid: _builtins.int = ...,
         drafter_address: _builtins.str = ...,
         prompt_length: _builtins.int = ...,
+        prediction_length: _builtins.int = ...,
+        num_predicted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "finish_reason", b"finish_reason", "num_accepted", b"num_accepted", "prompt_length", b"prompt_length", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "finish_reason", b"finish_reason", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

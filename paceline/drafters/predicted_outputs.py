@@ -1,0 +1,118 @@
+"""Predicted outputs: the client says what it expects, and that is the draft.
+
+For rewriting tasks, where most of the output is known: a file with one function changed. As in
+OpenAI's API, a prediction never changes the output. Where the output leaves the prediction, the
+copy goes on after the place in it that the last tokens of the output occur at, and where there is
+none, a fallback drafts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from paceline.drafters.base import LookupDrafter
+from paceline.types import Budget, Draft
+
+if TYPE_CHECKING:
+    from paceline.session import Session
+
+MIN_MATCH = 2
+_LONGEST_MATCH = 16  # tokens by which places are told apart
+_MOST_PLACES = 32  # that are looked at, the nearest ones
+
+
+class Follower:
+    """Where in a prediction an output is.
+
+    Args:
+        prediction: token ids.
+        min_match: tokens that must be the same before a place in it is believed.
+
+    Attributes:
+        place: of the prediction's token that should come next; None after a difference.
+        num_matched: tokens of the output that came as predicted.
+    """
+
+    def __init__(self, prediction: Sequence[int], min_match: int = MIN_MATCH) -> None:
+        self._prediction = tuple(prediction)
+        self._min_match = min_match
+        self._after: dict[tuple[int, ...], list[int]] = {}  # places after each gram, ascending
+        for end in range(min_match, len(self._prediction) + 1):
+            self._after.setdefault(self._prediction[end - min_match : end], []).append(end)
+        self._recent: list[int] = []
+        self._left_at = 0
+        self.place: int | None = 0
+        self.num_matched = 0
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """The next tokens of the output."""
+        for token in token_ids:
+            self._recent = [*self._recent[1 - _LONGEST_MATCH :], token]
+            if self.place is not None:
+                if self._prediction[self.place : self.place + 1] == (token,):
+                    self.place += 1
+                    self.num_matched += 1
+                    continue
+                self._left_at, self.place = self.place, None
+            self.place = self._find()
+
+    def expected(self, count: int) -> Sequence[int]:
+        """The next tokens that are expected, ``count`` at most; none where that is not known."""
+        return () if self.place is None else self._prediction[self.place : self.place + count]
+
+    def _find(self) -> int | None:
+        """The place after the longest match of the last tokens, of several the next one."""
+        places = self._after.get(tuple(self._recent[-self._min_match :]), [])
+        middle = bisect_left(places, self._left_at)
+        near = places[max(0, middle - _MOST_PLACES // 2) : middle + _MOST_PLACES // 2]
+        left = self._left_at
+        return max(near, key=lambda p: (self._match(p), p >= left, -abs(p - left)), default=None)
+
+    def _match(self, place: int) -> int:
+        """Tokens before ``place`` that are the output's last ones."""
+        count = 0
+        for ours, theirs in zip(
+            reversed(self._recent), reversed(self._prediction[:place]), strict=False
+        ):
+            if ours != theirs:
+                break
+            count += 1
+        return count
+
+
+class _State:
+    """A session's follower, and how many of its tokens that has seen."""
+
+    __slots__ = ("follower", "seen")
+
+    def __init__(self, follower: Follower, seen: int) -> None:
+        self.follower = follower
+        self.seen = seen
+
+
+class PredictedOutputs(LookupDrafter[_State]):
+    """A chain copied from the prediction that came with the request."""
+
+    def start(self, session: Session) -> _State:
+        min_match = session.plan.config.min_match
+        assert min_match is not None  # resolved
+        return _State(Follower(session.prediction, min_match), session.prompt_length)
+
+    def find(self, session: Session, state: _State, budget: Budget) -> Draft | None:
+        state.follower.extend(session.token_ids[state.seen :])
+        state.seen = session.length
+        tokens = state.follower.expected(min(budget.depth, budget.nodes))
+        return Draft.chain(tokens) if tokens else None
+
+
+def method_with_prediction(default: str, methods: Iterable[str]) -> str:
+    """The method of a request that has a prediction and names no method.
+
+    Args:
+        default: what it would be without.
+        methods: those that can be run.
+    """
+    combined = f"predicted_outputs_{default}"
+    return combined if combined in set(methods) else "predicted_outputs"

@@ -22,6 +22,7 @@ from typing import TypeVar
 from paceline.admission import Admission, PrefillPace, most_entries
 from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.config import SpeculationConfig
+from paceline.constraints import ConstraintCompiler
 from paceline.counters import CounterBook, EngineCounters
 from paceline.drafters.base import (
     AsyncDrafter,
@@ -46,7 +47,7 @@ from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head
 from paceline.plan import CLIENT_METHOD, Plan, resolve
-from paceline.sampling import SamplingParams
+from paceline.sampling import SamplingParams, TokenLogprobs, token_logprobs
 from paceline.session import Session, SessionState
 from paceline.target import ModelTarget, Target
 from paceline.tokenizer import Tokenizer
@@ -102,6 +103,7 @@ class RoundEvent:
 
     The first ``num_accepted`` of ``token_ids`` came from the draft. ``text`` is what these tokens
     completed. ``outcome`` is None, and ``round`` 0, when the session ended outside a round.
+    ``logprobs`` has an entry for each token where the request wants them.
     """
 
     session: Session
@@ -111,6 +113,7 @@ class RoundEvent:
     text: str
     outcome: Outcome | None
     finished: bool
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 EventHandler = Callable[[RoundEvent], None]
@@ -151,6 +154,7 @@ class Engine:
         self._made: set[str] = set()  # drafters that this engine made by itself
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
+        self.constraints = ConstraintCompiler(tokenizer, target.vocab_size, self.eos_token_ids)
         self.limits = limits or EngineLimits()
         if isinstance(target, ModelTarget):
             target.shares_prefixes = self.limits.prefix_cache
@@ -225,6 +229,8 @@ class Engine:
         params.check_vocabulary(self.target.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidArgument("stop", params.stop, "no stop strings: there is no tokenizer")
+        if params.logprobs is not None and not isinstance(self.target, ModelTarget):
+            raise InvalidArgument("logprobs", params.logprobs, "none: the target is elsewhere")
         if len(self._waiting) >= self.limits.max_waiting:
             self._admit()  # some of them may only be waiting for the next step
         if len(self._waiting) >= self.limits.max_waiting:
@@ -239,6 +245,7 @@ class Engine:
             tokenizer=self.tokenizer,
             length_context=self.length_context,
             prediction=prediction,
+            constraint=self.constraints.compile(params),
         )  # fmt: skip
         session.traceparent, session.cache_scope = traceparent, cache_scope
         if most_entries(session) > self.target.kv_capacity:
@@ -703,7 +710,7 @@ class Engine:
         self._text_sent[session.session_id] = max(sent, safe)
         event = RoundEvent(
             session, session.stats.num_rounds, outcome.token_ids, outcome.num_accepted, text,
-            outcome, finished,
+            outcome, finished, _logprobs(session, outcome),
         )  # fmt: skip
         if finished:
             self._release(session)
@@ -752,6 +759,19 @@ class Engine:
         future = self._futures.pop(session_id, None)
         if future is not None:
             future.cancel()
+
+
+def _logprobs(session: Session, outcome: Outcome) -> tuple[TokenLogprobs, ...]:
+    """The log-probabilities of a round's tokens, where the request wants them."""
+    count = session.params.logprobs
+    if count is None:
+        return ()
+    rows = [0, *(node + 1 for node in outcome.path)]  # the rows that the tokens came from
+    logits = outcome.verification.logits
+    return tuple(
+        token_logprobs(logits[row].float().cpu().numpy(), token, count)
+        for row, token in zip(rows, outcome.token_ids, strict=False)
+    )
 
 
 def _failed(error: BaseException) -> Future[Draft]:

@@ -11,12 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from paceline.acceptance.base import PathLogits
+from paceline.constraints import Constraint
 from paceline.drafters.base import Drafter, has_pseudo_tokens, reads_prompts
 from paceline.models.base import PseudoTokens
 from paceline.session import Session
 from paceline.target import Target
-from paceline.tree import clip, depths, is_chain
+from paceline.tree import clip, depths, is_chain, subset
 from paceline.types import (
     EMPTY_DRAFT,
     Acceptance,
@@ -88,7 +91,10 @@ def decode_round(
         if verdict is not None:
             draft, acceptance = verdict.draft, verdict.acceptance
         else:
-            logits = PathLogits(verification.logits, session.params, session.token_ids, tops)
+            logits = PathLogits(
+                verification.logits, session.params, session.token_ids, tops,
+                session.prompt_length, session.constraint,
+            )  # fmt: skip
             acceptance = session.plan.rule.accept(draft, logits)
 
         # 4. Commit: tokens to the session (a stop condition may cut them), KV to the cache.
@@ -195,7 +201,28 @@ def _usable(draft: Draft, session: Session, vocab_size: int) -> Draft:
         logger.warning("session %s: a tree for a chain-only rule is dropped", session.session_id)
         return EMPTY_DRAFT
     # One place is for the target's own token.
-    return clip(draft, session.remaining - 1, session.plan.config.node_budget or 0)
+    draft = clip(draft, session.remaining - 1, session.plan.config.node_budget or 0)
+    # A rule that corrects for q has to see what was drawn, even if it can only reject it.
+    if session.constraint is not None and not session.plan.rule.draws.needs_q:
+        draft = _permitted(draft, session.constraint)
+    return draft
+
+
+def _permitted(draft: Draft, constraint: Constraint) -> Draft:
+    """The part of a draft that the constraint permits; verifying the rest would be for nothing."""
+    tokens, parents = draft.token_ids.tolist(), draft.parent_indices.tolist()
+    if is_chain(draft.parent_indices):
+        keep = list(range(constraint.num_allowed(tokens)))
+    else:
+        keep = []
+        paths: dict[int, list[int]] = {-1: []}
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if parent in paths and constraint.num_allowed(path := [*paths[parent], token]) == len(
+                path
+            ):
+                paths[node] = path
+                keep.append(node)
+    return draft if len(keep) == len(tokens) else subset(draft, np.asarray(keep, np.int64))
 
 
 def _batched_argmax(

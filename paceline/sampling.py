@@ -30,6 +30,9 @@ Row = npt.NDArray[np.float32]  # [vocab_size]
 Probs = npt.NDArray[np.float64]  # [vocab_size]
 
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_CONSTRAINT = 65_536
+CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
 class Salt:
@@ -68,12 +71,20 @@ class SamplingParams:
         min_p: drop tokens less likely than ``min_p`` times the most likely one.
         repetition_penalty: divide positive and multiply negative logits of tokens that already
             occur in prompt or output (Keskar et al. 2019, arXiv 1909.05858); 1 is off.
+        frequency_penalty: taken from a token's logit for each time that the output has it already,
+            in [-2, 2]; below 0 it is added.
+        presence_penalty: taken once, if the output has the token at all, in [-2, 2].
         logit_bias: token id -> number added to its logit.
         stop: strings that end the generation; the text ends before the first of them.
         stop_token_ids: tokens that end the generation; the token itself is kept in the ids.
         seed: noise of coupled sampling; equal seeds give equal tokens.
         max_tokens: number of tokens to generate at most.
         ignore_eos: go on after the model's end-of-sequence token.
+        logprobs: also give the log-probability of each token, and those of so many most likely
+            ones, as the target has them before any of the parameters above; None: give none.
+        json_schema, regex, grammar: at most one of them, and the output has to fit it: a JSON
+            schema, a regular expression, or a grammar in Lark's or GBNF's notation
+            (:mod:`paceline.constraints`). The generation ends where nothing may follow.
     """
 
     temperature: float = 0.0
@@ -81,12 +92,18 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     max_tokens: int = 128
     ignore_eos: bool = False
+    logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _finite("temperature", self.temperature, 0.0, 100.0, "0 or a number in [0.0001, 100]")
@@ -96,6 +113,8 @@ class SamplingParams:
         _finite("top_p", self.top_p, 1e-9, 1.0, "a number in (0, 1]")
         _finite("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
         _finite("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "a number in (0, 1000]")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _finite(name, getattr(self, name), -2.0, 2.0, "a number in [-2, 2]")
         _integer("seed", self.seed, 0, MAX_SEED, f"an integer in [0, {MAX_SEED}]")
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "an integer >= 1")
         if isinstance(self.stop, str):
@@ -116,6 +135,24 @@ class SamplingParams:
             _integer("logit_bias", token, 0, 2**31 - 1, "token ids >= 0 as keys")
             _finite(f"logit_bias[{token}]", bias, -1e6, 1e6, "a finite number in [-1e6, 1e6]")
 
+        if self.logprobs is not None:
+            allowed = f"an integer in [0, {MAX_LOGPROBS}]"
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, allowed)
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        for name in given:
+            text = getattr(self, name)
+            _is(name, text, (str,), "a text")
+            if not 0 < len(text) <= MAX_CONSTRAINT:
+                size = f"{len(text)} characters"
+                raise InvalidArgument(name, size, f"1 to {MAX_CONSTRAINT} characters")
+        if len(given) > 1:
+            raise InvalidArgument(given[1], "set", f"nothing beside {given[0]}")
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """Which of the constraints there is, and its text."""
+        return next(((n, t) for n in CONSTRAINTS if (t := getattr(self, n)) is not None), None)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidArgument when a token id of these parameters is not in the vocabulary."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
@@ -126,12 +163,18 @@ class SamplingParams:
     @property
     def depends_on_history(self) -> bool:
         """True when a row's processing needs the tokens before it."""
-        return self.repetition_penalty != 1.0
+        return self.repetition_penalty != 1.0 or self.penalizes_output
+
+    @property
+    def penalizes_output(self) -> bool:
+        """True when a row's processing needs to know where the output begins."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def is_plain_argmax(self) -> bool:
         """True when the token is the argmax of the raw logits."""
-        return self.temperature == 0 and not self.logit_bias and not self.depends_on_history
+        plain = not self.logit_bias and not self.depends_on_history and self.constraint is None
+        return self.temperature == 0 and plain
 
     def as_dict(self) -> dict[str, Any]:
         """Field values that differ from the defaults, for logs and the wire."""
@@ -143,13 +186,16 @@ class SamplingParams:
 # --- logits processors -------------------------------------------------------------------------
 
 
-def process_logits(logits: Row, params: SamplingParams, history: list[int]) -> Row:
-    """Repetition penalty and bias: what changes the argmax.  # [vocab_size] float32
+def process_logits(
+    logits: Row, params: SamplingParams, history: list[int], prompt_length: int = 0
+) -> Row:
+    """Penalties and bias: what changes the argmax.  # [vocab_size] float32
 
     Args:
         logits: raw logits of one position; not modified.
         params: the request's parameters.
         history: every token before this position, prompt included.
+        prompt_length: tokens of ``history`` that are the prompt.
     """
     if not params.depends_on_history and not params.logit_bias:
         return logits
@@ -159,9 +205,42 @@ def process_logits(logits: Row, params: SamplingParams, history: list[int]) -> R
         values = logits[seen]
         penalty = np.float32(params.repetition_penalty)
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if params.penalizes_output:
+        output = np.asarray(history[prompt_length:], np.int64)
+        used, counts = np.unique(output, return_counts=True)
+        penalties = counts * params.frequency_penalty + params.presence_penalty
+        logits[used] -= penalties.astype(np.float32)
     for token, bias in params.logit_bias.items():
         logits[token] += np.float32(bias)
     return logits
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probability of a token, and the most likely tokens in its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
+    """What the model itself says about a token.
+
+    Args:
+        logits: raw, of the token's position.
+        count: of the most likely tokens.
+    """
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= math.log(np.exp(scores).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        least = np.partition(scores, -min(count, len(scores)))[-min(count, len(scores))]
+        best = np.flatnonzero(scores >= least)
+        best = best[np.argsort(-scores[best], kind="stable")][:count]
+        top = tuple((int(t), float(scores[t])) for t in best)
+    return TokenLogprobs(token_id, float(scores[token_id]), top)
 
 
 def scaled_scores(logits: Row, params: SamplingParams) -> Probs:

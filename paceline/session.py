@@ -12,6 +12,7 @@ from paceline.sampling import SamplingParams
 from paceline.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
+    from paceline.constraints import Constraint
     from paceline.lengths.base import LengthContext, LengthController
     from paceline.plan import Plan
     from paceline.tokenizer import Tokenizer
@@ -100,6 +101,7 @@ class Session:
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
         prediction: tokens that the client expects as the output.
+        constraint: what the output has to fit, after the committed tokens.
         method_name: of the plan that it began with; a lost drafter changes the plan.
         traceparent: the trace that a drafter elsewhere takes part in; "" is none.
         cache_scope: sessions begin with cached entries of sessions of the same scope only.
@@ -118,6 +120,7 @@ class Session:
         tokenizer: Tokenizer | None = None,
         length_context: LengthContext | None = None,
         prediction: Sequence[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         self.session_id = session_id
         self.token_ids: list[int] = list(prompt_ids)
@@ -128,6 +131,7 @@ class Session:
         self.traceparent = ""
         self.cache_scope = ""
         self.prediction = tuple(prediction)
+        self.constraint = constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()
@@ -183,6 +187,8 @@ class Session:
         for token in token_ids:
             self.token_ids.append(token)
             committed.append(token)
+            if self.constraint is not None:
+                self.constraint.commit(token)
             reason = self._stop_reason(token)
             if reason is not None:
                 self.finish(reason)
@@ -193,6 +199,8 @@ class Session:
     def truncate(self, length: int) -> None:
         """Forget all tokens after the first ``length`` (not below the prompt)."""
         output = self.token_ids[self.prompt_length : length]
+        if self.constraint is not None:
+            self.constraint.rewind(self.length - length)
         del self.token_ids[length:]
         if self._decoder is not None:
             self._decoder.reset()
@@ -226,6 +234,9 @@ class Session:
         self.state = SessionState.FINISHED
 
     def _stop_reason(self, token: int) -> str | None:
+        if self.constraint is not None and self.constraint.error is not None:
+            self.error = self.constraint.error
+            return "error"
         if token in self._stop_ids:
             if self._decoder is not None:
                 self._text += self._decoder.flush()
@@ -240,6 +251,10 @@ class Session:
                 if found:
                     self._text = self._text[: min(found)]
                     return "stop"
+        if self.constraint is not None and self.constraint.complete:
+            if self._decoder is not None:
+                self._text += self._decoder.flush()
+            return "stop"
         if self.length >= self.max_length:
             return "length"
         return None

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +28,14 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def vocabulary(self) -> dict[str, int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; a piece of a character may be half of its bytes."""
+        ...
+
+    def to_json(self) -> str | None:
+        """What ``tokenizer.json`` has; None for a tokenizer that has no such form."""
+        ...
 
 
 class _FastTokenizer:
@@ -47,6 +57,16 @@ class _FastTokenizer:
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return _piece_bytes(self._tokenizer.id_to_token(token_id), self._byte_level)
+
+    def to_json(self) -> str | None:
+        return str(self._tokenizer.to_str())
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
+
 
 class _AutoTokenizer:
     def __init__(self, path: Path) -> None:
@@ -66,6 +86,39 @@ class _AutoTokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _piece_bytes(self._tokenizer.convert_ids_to_tokens(token_id), False)
+
+    def to_json(self) -> str | None:
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        return str(backend.to_str()) if hasattr(backend, "to_str") else None
+
+
+def _piece_bytes(piece: str | None, byte_level: bool) -> bytes:
+    """The bytes of an entry of a vocabulary."""
+    if piece is None:  # a place of the model's vocabulary that the tokenizer does not use
+        return b""
+    if byte_level:
+        table = _bytes_of_characters()
+        if all(character in table for character in piece):
+            return bytes(table[character] for character in piece)
+    elif re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return bytes((int(piece[3:5], 16),))
+    return piece.replace("\u2581", " ").encode()
+
+
+@lru_cache(1)
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's alphabet, in which byte-level vocabularies are written.
+
+    Bytes that print stand for themselves, the others for the characters from 256 on.
+    """
+    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printing]
+    table = {chr(byte): byte for byte in printing}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.config import SpeculationConfig
 from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
-from paceline.sampling import SamplingParams
+from paceline.sampling import SamplingParams, TokenLogprobs
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft
 from rpc.errors import DeadlineExceeded, from_parts, from_rpc_error, from_status
@@ -183,6 +183,7 @@ class Round:
     token_ids: tuple[int, ...]
     num_accepted: int
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     statistics: SessionStatistics | None = None
     target_pid: int = 0
@@ -283,6 +284,10 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         token_ids=tuple(reply.token_ids),
         num_accepted=reply.num_accepted,
         text=reply.text,
+        logprobs=tuple(
+            TokenLogprobs(token, entry.logprob, tuple((t.token_id, t.logprob) for t in entry.top))
+            for token, entry in zip(reply.token_ids, reply.logprobs, strict=False)
+        ),
         finish_reason=reply.finish_reason or None,
         statistics=statistics_from_message(reply.statistics) if last else None,
         target_pid=reply.target_pid,

@@ -15,6 +15,7 @@ from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import InvalidArgument
+from paceline.sampling import TokenLogprobs
 from paceline.session import Session
 from paceline.tokenizer import ChatTemplate
 from rpc.access import Admission, Gate
@@ -113,6 +114,9 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             speculation = speculation_from_message(request.speculation)
         else:
             speculation = self._default_speculation(bool(prediction))
+        if params.constraint is not None:
+            # A grammar may take a second: then the engine finds it ready.
+            await asyncio.to_thread(self._thread.engine.constraints.compile, params)
         # The id is chosen here, so that a call cancelled before submit returns can be undone too.
         session_id = secrets.token_urlsafe(16)
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
@@ -218,10 +222,23 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             token_ids=event.token_ids,
             num_accepted=event.num_accepted,
             text=event.text,
+            logprobs=[self._logprobs(entry) for entry in event.logprobs],
         )
         if event.finished:
             self._finish(reply, session, drafter_name)
         return reply
+
+    def _logprobs(self, entry: TokenLogprobs) -> generate_pb2.TokenLogprobs:
+        tokenizer = self._thread.engine.tokenizer
+        text = tokenizer.token_bytes if tokenizer is not None else lambda token_id: b""
+        return generate_pb2.TokenLogprobs(
+            logprob=entry.logprob,
+            text=text(entry.token_id),
+            top=[
+                generate_pb2.TopLogprob(token_id=token_id, logprob=logprob, text=text(token_id))
+                for token_id, logprob in entry.top
+            ],
+        )
 
     def _finish(
         self, reply: generate_pb2.GenerateReply, session: Session, drafter_name: str

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -38,6 +38,7 @@ from rpc.messages import (
 from rpc.tls import ClientTls
 
 if TYPE_CHECKING:
+    from paceline.sampling import SamplingParams
     from paceline.session import Session
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ class RemoteDrafter:
             session_id=session.session_id, max_depth=budget.depth, max_nodes=budget.nodes
         )
         if told is None:
-            item.open.sampling.CopyFrom(sampling_to_message(session.params))
+            item.open.sampling.CopyFrom(sampling_to_message(_drafted_with(session.params)))
             item.open.speculation.CopyFrom(speculation_to_message(session.plan.config))
             item.open.traceparent = session.traceparent
             item.open.prediction.extend(session.prediction)
@@ -406,6 +407,11 @@ class RemoteDrafter:
 def _succeed(future: Future[Draft], draft: Draft) -> None:
     with suppress(InvalidStateError):  # cancelled or late
         future.set_result(draft)
+
+
+def _drafted_with(params: SamplingParams) -> SamplingParams:
+    """What a drafter has to know; what the target does alone stays with it."""
+    return replace(params, logprobs=None, json_schema=None, regex=None, grammar=None)
 
 
 def _fail(asks: AskList, error: Exception) -> None:

@@ -21,6 +21,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.client import ClientDrafter
 from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
+from paceline.sampling import CONSTRAINTS, SamplingParams
 from paceline.session import Session
 from paceline.tree import depths
 from paceline.types import Draft
@@ -46,6 +47,13 @@ from rpc.streams import within
 from rpc.tracing import Span, Tracing, traceparent_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+# A session that is opened again elsewhere has its output as the prompt, and these have to know
+# where the output begins; log-probabilities do not travel with a verdict.
+_GENERATE_ONLY = {
+    name: getattr(SamplingParams(), name)
+    for name in ("frequency_penalty", "presence_penalty", "logprobs", *CONSTRAINTS)
+}
 
 
 def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
@@ -301,6 +309,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 )
             speculation = given.model_copy(update={"method": "client"})
         params = sampling_from_message(request.sampling)
+        for name, off in _GENERATE_ONLY.items():
+            if getattr(params, name) != off:
+                raise InvalidArgument(
+                    f"sampling.{name}", getattr(params, name), f"{off}: only Generate has this"
+                )
         session_id = secrets.token_urlsafe(16)
         prompt_ids = list(request.token_ids)
         loop = asyncio.get_running_loop()

@@ -134,6 +134,8 @@ class _Choice:
         self.index = index
         self.text = ""
         self.token_ids: list[int] = []
+        self.logprobs: list[generate_pb2.TokenLogprobs] = []
+        self.offset = 0  # of the next token's text, for pieces of log-probabilities
         self.last: generate_pb2.GenerateReply | None = None
 
     def add(self, reply: generate_pb2.GenerateReply) -> None:
@@ -144,6 +146,7 @@ class _Choice:
         """
         self.text += reply.text
         self.token_ids.extend(reply.token_ids)
+        self.logprobs.extend(reply.logprobs)
         if reply.finish_reason == "cancelled":
             raise ServerUnavailable("the target is going away: send the request again")
         if reply.finish_reason:
@@ -326,20 +329,42 @@ class _CompletionAnswer(_Answer):
         return messages
 
     def whole(self, choice: _Choice) -> Body:
-        return self._choice(choice, choice.text, choice.token_ids)
+        return self._choice(choice, choice.text, choice.token_ids, choice.logprobs)
 
     def piece(self, choice: _Choice, reply: generate_pb2.GenerateReply) -> Body:
-        return self._choice(choice, reply.text, reply.token_ids)
+        return self._choice(choice, reply.text, reply.token_ids, reply.logprobs)
 
-    def _choice(self, choice: _Choice, text: str, token_ids: Iterable[int]) -> Body:
+    def _choice(
+        self,
+        choice: _Choice,
+        text: str,
+        token_ids: Iterable[int],
+        logprobs: Iterable[generate_pb2.TokenLogprobs],
+    ) -> Body:
         body: Body = {
             "index": choice.index,
             "text": text,
-            "logprobs": None,
+            "logprobs": self._logprobs(choice, logprobs),
             "finish_reason": choice.last.finish_reason if choice.last else None,
         }
         if self.body.return_token_ids:
             body["token_ids"] = list(token_ids)
+        return body
+
+    def _logprobs(
+        self, choice: _Choice, entries: Iterable[generate_pb2.TokenLogprobs]
+    ) -> Body | None:
+        if self.body.logprobs is None:
+            return None
+        body: Body = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in entries:
+            name = _token_name(entry.text)
+            top = {_token_name(other.text): other.logprob for other in entry.top}
+            body["tokens"].append(name)
+            body["token_logprobs"].append(entry.logprob)
+            body["top_logprobs"].append({**top, name: entry.logprob})
+            body["text_offset"].append(choice.offset)
+            choice.offset += len(entry.text.decode(errors="ignore"))
         return body
 
 
@@ -375,7 +400,7 @@ class _ChatAnswer(_Answer):
         body = {
             "index": choice.index,
             "message": message,
-            "logprobs": None,
+            "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.last.finish_reason if choice.last else None,
         }
         if self.body.return_token_ids:
@@ -384,6 +409,7 @@ class _ChatAnswer(_Answer):
 
     def piece(self, choice: _Choice, reply: generate_pb2.GenerateReply) -> Body:
         body = self._delta(choice, {"content": reply.text} if reply.text else {})
+        body["logprobs"] = self._logprobs(reply.logprobs)
         if self.body.return_token_ids:
             body["token_ids"] = list(reply.token_ids)
         return body
@@ -395,6 +421,29 @@ class _ChatAnswer(_Answer):
             "logprobs": None,
             "finish_reason": choice.last.finish_reason if choice.last else None,
         }
+
+    def _logprobs(self, entries: Iterable[generate_pb2.TokenLogprobs]) -> Body | None:
+        if not self.body.logprobs:
+            return None
+        content = [
+            {**_token(entry), "top_logprobs": [_token(other) for other in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _token(entry: generate_pb2.TokenLogprobs | generate_pb2.TopLogprob) -> Body:
+    return {
+        "token": _token_name(entry.text), "logprob": entry.logprob, "bytes": list(entry.text),
+    }  # fmt: skip
+
+
+def _token_name(text: bytes) -> str:
+    """What a token is called: its text, or its bytes where they are no text by themselves."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
 
 # --- from the targets to the client ---------------------------------------------------------------

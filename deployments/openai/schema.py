@@ -7,6 +7,7 @@ is the same as leaving a key out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -54,6 +55,59 @@ class Prediction(_Body):
         return _joined(self.content, "prediction.content")
 
 
+class JsonSchema(_Body):
+    """What ``response_format`` says of a JSON schema; a strict one is what every one is here."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: Flag | None = None
+
+
+class ResponseFormat(_Body):
+    """What the output has to be, as OpenAI's clients say it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Fields of SamplingParams."""
+        if self.type == "text":
+            return {}
+        if self.type == "json_object":
+            return {"json_schema": json.dumps({"type": "object"})}
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise InvalidArgument("response_format.json_schema", None, "an object with a schema")
+        return {"json_schema": json.dumps(self.json_schema.schema_)}
+
+
+class StructuredOutputs(_Body):
+    """What the output has to be, beyond OpenAI's API and as vLLM has it. One key of these."""
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    grammar: Text | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Fields of SamplingParams."""
+        schema, choice = self.json_, self.choice
+        given = {
+            "json_schema": json.dumps(schema) if isinstance(schema, dict) else schema,
+            "regex": self.regex,
+            "grammar": self.grammar,
+            "choice": choice,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            allowed = "one of json, regex, choice and grammar"
+            raise InvalidArgument("structured_outputs", sorted(given), allowed)
+        if choice is not None:
+            texts = (json.dumps(text, ensure_ascii=False) for text in choice)
+            return {"grammar": "start: " + " | ".join(texts)}
+        return given
+
+
 def _joined(content: str | list[Part], where: str) -> str:
     """The text of a content that may be in pieces.
 
@@ -81,6 +135,9 @@ class _Request(_Body):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Number] | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    response_format: ResponseFormat | None = None
 
     # Beyond OpenAI's API, under the names that other servers gave them.
     top_k: Integer | None = None
@@ -93,13 +150,13 @@ class _Request(_Body):
     speculation: dict[str, Any] | None = None
     prediction: Prediction | None = None
 
+    structured_outputs: StructuredOutputs | None = None
+
     # Without effect on the text.
     user: Any = None
 
     # Refused, unless they say what happens anyway.
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
 
     def check(self) -> None:
         """Refuse what cannot be honoured.
@@ -107,18 +164,25 @@ class _Request(_Body):
         Raises:
             InvalidArgument: naming the key.
         """
-        for name, allowed in {**_Request.neutral, **self.neutral}.items():
+        for name, allowed in self.neutral.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 what = " or ".join(repr(a) for a in allowed) if allowed else "nothing"
                 raise InvalidArgument(name, value, f"{what}: this server does not support more")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "set", "stream: true with it")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise InvalidArgument("structured_outputs", "set", "nothing beside response_format")
 
     @property
     def output_limit(self) -> int | None:
         """Tokens to generate at most; None: the rest of the context."""
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to tell beside each one; None: no log-probabilities at all."""
+        raise NotImplementedError
 
     def sampling(self, seed: int) -> dict[str, Any]:
         """Fields of SamplingParams, as far as the request says them.
@@ -134,15 +198,17 @@ class _Request(_Body):
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
         }
         for name in (
-            "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
+            "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+            "presence_penalty", "stop_token_ids", "ignore_eos",
         ):  # fmt: skip
             values[name] = getattr(self, name)
+        values["logprobs"] = self.num_logprobs
+        for constraint in (self.response_format, self.structured_outputs):
+            if constraint is not None:
+                values |= constraint.sampling()
         if self.logit_bias:
             values["logit_bias"] = dict(_biases(self.logit_bias))
         return {name: value for name, value in values.items() if value is not None}
-
-
-_Request.neutral = {"frequency_penalty": (0,), "presence_penalty": (0,)}
 
 
 def _biases(given: dict[str, float]) -> Iterator[tuple[int, float]]:
@@ -164,7 +230,7 @@ class CompletionRequest(_Request):
     suffix: Any = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "echo": (False,), "suffix": ("",), "logprobs": (),
+        "echo": (False,), "suffix": ("",),
     }  # fmt: skip
 
     def check(self) -> None:
@@ -175,6 +241,10 @@ class CompletionRequest(_Request):
     @property
     def output_limit(self) -> int:
         return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several, as text or as token ids.
@@ -247,7 +317,6 @@ class ChatRequest(_Request):
     modalities: Any = None
     moderation: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
     verbosity: Any = None
@@ -257,14 +326,11 @@ class ChatRequest(_Request):
         "audio": (),
         "function_call": ("none",),
         "functions": ([],),
-        "logprobs": (False,),
         "modalities": (["text"],),
         "moderation": (),
         "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
-        "top_logprobs": (0,),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
@@ -274,3 +340,12 @@ class ChatRequest(_Request):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgument("top_logprobs", self.top_logprobs, "logprobs: true with it")

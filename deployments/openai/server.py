@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument, ResourceExhausted
+from paceline.sampling import CONSTRAINTS
 from rpc.access import Gate
 from rpc.errors import DeadlineExceeded, Unauthenticated, http_status, info_of, to_status
 from rpc.server import PortInUse
@@ -74,6 +75,8 @@ def as_sent(error: BaseException) -> BaseException:
         return error
     name = error.field.removeprefix("sampling.")
     name = {"prompt.text": "prompt"}.get(name, name.replace("prompt_token_ids[", "prompt["))
+    if name in CONSTRAINTS:
+        name = "response_format" if name == "json_schema" else f"structured_outputs.{name}"
     if name in SpeculationConfig.model_fields:  # refused by the target, which has them unwrapped
         name = f"speculation.{name}"
     return error if name == error.field else InvalidArgument(name, error.value, error.allowed)

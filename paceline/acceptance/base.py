@@ -24,6 +24,7 @@ from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray
 if TYPE_CHECKING:
     import torch
 
+    from paceline.constraints import Constraint
     from paceline.sampling import SamplingParams
 
 
@@ -39,6 +40,8 @@ class PathLogits:
         params: the request's sampling parameters.
         history: the committed tokens.
         argmaxes: argmax of each row where somebody computed them for the whole batch at once.
+        prompt_length: tokens of ``history`` that are the prompt.
+        constraint: after ``history``, if the request has one.
     """
 
     def __init__(
@@ -47,18 +50,27 @@ class PathLogits:
         params: SamplingParams,
         history: list[int],
         argmaxes: Sequence[int] | None = None,
+        prompt_length: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
         self.params = params
         self.position = len(history)
         self._logits = logits
         self._history = history
         self._argmaxes = argmaxes if params.is_plain_argmax else None
+        self._prompt_length = prompt_length
+        self._constraint = constraint
 
     def row(self, path_tokens: list[int], node: int) -> Row:
         """Processed logits after ``node`` (-1: the root), reached over ``path_tokens``."""
         row: Row = self._logits[node + 1].float().cpu().numpy()
         history = self._history + path_tokens if self.params.depends_on_history else self._history
-        return process_logits(row, self.params, history)
+        row = process_logits(row, self.params, history, self._prompt_length)
+        if self._constraint is not None:
+            allowed = self._constraint.allowed(path_tokens)
+            if allowed is not None:
+                row = np.where(allowed, row, np.float32(-np.inf))
+        return row
 
     def argmax(self, path_tokens: list[int], node: int) -> int:
         """Argmax of :meth:`row`."""

@@ -221,7 +221,7 @@ def target_tokens(session: Session, outcome: Outcome, nodes: Iterable[int]) -> l
         argmaxes = logits.argmax(-1).tolist()
         return [argmaxes[node + 1] for node in nodes]
     history = session.token_ids[: session.length - len(outcome.token_ids)]
-    target = PathLogits(logits, params, history)
+    target = PathLogits(logits, params, history, prompt_length=session.prompt_length)
     tokens = []
     for node in nodes:
         path = draft.token_ids[list(path_to(draft.parent_indices, node))].tolist()

@@ -313,7 +313,7 @@ class TreeBuilder:
         history = self.session.token_ids
         if params.depends_on_history:
             history = history + self.path_tokens(node)
-        logits = process_logits(logits, params, history)
+        logits = process_logits(logits, params, history, self.session.prompt_length)
         if params.temperature == 0:
             return None, logits.astype(np.float64)
         return None, scaled_scores(logits, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import socket
 import ssl
 import typing
@@ -312,6 +313,109 @@ def test_predicted_outputs(client: openai.OpenAI, engine: Engine) -> None:
     assert completion.usage.completion_tokens_details is not None
 
 
+# --- log-probabilities and constraints ------------------------------------------------------------
+
+
+def test_log_probabilities(client: openai.OpenAI, target: EngineThread) -> None:
+    request: dict[str, Any] = {"model": "demo", "max_tokens": 12, "temperature": 0}
+    answer = client.completions.create(**request, prompt=PROMPTS[0], logprobs=3)
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.top_logprobs is not None
+    assert told.token_logprobs is not None
+    assert "".join(told.tokens) == answer.choices[0].text
+    assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(12)]
+    for token, logprob, top in zip(
+        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
+    ):
+        assert len(top) == 3
+        assert max(top, key=lambda name: top[name]) == token  # greedy: the most likely one
+        assert top[token] == logprob < 0
+    chat = client.chat.completions.create(**request, messages=CHAT, logprobs=True, top_logprobs=2)
+    content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None
+    assert b"".join(bytes(entry.bytes or ()) for entry in content).decode() == (
+        chat.choices[0].message.content
+    )
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    chunks = list(
+        client.chat.completions.create(
+            **request, messages=CHAT, logprobs=True, top_logprobs=2, stream=True
+        )
+    )
+    streamed = [e for c in chunks for e in (c.choices[0].logprobs or Empty).content or ()]
+    assert streamed == content
+    text = client.completions.create(
+        **request, prompt=PROMPTS[0], logprobs=0, stream=True, extra_body={"n": 1}
+    )
+    offsets = [o for c in text for o in c.choices[0].logprobs.text_offset]  # type: ignore[union-attr]
+    assert offsets == told.text_offset
+
+
+class Empty:
+    content = ()
+
+
+def test_a_json_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": [1, 2]}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    answers = [
+        client.chat.completions.create(
+            model="demo", messages=CHAT, seed=4, max_tokens=60,
+            response_format={
+                "type": "json_schema", "json_schema": {"name": "thing", "schema": schema},
+            },
+            extra_body={"speculation": {"method": method}},
+        )
+        for method in ("ar", "draft_model", "prompt_lookup")
+    ]  # fmt: skip
+    (text,) = {answer.choices[0].message.content for answer in answers}
+    value = json.loads(text or "")
+    assert set(value) == {"name", "size"}
+    assert {answer.choices[0].finish_reason for answer in answers} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[a-c]{4}"}}, "[a-c]{4}"),
+        ({"structured_outputs": {"choice": ["yes", 'the "no"', "é\n"]}}, '(yes|the "no"|é\n)'),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"~2..3'}}, "ab{2,3}"),
+        (
+            {"structured_outputs": {"json": {"const": [1, "x"]}}, "max_tokens": 90},
+            r'\[\s*1\s*,\s*"x"\s*\]',
+        ),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 6}, r"\{.*"),
+    ],
+)
+def test_other_constraints(client: openai.OpenAI, constraint: Any, pattern: str) -> None:
+    answer = client.completions.create(
+        **{
+            "model": "demo",
+            "prompt": "Say: ",
+            "seed": 2,
+            "max_tokens": 40,
+            "extra_body": constraint,
+        }
+    )
+    assert re.fullmatch(pattern, answer.choices[0].text, re.DOTALL)
+
+
+def test_penalties_are_the_samplers(client: openai.OpenAI, ar: AR) -> None:
+    params = SamplingParams(max_tokens=24, frequency_penalty=1.5, presence_penalty=0.5)
+    answer = client.completions.create(
+        model="demo", prompt=PROMPTS[0], max_tokens=24, temperature=0, frequency_penalty=1.5,
+        presence_penalty=0.5, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    assert ids_of(answer.choices[0]) == ar(PROMPTS[:1], params)[0]
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -336,6 +440,17 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 3}, "best_of", "n"),
     ({"echo": True}, "echo", "False"),
     ({"suffix": "end"}, "suffix", "''"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "[-2, 2]"),
+    ({"logprobs": 21}, "logprobs", "20"),
+    ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs.regex",
+     "unclosed group"),
+    ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "one of json"),
+    ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format.type", "json_schema"),
+    ({"extra_body": {"response_format": {"type": "json_schema"}}}, "response_format.json_schema",
+     "schema"),
+    ({"extra_body": {"response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}}},
+     "response_format", "Invalid type"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"extra_body": {"temprature": 1}}, "temprature", "knows"),
     ({"extra_body": {"speculation": {"method": "warp"}}}, "speculation.method", "draft_model_tree"),
@@ -344,7 +459,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
      "a knob"),
     ({"extra_body": {"speculation": "fast"}}, "speculation", "dictionary"),
     ({"extra_body": {"prediction": {"type": "content", "content": "x"},
-                     "speculation": {"method": "ar"}}}, "prediction", "methods that use it: predicted_outputs"),
+                     "speculation": {"method": "ar"}}}, "prediction", "that use it: predicted_"),
     ({"extra_body": {"prediction": {"type": "audio", "content": "x"}}}, "prediction.type",
      "content"),
 ]  # fmt: skip
@@ -378,6 +493,8 @@ def test_bad_input_is_named(
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ],
 )  # fmt: skip
 def test_bad_conversations(client: openai.OpenAI, given: dict[str, Any], param: str) -> None:

@@ -87,6 +87,7 @@ class GenerateReply(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     TARGET_PID_FIELD_NUMBER: _builtins.int
@@ -121,6 +122,10 @@ class GenerateReply(_message.Message):
         """Tokens that this round committed."""
 
     @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each token, where SamplingParams.logprobs asks for them."""
+
+    @_builtins.property
     def statistics(self) -> _common_pb2.Statistics: ...
     def __init__(
         self,
@@ -129,6 +134,7 @@ class GenerateReply(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_accepted: _builtins.int = ...,
         text: _builtins.str = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish_reason: _builtins.str = ...,
         statistics: _common_pb2.Statistics | None = ...,
         target_pid: _builtins.int = ...,
@@ -140,11 +146,68 @@ class GenerateReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "finish_reason", b"finish_reason", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """What the target itself says about a token, before penalties, temperature and constraints."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """Natural logarithm of its probability."""
+    text: _builtins.bytes
+    """What it stands for; half of a character has half of its bytes. Empty without a tokenizer."""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """The most likely tokens in its place, best first."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        text: _builtins.bytes = ...,
+        top: _abc.Iterable[Global___TopLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class TopLogprob(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    logprob: _builtins.float
+    text: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        text: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):

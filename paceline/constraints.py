@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.bool_]  # [vocab_size], True where a token is allowed
 
 _CACHED = 64
-# A small model may go on with blanks for ever where JSON allows them; `x-guidance` in the schema
-# says otherwise.
+# A small model may go on with blanks for ever where JSON allows them. A schema with options of its
+# own (`x-guidance`) is left alone.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 
 
@@ -145,12 +145,12 @@ class ConstraintCompiler:
         except ImportError:
             raise InvalidArgument(
                 kind, _start(text), "none: constraints need the package llguidance "
-                "(pip install 'paceline[serve]')",
+                "(pip install 'paceline[constraints]')",
             ) from None  # fmt: skip
         if self._ll_tokenizer is None:
             self._ll_tokenizer = self._load(llguidance, kind, text)
         try:
-            if kind == "json_schema":
+            if kind == "json_schema" and '"x-guidance"' not in text:
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(text, _JSON_OPTIONS)
             else:
                 grammar = llguidance.grammar_from(kind, text)

@@ -176,10 +176,11 @@ def declared(*extras: str) -> set[str]:
 
 @pytest.mark.parametrize("package", [*PACKAGES, "tests", "benchmarks"])
 def test_every_import_is_a_declared_dependency(package: str) -> None:
-    # paceline alone must work with a plain install (and does: see above); training's log is extra.
+    # paceline alone must work with a plain install (and does: see above); training's log is extra,
+    # and so are constraints.
     # The stubs' generator is a developer's tool.
     extras = (
-        ("train",)
+        ("train", "constraints")
         if package == "paceline"
         else (
             "serve",

@@ -555,7 +555,7 @@ def test_what_is_no_json(url: str) -> None:
 def test_leaving_a_stream_frees_its_session(client: openai.OpenAI, target: EngineThread) -> None:
     stream = client.completions.create(model="demo", prompt="x", n=2, stream=True, **LONG)  # type: ignore[call-overload]
     next(iter(stream))
-    assert len(target.engine.sessions) == 2
+    assert eventually(lambda: len(target.engine.sessions) == 2, 5.0)
     stream.close()
     assert eventually(lambda: not target.engine.sessions, 1.0)
 

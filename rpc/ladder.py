@@ -1,9 +1,13 @@
 """Which way to get tokens is the fastest right now: drafts from here, from the server, or none.
 
 A remote drafter can lose against a server that just streams: a drafter that is seldom right pays a
-round trip for each token. So a session measures. The rate of a rung is committed tokens per second
+round trip for each token. So a client measures. The rate of a rung is committed tokens per second
 over a window of rounds. What AR would give is known without trying: the server says how long its
 part of a round took, and a stream without drafts has one token each such time.
+
+The rung with the best rate is taken. Another one is tried now and then, since texts and networks
+change; how often depends on what trying it has cost, so that all trials of a rung together cost no
+more than a small share of the time.
 """
 
 from __future__ import annotations
@@ -14,13 +18,17 @@ from rpc.remote_target import Mode
 
 WINDOW_ROUNDS = 12  # rounds, and seconds, that a rung is judged by
 WINDOW_SECONDS = 0.4
-DOWN = 0.8  # a rung is left when it has less than this share of what another one gives
-UP = 1.1  # and taken again when it had more than this
-FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 160.0  # until the device is tried again, doubling
+HOPELESS_ROUNDS = 4  # are enough for one
+HOPELESS = 0.6  # that has less than this share of what another one gives
+DOWN = 0.95  # a rung is left when it has less than this share of what another one gives
+PROMISING = 0.8  # AR is not tried when it should give less than this share
+TRIAL_SHARE = 0.03  # of the time that trials of a rung may cost
+FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 160.0  # until another rung is tried
+PAUSE_S = 5.0  # between trials of a rung, doubling
 
 
 class Ladder:
-    """Chooses a rung after each round. Not shared between sessions.
+    """Chooses a rung after each round. Belongs to a client: what it has learned stays with it.
 
     Args:
         rungs: those that may be used, from the one to begin with down.
@@ -41,13 +49,16 @@ class Ladder:
         self.mode = self._rungs[0]
         self.rates: dict[Mode, float] = {}  # tokens per second when last tried
         self._ar_seconds: list[float] = []  # of the server, for each round of this window
-        self._retry = FIRST_RETRY_S
-        self._left_first_at = 0.0
-        self._begin()
+        self._trying = False
+        now = clock()
+        self._try_at = dict.fromkeys(self._rungs, now + FIRST_TRY_S)
+        self._pauses = dict.fromkeys(self._rungs, PAUSE_S / 2)
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """A generation begins, or a rung: the next round pays for the prompt and the connection."""
+        self._began = self._started = self._clock()
         self._tokens = self._rounds = 0
-        self._started = self._clock()
         self._settled = False
 
     def observe(self, tokens: int, server_seconds: float) -> Mode:
@@ -58,8 +69,7 @@ class Ladder:
             server_seconds: the server's own time for it; 0 where it is not known.
         """
         if not self._settled:
-            # The first round pays for the prompt and the connection.
-            self._begin()
+            self._started = self._clock()
             self._settled = True
             return self.mode
         self._tokens += tokens
@@ -67,42 +77,61 @@ class Ladder:
         if server_seconds:
             self._ar_seconds.append(server_seconds)
         elapsed = self._clock() - self._started
-        if self._rounds < WINDOW_ROUNDS or elapsed < WINDOW_SECONDS:
+        if elapsed < WINDOW_SECONDS or self._rounds < HOPELESS_ROUNDS:
             return self.mode
-        self.rates[self.mode] = self._tokens / elapsed
-        chosen = self._choose()
+        rate = self._tokens / elapsed
+        hopeless = rate < HOPELESS * self._expected(self._best_other())
+        if self._rounds < WINDOW_ROUNDS and not hopeless:
+            return self.mode
+        known = self.rates.get(self.mode)
+        self.rates[self.mode] = rate if known is None or self._trying else (known + rate) / 2
+        self._go(self._choose())
         self._ar_seconds = self._ar_seconds[-WINDOW_ROUNDS:]
-        if chosen is self.mode:
-            self._tokens = self._rounds = 0
-            self._started = self._clock()
-        else:
-            old, self.mode = self.mode, chosen
-            if old is self._rungs[0]:
-                self._left_first_at = self._clock()
-            self._begin()
-            self._on_change(old, chosen)
         return self.mode
+
+    def _best_other(self) -> Mode:
+        others = [mode for mode in self._rungs if mode is not self.mode]
+        return max(others, key=self._expected, default=self.mode)  # of equals the higher rung
 
     def _expected(self, mode: Mode) -> float:
         """Tokens per second of a rung: measured, or what AR gives by the server's own account."""
         if mode in self.rates:
             return self.rates[mode]
+        if mode is Mode.DEVICE or not self._ar_seconds:
+            return 0.0
         # The fastest rounds had the fewest drafted tokens, and nobody beside them.
-        known = sorted(self._ar_seconds)
-        return 1.0 / known[len(known) // 4] if known else 0.0
+        return 1.0 / sorted(self._ar_seconds)[len(self._ar_seconds) // 4]
 
     def _choose(self) -> Mode:
-        here, first = self.rates[self.mode], self._rungs[0]
-        others = [mode for mode in self._rungs if mode not in (self.mode, first)]
-        if self.mode is not first:
-            if here * UP < self.rates.get(first, 0.0):
-                return first  # it was better where it was left
-            if self._clock() - self._left_first_at >= self._retry:
-                self._retry = min(LONGEST_RETRY_S, 2 * self._retry)
-                return first
-        best = max(others, key=self._expected, default=self.mode)  # of equals the higher rung
-        if here < DOWN * self._expected(best):
+        here, best, now = self.rates[self.mode], self._best_other(), self._clock()
+        better = self._expected(best)
+        if here < (1.0 if self._trying else DOWN) * better:
+            lost = (now - self._began) * (1.0 - here / better)
+            pause = max(2 * self._pauses[self.mode], lost / TRIAL_SHARE)
+            self._pauses[self.mode] = pause = min(LONGEST_PAUSE_S, pause)
+            self._try_at[self.mode] = now + pause
+            self._trying = False
             return best
-        if self.mode is first:
-            self._retry = FIRST_RETRY_S
-        return self.mode
+        if self._trying:  # it is the best now
+            self._pauses = dict.fromkeys(self._rungs, PAUSE_S / 2)
+            self._trying = False
+        due = [mode for mode in self._rungs if mode is not self.mode and self._is_due(mode, here)]
+        if not due:
+            return self.mode
+        self._trying = True
+        return min(due, key=lambda mode: self._try_at[mode])
+
+    def _is_due(self, mode: Mode, here: float) -> bool:
+        if self._clock() < self._try_at[mode]:
+            return False
+        unknown = mode is Mode.AR and mode not in self.rates and bool(self._ar_seconds)
+        return not unknown or self._expected(mode) > PROMISING * here
+
+    def _go(self, chosen: Mode) -> None:
+        if chosen is self.mode:
+            self._tokens = self._rounds = 0
+            self._started = self._clock()
+            return
+        old, self.mode = self.mode, chosen
+        self.begin()
+        self._on_change(old, chosen)

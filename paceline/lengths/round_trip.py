@@ -135,6 +135,8 @@ class RoundTrip:
         verdict = outcome.verification.verdict
         depth = int(depths(outcome.draft.parent_indices).max()) if outcome.draft.num_nodes else 0
         if verdict is not None:
+            if not verdict.verify_seconds:
+                return  # a server's own round in a stream: its draft and its time are not ours
             verify_seconds = verdict.verify_seconds
             self._overlaps |= verdict.sent_ahead
             self._travel.add(verdict.travel_seconds)

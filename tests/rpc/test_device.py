@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from benchmarks.netem import Link, Netem
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
@@ -22,7 +23,6 @@ from rpc.device import DeviceClient, checked_speculation
 from rpc.remote_target import Mode, Patience, TargetInfo
 from rpc.server import RpcServer
 from tests.fakes import WITH_FAKES, Mix
-from tests.rpc.netem import Link, Netem
 
 PROMPT = list(b"import os\nimport ")
 VOCAB_SIZE = 258

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.netem import Link, Netem
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, PacelineError
@@ -25,7 +26,6 @@ from rpc.gen.paceline.v1 import verify_pb2
 from rpc.remote_target import Mode, Patience
 from rpc.server import RpcServer
 from tests.fakes import WITH_FAKES
-from tests.rpc.netem import Link, Netem
 from tests.rpc.serving import TargetProcess, eventually, serving
 from tests.rpc.test_device import PROMPT, RewindingMix, ar
 

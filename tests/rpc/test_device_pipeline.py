@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from benchmarks.netem import Link, Netem
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineThread
 from paceline.lengths.base import LengthBounds
@@ -38,7 +39,6 @@ from rpc.remote_target import Mode
 from rpc.server import RpcServer
 from tests.core.scripted import ScriptedRunner
 from tests.fakes import WITH_FAKES, Mix
-from tests.rpc.netem import Link, Netem
 from tests.rpc.serving import serving
 
 PROMPT = [1, 2, 3]
@@ -305,8 +305,9 @@ def simulate(
 
 
 def test_the_device_stays_where_it_is_the_fastest() -> None:
-    taken, _ = simulate({Mode.DEVICE: 50, Mode.SERVER: 40, Mode.AR: 30}, 1 / 30)
-    assert taken == [Mode.DEVICE]
+    taken, ladder = simulate({Mode.DEVICE: 50, Mode.SERVER: 40, Mode.AR: 30}, 1 / 30, 250)
+    assert taken == [Mode.DEVICE, Mode.SERVER, Mode.DEVICE]  # nothing was known of the server's
+    assert ladder.mode is Mode.DEVICE
 
 
 def test_the_server_takes_over_where_the_way_is_too_long() -> None:
@@ -324,7 +325,25 @@ def test_ar_is_the_last_rung() -> None:
 def test_the_device_is_tried_again_at_growing_intervals() -> None:
     taken, _ = simulate({Mode.DEVICE: 10, Mode.SERVER: 60, Mode.AR: 30}, 1 / 30, 12_000)
     tries = taken.count(Mode.DEVICE) - 1
-    assert 3 <= tries <= 8  # of 200 s: after 5, 10, 20, 40, ...
+    assert 3 <= tries <= 8  # in 200 s
+
+
+@pytest.mark.parametrize("device", [3, 30, 58, 66, 150])
+@pytest.mark.parametrize("server", [25, 60, 63])
+def test_the_choice_costs_little_in_the_long_run(device: int, server: int) -> None:
+    """Whatever the rates are, trials included."""
+    rates = {Mode.DEVICE: float(device), Mode.SERVER: float(server), Mode.AR: 40.0}
+    clock, best = Clock(), max(rates.values())
+    ladder = Ladder(LADDER, clock=clock)
+    for tokens in (int(20 * best), int(40 * best)):  # the first ones may learn
+        begun = clock.now
+        for done in range(tokens):
+            if done % 200 == 0:
+                ladder.begin()  # another generation of the same client
+            clock.now += 1.0 / rates[ladder.mode]
+            ladder.observe(1, 0.025 if ladder.mode is Mode.DEVICE else 0.0)
+        spent = clock.now - begun
+    assert tokens / spent > 0.94 * best
 
 
 def test_the_ladder_in_the_field() -> None:

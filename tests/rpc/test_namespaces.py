@@ -57,7 +57,7 @@ def target(namespaces: Namespaces, certs: Path, model_folder: Path) -> Iterator[
 def proxy(namespaces: Namespaces, target: ReplicaProcess) -> Iterator[ReplicaProcess]:
     """The link's delay, on the client's machine: the veth pair itself has none."""
     with ReplicaProcess(
-        "tests.rpc.netem", target.address, "--rtt", "0.03",
+        "benchmarks.netem", target.address, "--rtt", "0.03",
         within=namespaces.command(namespaces.client),
     ) as running:  # fmt: skip
         yield running

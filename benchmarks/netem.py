@@ -1,7 +1,7 @@
 """A bad network in user space: a TCP proxy on loopback between a client and a server.
 
-`python -m tests.rpc.netem HOST:PORT --rtt SECONDS` is one in a process of its own, which prints its
-address.
+`python -m benchmarks.netem HOST:PORT --rtt SECONDS` is one in a process of its own, which prints
+its address.
 
 Bytes of each direction leave after half of the round trip, plus jitter that never reorders them,
 and no faster than the bandwidth allows. Connections can be reset, and a partition holds everything

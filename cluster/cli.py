@@ -207,6 +207,10 @@ def generate(
     device: Annotated[
         str | None, typer.Option(metavar="D", help="auto (default), cpu, cuda or cuda:N.")
     ] = None,
+    drafter_device: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="Of the drafter, where it is not the target's."),
+    ] = None,
     batch_invariant: Annotated[
         bool | None,
         typer.Option(
@@ -272,6 +276,7 @@ def generate(
             heads=heads,
             dtype=dtype or "float32",
             device=device or "auto",
+            drafter_device=drafter_device,
             batch_invariant=batch_invariant,
             threads=threads,
         )
@@ -279,6 +284,7 @@ def generate(
         cli_generate.refuse_local_options(
             dtype=dtype,
             device=device,
+            drafter_device=drafter_device,
             drafter=drafter,
             heads=heads,
             batch_invariant=batch_invariant,

@@ -40,8 +40,10 @@ from paceline.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel
+    from paceline.drafters.omnidraft import OmniDraft
     from paceline.tokenizer import Tokenizer
     from rpc.device import DeviceResult
+    from rpc.remote_target import TargetInfo
 
 UNVERIFIED_STYLE = "yellow dim"
 
@@ -62,7 +64,15 @@ def draft(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Draft model, with the target's tokenizer. Default: the demo's.",
+            help="Draft model. Default: the demo's.",
+        ),
+    ] = None,
+    target_tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--target-tokenizer",
+            metavar="DIR",
+            help="Folder with the target's tokenizer, where the drafter has another one.",
         ),
     ] = None,
     method: Annotated[
@@ -72,7 +82,7 @@ def draft(
             "-m",
             metavar="ROW",
             help="A row of `paceline methods` whose drafter needs tokens only. Default: "
-            "draft_model.",
+            "draft_model, or omnidraft with --target-tokenizer.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -178,6 +188,7 @@ def draft(
         request,
         servers,
         drafter=drafter,
+        target_tokenizer=target_tokenizer,
         offline_ok=offline_ok,
         give_up=give_up,
         only_device=only_device,
@@ -196,6 +207,7 @@ def _run(
     servers: Sequence[str],
     *,
     drafter: Path | None,
+    target_tokenizer: Path | None,
     offline_ok: bool,
     give_up: float,
     only_device: bool,
@@ -204,6 +216,7 @@ def _run(
     screen: _Screen,
 ) -> Generator[list[Piece], None, dict[str, Any]]:
     from paceline.config import parse_speculation
+    from paceline.drafters.draft_model import DraftModel
     from paceline.methods import METHODS
     from rpc.client import open_channel
     from rpc.device import LADDER, DeviceClient, checked_speculation
@@ -211,7 +224,8 @@ def _run(
 
     if not give_up > 0:
         raise InvalidArgument("give_up", give_up, "seconds above 0")
-    given = {"method": "draft_model", **request.speculation}
+    row_name = "draft_model" if target_tokenizer is None else "omnidraft"
+    given = {"method": row_name, **request.speculation}
     row = METHODS.get(given["method"])
     if row is not None and row.length in ("fixed", "goodput"):
         given.setdefault("length", "round_trip")  # it knows what a round trip costs
@@ -221,18 +235,18 @@ def _run(
     with err.status("loading the drafter ..."):
         set_threads(threads, drafter)
         model, tokenizer = _load(drafter)
-    info = _info(servers, connect, patience, model, drafter, offline_ok)
-    if tokenizer.vocab_size > info.vocab_size:
-        raise InvalidArgument(
-            "drafter", str(drafter or "the demo's"),
-            f"a drafter with the target's tokenizer: the target has {info.vocab_size} tokens, this "
-            f"tokenizer {tokenizer.vocab_size}",
-        )  # fmt: skip
-    model.fit_vocabulary(info.vocab_size)
+        if target_tokenizer is not None:
+            model, tokenizer = _translating(model, tokenizer, target_tokenizer)
+    info = _info(servers, connect, patience, tokenizer, model, drafter, offline_ok)
+    _check_tokenizer(info, tokenizer, drafter, target_tokenizer)
+    name = "omnidraft"
+    if isinstance(model, DraftModel):
+        name = "draft_model"
+        model.fit_vocabulary(info.vocab_size)
     splitter = PieceSplitter(tokenizer)
     screen.decode = tokenizer.decode
     with DeviceClient(
-        servers, {"draft_model": model},
+        servers, {name: model},
         speculation=config,
         info=info,
         tokenizer=tokenizer,
@@ -260,16 +274,53 @@ def _load(folder: Path | None) -> tuple[DraftModel, Tokenizer]:
     return load_drafter(path, path), load_tokenizer(path)
 
 
+def _translating(
+    model: DraftModel, tokenizer: Tokenizer, folder: Path
+) -> tuple[DraftModel | OmniDraft, Tokenizer]:
+    """The same model as a drafter of targets with the tokenizer of ``folder``."""
+    from paceline.drafters.omnidraft import OmniDraft, Translator
+    from paceline.tokenizer import load_tokenizer
+
+    theirs = load_tokenizer(folder)
+    if theirs.vocabulary() == tokenizer.vocabulary():
+        return OmniDraft(model), theirs
+    return OmniDraft(model, Translator(theirs, tokenizer)), theirs
+
+
+def _check_tokenizer(
+    info: TargetInfo, tokenizer: Tokenizer, drafter: Path | None, target_tokenizer: Path | None
+) -> None:
+    """Raise InvalidArgument unless prompts and drafts in these tokens are the target's."""
+    from paceline.tokenizer import fingerprint
+
+    same = tokenizer.vocab_size <= info.vocab_size
+    if info.tokenizer:
+        same = fingerprint(tokenizer) == info.tokenizer
+    if same:
+        return
+    if target_tokenizer is not None:
+        raise InvalidArgument(
+            "target_tokenizer", str(target_tokenizer), "a folder with the tokenizer of this target"
+        )
+    raise InvalidArgument(
+        "drafter", str(drafter or "the demo's"),
+        "a drafter with the target's tokenizer, or --target-tokenizer DIR: with the target's own "
+        "at hand, the row omnidraft translates what another one drafts",
+    )  # fmt: skip
+
+
 def _info(
     servers: Sequence[str],
     connect: Any,
     patience: Any,
-    model: DraftModel,
+    tokenizer: Tokenizer,
+    model: DraftModel | OmniDraft,
     folder: Path | None,
     offline_ok: bool,
-) -> Any:
+) -> TargetInfo:
     """What the servers say of their target; offline, the drafter's own sizes stand in."""
     from paceline.demo import DRAFTER_DIR
+    from paceline.drafters.draft_model import DraftModel
     from paceline.tokenizer import eos_token_ids
     from rpc.errors import ServerUnavailable
     from rpc.remote_target import TargetInfo, get_model
@@ -281,9 +332,10 @@ def _info(
         if not offline_ok:
             raise
         err.print(f"offline: {error}", style="yellow", highlight=False, soft_wrap=True)
+        own = model if isinstance(model, DraftModel) else model.model
         return TargetInfo(
-            vocab_size=model.vocab_size,
-            context_length=model.runner.context_length,
+            vocab_size=own.vocab_size if own is model else tokenizer.vocab_size,
+            context_length=own.runner.context_length,
             eos_token_ids=eos_token_ids(folder or DRAFTER_DIR),
         )
 

@@ -161,6 +161,7 @@ def run_here(
     heads: Path | None,
     dtype: str,
     device: str,
+    drafter_device: str | None,
     batch_invariant: bool | None,
     threads: int | None,
 ) -> Run:
@@ -183,6 +184,7 @@ def run_here(
             heads=heads,
             dtype=dtype,
             device=device,
+            drafter_device=drafter_device,
             batch_invariant=batch_invariant,
         )
     assert engine.tokenizer is not None  # load_engine always has one

@@ -54,6 +54,9 @@ class ModelConfig(_Block):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    drafter_device: str | None = Field(
+        None, description="Of the drafter, so that the two may differ; null: `device`."
+    )
     batch_invariant: bool | None = Field(
         None, description="Bit-identical logits in any batch; null: where it is the default."
     )

@@ -25,7 +25,7 @@ def _load(config: DeploymentConfig) -> DraftModel:
         folder,
         config.target_folder,
         dtype=model.dtype,
-        device=model.device,
+        device=model.drafter_device or model.device,
         kv_tokens=model.kv_tokens,
     )
 

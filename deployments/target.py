@@ -39,6 +39,7 @@ def _load(config: DeploymentConfig) -> Engine:
         heads=model.heads,
         dtype=model.dtype,
         device=model.device,
+        drafter_device=model.drafter_device,
         batch_invariant=model.batch_invariant,
         kv_tokens=model.kv_tokens,
         limits=config.target.limits.engine_limits(),

@@ -263,7 +263,7 @@ class Engine:
     def refusal(self, method: Method) -> str | None:
         """Why this engine cannot run a row of the catalogue; None where it can."""
         given = self.drafters.get(method.drafter)
-        parts = () if given is not None and is_remote(given) else method.uses
+        parts = () if given is not None else method.uses  # which a drafter that is there has
         missing = sorted({method.drafter, *parts} - self.drafters.keys() - DRAFTERS.keys())
         if missing:
             return f"drafter not loaded here: {', '.join(missing)}"
@@ -289,7 +289,7 @@ class Engine:
     def _make_drafters(self, plan: Plan) -> None:
         """Make the drafters of a plan that are not there yet."""
         there = self.drafters.get(plan.method.drafter)
-        names = plan.drafters[:1] if there is not None and is_remote(there) else plan.drafters
+        names = plan.drafters[:1] if there is not None else plan.drafters
         missing = [n for n in names if n not in self.drafters and n not in DRAFTERS]
         if missing:
             able = sorted(n for n, m in self.catalogue.items() if self.refusal(m) is None)

@@ -9,6 +9,7 @@ import torch
 from paceline.demo import DRAFTER_DIR, HEADS_DIR, TARGET_DIR
 from paceline.drafters.base import AsyncDrafter, Drafter
 from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.lengths.base import LengthContext
@@ -18,7 +19,7 @@ from paceline.models.heads import HeadLibrary
 from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
 from paceline.profile import find_profile, profile_key
 from paceline.target import ModelTarget
-from paceline.tokenizer import check_same_tokenizer, eos_token_ids, load_tokenizer
+from paceline.tokenizer import Tokenizer, check_same_tokenizer, eos_token_ids, load_tokenizer
 
 DTYPES = {
     "float32": torch.float32,
@@ -111,13 +112,33 @@ def load_drafter(
         TokenizerMismatch: drafter and target do not share a tokenizer.
     """
     check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
-    if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_bfloat16():
-        dtype = "bfloat16"
-    runner = load_runner(
-        path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens
-    )
+    runner = _load_draft_runner(path, dtype, device, kv_tokens)
     vocab_size = read_config(Path(target)).get("vocab_size")
     return DraftModel(runner, vocab_size)
+
+
+def load_translating_drafter(
+    path: str | Path,
+    target: Tokenizer,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    kv_tokens: int | None = None,
+) -> OmniDraft:
+    """A draft model with another tokenizer than the target's, whose tokenizer is given.
+
+    Args and raises: as :func:`load_drafter`, which wants the same tokenizer.
+    """
+    runner = _load_draft_runner(path, dtype, device, kv_tokens)
+    return OmniDraft(DraftModel(runner), Translator(target, load_tokenizer(path)))
+
+
+def _load_draft_runner(
+    path: str | Path, dtype: str, device: str, kv_tokens: int | None
+) -> ModelRunner:
+    if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_bfloat16():
+        dtype = "bfloat16"
+    return load_runner(path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens)
 
 
 def load_engine(
@@ -126,6 +147,7 @@ def load_engine(
     *,
     dtype: str = "float32",
     device: str = "auto",
+    drafter_device: str | None = None,
     batch_invariant: bool | None = None,
     kv_tokens: int | None = None,
     limits: EngineLimits | None = None,
@@ -133,13 +155,15 @@ def load_engine(
 ) -> Engine:
     """An engine over model folders; without any, over the demo pair.
 
+    A drafter with another tokenizer than the target's drafts for the row `omnidraft` alone.
+
     Args:
+        drafter_device: where the drafter runs; None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
             default: the demo's, or the folder ``heads`` in the target's.
 
     Raises:
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
-        TokenizerMismatch: drafter and target do not share a tokenizer.
     """
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
@@ -149,9 +173,15 @@ def load_engine(
     tokenizer = load_tokenizer(target)
     drafters: dict[str, Drafter | AsyncDrafter] = {}
     if drafter is not None:
-        drafters["draft_model"] = load_drafter(
-            drafter, target, dtype=dtype, device=device, kv_tokens=kv_tokens
-        )
+        where = drafter_device or device
+        if tokenizer.vocabulary() == load_tokenizer(drafter).vocabulary():
+            drafters["draft_model"] = load_drafter(
+                drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
+            )
+        else:
+            drafters["omnidraft"] = load_translating_drafter(
+                drafter, tokenizer, dtype=dtype, device=where, kv_tokens=kv_tokens
+            )
     is_demo = Path(target).resolve() == TARGET_DIR.resolve()
     if heads and not Path(heads).is_dir():
         raise ModelNotFound(f"folder of heads {str(heads)!r} does not exist")

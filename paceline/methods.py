@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.acceptance.base import AcceptanceRule
 from paceline.acceptance.block import Block
@@ -27,6 +27,7 @@ from paceline.drafters.copyspec import CopySpec
 from paceline.drafters.head import HeadDrafter
 from paceline.drafters.jacobi import Jacobi
 from paceline.drafters.lookahead import Lookahead
+from paceline.drafters.omnidraft import OmniDraft
 from paceline.drafters.predicted_outputs import MIN_MATCH, PredictedOutputs
 from paceline.drafters.prompt_lookup import PromptLookup
 from paceline.drafters.pseudo import PseudoTokenDrafter
@@ -63,6 +64,9 @@ from paceline.shapes.rsd_s import StochasticBeam
 from paceline.shapes.sequoia import sequoia_paths
 from paceline.shapes.template import TEMPLATES, Template
 from paceline.types import Need
+
+if TYPE_CHECKING:
+    from paceline.drafters.draft_model import DraftModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +283,8 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "rasd": Rasd,
     "s2d": S2D,
     "combined": lambda context: Combined(context.drafter),
+    # A draft model with the target's tokenizer; one with another is given to the engine.
+    "omnidraft": lambda context: OmniDraft(cast("DraftModel", context.drafter("draft_model"))),
 }
 
 COMMON_KNOBS = frozenset({"method", "acceptance", "length", "allow_lossy"})
@@ -315,6 +321,17 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="pearl",
             defaults={"num_speculative_tokens": 5, "node_budget": None, "branching": None},
+        ),
+        Method(
+            name="omnidraft",
+            paper="Ramakrishnan et al.: OmniDraft, 2025, arXiv 2507.02659",
+            summary="A small model with another tokenizer drafts; n-grams are translated.",
+            drafter="omnidraft",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
+            uses=("draft_model",),
         ),
         Method(
             name="draft_model_tree",

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -204,6 +205,12 @@ def check_same_tokenizer(target: Tokenizer, drafter: Tokenizer) -> None:
         f"{len(ours.keys() | theirs.keys())} entries differ: {shown}"
         + (", ..." if len(differing) > 5 else "")
     )
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """32 hex digits that tell whether two tokenizers have the same tokens with the same ids."""
+    entries = sorted(tokenizer.vocabulary().items())
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:32]
 
 
 class IncrementalDecoder:

@@ -20,7 +20,7 @@ from paceline.methods import METHODS, Method
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionStatistics
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer import Tokenizer, fingerprint
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 from rpc.client import open_channel
 from rpc.errors import ServerUnavailable
@@ -150,7 +150,8 @@ class DeviceClient:
             either commit the same tokens or others in their place.
 
     Raises:
-        InvalidArgument: a row that cannot draft away from the target.
+        InvalidArgument: a row that cannot draft away from the target, or another tokenizer than
+            its.
         PacelineError: no server says what it serves.
     """
 
@@ -175,9 +176,11 @@ class DeviceClient:
         patience = patience or Patience()
         if info is None:
             info = TargetInfo.of(get_model(servers, connect, timeout=patience.give_up))
+        if tokenizer and info.tokenizer and fingerprint(tokenizer) != info.tokenizer:
+            raise InvalidArgument("tokenizer", "another one", f"that of the target {info.name!r}")
         self.info = info
         self.config = checked_speculation(speculation, catalogue)
-        self._modes = tuple(modes)
+        self._ladder = Ladder(modes, clock=time.perf_counter, on_change=self._on_change)
         self._unverified: list[int] = []
         self._on_unverified = on_unverified
         self.target = RemoteTarget(
@@ -217,18 +220,14 @@ class DeviceClient:
             ServerUnavailable: no server answered for too long, and the device may not go on alone.
         """
         result = self.result = DeviceResult(counters=self.target.counters)
+        ladder = self._ladder
+        ladder.begin()
+        self.target.first_mode = ladder.mode  # the one that was the best before
         self._unverified = []
         events: list[RoundEvent] = []
         engine = self._engine
         session = engine.submit(prompt_ids, params, self.config, on_event=events.append)
         result.statistics = session.stats
-        ladder = Ladder(
-            self._modes,
-            clock=time.perf_counter,
-            on_change=lambda old, new: result.mode_changes.append(
-                ModeChange(session.stats.num_tokens, old, new)
-            ),
-        )
         try:
             while not session.finished:
                 engine.step()
@@ -260,6 +259,10 @@ class DeviceClient:
             mode=mode,
             finish_reason=session.finish_reason,
         )
+
+    def _on_change(self, old: Mode, new: Mode) -> None:
+        change = ModeChange(self.result.statistics.num_tokens, old, new)
+        self.result.mode_changes.append(change)
 
     def _on_alone(self, session: Session, token_ids: list[int]) -> None:
         self._unverified = token_ids

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -17,7 +18,7 @@ from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
-from paceline.tokenizer import ChatTemplate
+from paceline.tokenizer import ChatTemplate, fingerprint
 from rpc.access import Admission, Gate
 from rpc.bridge import hand_over
 from rpc.errors import InternalError
@@ -150,6 +151,11 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             if not finished:
                 self._thread.cancel(session_id)
 
+    @cached_property
+    def _tokenizer_fingerprint(self) -> str:
+        tokenizer = self._thread.engine.tokenizer
+        return "" if tokenizer is None else fingerprint(tokenizer)
+
     async def GetModel(
         self, request: generate_pb2.GetModelRequest, context: Context
     ) -> generate_pb2.Model:
@@ -168,6 +174,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             chat_template=self._model.chat_template.source,
             bos_token=self._model.chat_template.bos_token,
             eos_token=self._model.chat_template.eos_token,
+            tokenizer=self._tokenizer_fingerprint,
             limits=generate_pb2.Limits(
                 max_sessions=engine.limits.max_sessions,
                 max_waiting=engine.limits.max_waiting,

@@ -139,6 +139,7 @@ class TargetInfo:
     eos_token_ids: tuple[int, ...] = ()
     name: str = ""
     default_method: str = ""
+    tokenizer: str = ""  # its fingerprint (paceline.tokenizer); empty: not known
 
     @staticmethod
     def of(model: generate_pb2.Model) -> TargetInfo:
@@ -148,6 +149,7 @@ class TargetInfo:
             eos_token_ids=tuple(model.eos_token_ids),
             name=model.name,
             default_method=model.default_method,
+            tokenizer=model.tokenizer,
         )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.netem import Netem
 from cluster.certs import make_certificates
+from paceline.demo import DRAFTER_DIR
 from paceline.engine import EngineThread
 from paceline.loading import load_engine
 from rpc.access import Gate
@@ -18,7 +20,6 @@ from rpc.server import RpcServer
 from rpc.tenants import Tenants
 from rpc.tls import ServerTls
 from tests.cli.conftest import Cli
-from tests.rpc.netem import Netem
 from tests.rpc.serving import serving
 
 PROMPT = "import os\n"
@@ -167,7 +168,21 @@ def test_bad_input(arguments: tuple[str, ...], words: tuple[str, ...], cli: Cli)
     assert time.monotonic() - started < 20
 
 
-def test_a_drafter_with_another_tokenizer(cli: Cli, server: RpcServer) -> None:
-    result = cli("draft", PROMPT, "--server", server.address)  # the demo's drafter
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_drafter_with_another_tokenizer(
+    temperature: int, cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path
+) -> None:
+    """The demo's drafter has thousands of tokens, the target one for each byte."""
+    options = ("--server", server.address, "-n", 24, "--ignore-eos", "-t", temperature)
+    result = cli("draft", PROMPT, *options)
     assert result.exit_code == 2
     assert "tokenizer" in result.stderr
+    assert "--target-tokenizer" in result.stderr
+    expected = draft(cli, *options, "--drafter", drafter_folder)
+    document = draft(cli, *options, "--target-tokenizer", target_folder)
+    assert document["method"] == "omnidraft"
+    assert document["token_ids"] == expected["token_ids"]
+    assert document["text"] == expected["text"]
+    result = cli("draft", PROMPT, *options, "--target-tokenizer", DRAFTER_DIR)
+    assert result.exit_code == 2
+    assert "target_tokenizer" in result.stderr

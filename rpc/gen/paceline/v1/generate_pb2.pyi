@@ -241,6 +241,7 @@ class Model(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     BOS_TOKEN_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """As the operator named it."""
     vocab_size: _builtins.int
@@ -260,6 +261,10 @@ class Model(_message.Message):
     """
     bos_token: _builtins.str
     eos_token: _builtins.str
+    tokenizer: _builtins.str
+    """Fingerprint of the tokenizer's vocabulary: drafts of a client are in its tokens. Empty without a
+    tokenizer.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -284,10 +289,11 @@ class Model(_message.Message):
         chat_template: _builtins.str = ...,
         bos_token: _builtins.str = ...,
         eos_token: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

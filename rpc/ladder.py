@@ -106,7 +106,9 @@ class Ladder:
         here, best, now = self.rates[self.mode], self._best_other(), self._clock()
         better = self._expected(best)
         if here < (1.0 if self._trying else DOWN) * better:
-            lost = (now - self._began) * (1.0 - here / better)
+            # Going there and back costs a round trip and a prompt each.
+            there = self._started - self._began
+            lost = 2 * there + (now - self._started) * (1.0 - here / better)
             pause = max(2 * self._pauses[self.mode], lost / TRIAL_SHARE)
             self._pauses[self.mode] = pause = min(LONGEST_PAUSE_S, pause)
             self._try_at[self.mode] = now + pause

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import ModelNotFound, TokenizerMismatch
-from paceline.loading import load_engine
+from paceline.loading import load_drafter
 from paceline.sampling import (
     SamplingParams,
     coupled_sample,
@@ -126,7 +126,7 @@ def test_a_mismatch_names_the_entries(
     assert f"{first!r} (target 1000, drafter 2000)" in message
     assert f"{second!r} (target 2000, drafter 1000)" in message
     with pytest.raises(TokenizerMismatch):
-        load_engine(TARGET_DIR, folder)
+        load_drafter(folder, TARGET_DIR)
 
 
 def test_missing_tokenizers(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Replica:
 
     Attributes:
         address: HOST:PORT.
+        pid: of the process.
     """
 
     def __init__(self, target: Path, *options: str) -> None:
@@ -44,6 +45,7 @@ class Replica:
             text=True,
         )
         assert self._process.stdout is not None
+        self.pid = self._process.pid
         self.address = self._process.stdout.readline().strip()
         if not self.address:
             raise RuntimeError("the replica did not start")

@@ -61,6 +61,8 @@ class Capacity:
     Attributes:
         draft_alone: of one drafted token on an idle device.
         draft, verify: of a round on the server that drafts, with the clients that give it most.
+        server_cpu, device_cpu: processor time of the replica's busiest thread, its engine, for a
+            committed token: what remains to compare on a machine that others use as well.
         bound: 1 + draft / verify.
     """
 
@@ -72,6 +74,8 @@ class Capacity:
     verify: float
     server: dict[int, float]
     device: dict[int, float]
+    server_cpu: float
+    device_cpu: float
 
     @property
     def bound(self) -> float:
@@ -80,6 +84,10 @@ class Capacity:
     @property
     def gain(self) -> float:
         return max(self.device.values()) / max(self.server.values())
+
+    @property
+    def cpu_gain(self) -> float:
+        return self.server_cpu / self.device_cpu
 
 
 def cut_target(layers: int, folder: Path) -> Path:
@@ -132,16 +140,23 @@ def record(
     return work, median(recorder.seconds), tokens / rounds
 
 
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Processor time of each thread of a process."""
+    tasks = Path(f"/proc/{pid}/task")
+    return {t.name: int((t / "schedstat").read_text().split()[0]) / 1e9 for t in tasks.iterdir()}
+
+
 class Load:
     """Clients of one replica, which start anew whenever a generation ends."""
 
-    def __init__(self, address: str, work: Sequence[Work], config: SpeculationConfig) -> None:
-        self._address = address
+    def __init__(self, replica: Replica, work: Sequence[Work], config: SpeculationConfig) -> None:
+        self._replica = replica
         self._work = work
         self._config = config
         self.tokens = 0
         self.draft = self.verify = 0.0  # seconds of the server, for all rounds that ended
         self.rounds = 0
+        self.cpu = 0.0  # seconds of the replica's busiest thread, for a committed token
 
     async def run(self, clients: int, seconds: float, token_seconds: float | None) -> float:
         """Committed tokens a second.
@@ -149,7 +164,7 @@ class Load:
         Args:
             token_seconds: of a drafted token on a device; None: the server drafts.
         """
-        async with AsyncClient(self._address, timeout=120) as client:
+        async with AsyncClient(self._replica.address, timeout=120) as client:
             tasks = [
                 asyncio.create_task(
                     self._generate(client, i)
@@ -160,9 +175,12 @@ class Load:
             ]
             await asyncio.sleep(seconds / 3)  # until all of them are under way
             self.tokens, self.rounds, self.draft, self.verify = 0, 0, 0.0, 0.0
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), thread_seconds(self._replica.pid)
             await asyncio.sleep(seconds)
             rate = self.tokens / (time.perf_counter() - begun)
+            after = thread_seconds(self._replica.pid)
+            busiest = max(spent - before.get(name, 0.0) for name, spent in after.items())
+            self.cpu = busiest / max(1, self.tokens)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -211,16 +229,18 @@ async def measure(
     work, token_seconds, accepted = record(drafter, prompts, config, options.max_tokens)
     rates: dict[bool, dict[int, list[float]]] = {True: {}, False: {}}
     times: dict[int, list[tuple[float, float]]] = {}
+    cpu: dict[tuple[bool, int], list[float]] = {}
     with Replica(TARGET_DIR, "--drafter", str(drafter)) as replica:
         for repeat in range(options.repeats + 1):
             for clients in options.clients:
                 for on_device in (True, False):
-                    load = Load(replica.address, work, config)
+                    load = Load(replica, work, config)
                     seconds = options.seconds if repeat else 1.0  # the first one warms up
                     rate = await load.run(clients, seconds, token_seconds if on_device else None)
                     if not repeat:
                         continue
                     rates[on_device].setdefault(clients, []).append(rate)
+                    cpu.setdefault((on_device, clients), []).append(load.cpu)
                     if load.rounds:
                         one = load.draft / load.rounds, load.verify / load.rounds
                         times.setdefault(clients, []).append(one)
@@ -237,6 +257,8 @@ async def measure(
         verify=median(verify for _, verify in times[best]),
         server=server,
         device=device,
+        server_cpu=min(median(found) for (way, _), found in cpu.items() if not way),
+        device_cpu=min(median(found) for (way, _), found in cpu.items() if way),
     )
 
 
@@ -245,7 +267,7 @@ def show(found: Sequence[Capacity]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in (
         "drafter", "gamma", "τ", "γ·t_d ms", "t_v ms", "server tok/s", "devices tok/s", "gain",
-        "bound", "share",
+        "bound", "share", "CPU gain", "share",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for each in found:
@@ -257,6 +279,7 @@ def show(found: Sequence[Capacity]) -> None:
                 for rates in (each.server, each.device)
             ),
             f"{each.gain:.2f}", f"{each.bound:.2f}", f"{100 * each.gain / each.bound:.0f} %",
+            f"{each.cpu_gain:.2f}", f"{100 * each.cpu_gain / each.bound:.0f} %",
         )  # fmt: skip
     Console(width=160).print(table)
 

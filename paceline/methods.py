@@ -606,7 +606,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             name="predicted_outputs",
-            paper="OpenAI: Predicted Outputs, 2024 (an API)",
+            paper="Yang et al.: Inference with Reference (LLMA), 2023, arXiv 2304.04487",
             summary="Copies the prediction that comes with the request; AR where there is none.",
             drafter="predicted_outputs",
             shape=None,
@@ -620,7 +620,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             name="predicted_outputs_draft_model",
-            paper="OpenAI: Predicted Outputs, 2024 (an API)",
+            paper="Yang et al.: Inference with Reference (LLMA), 2023, arXiv 2304.04487",
             summary="Copies the request's prediction; off it, a small model drafts a chain.",
             drafter="predicted_outputs_or_draft_model",
             shape="chain",

@@ -447,6 +447,8 @@ def _announce(console: Console, result: dict[str, Any], observability: bool) -> 
     console.print(
         f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC){http}", highlight=False
     )
+    if http:
+        console.print(f"  {'page':<8} {result['http']}/", highlight=False)
     for name, deployment in result["deployments"].items():
         for replica in deployment["replicas"]:
             console.print(

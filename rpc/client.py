@@ -176,7 +176,7 @@ def open_channel(
 class Round:
     """What one round committed. The first ``num_accepted`` of ``token_ids`` were drafted.
 
-    The fields from ``finish_reason`` on are set in the last round of a generation only.
+    The fields from ``finish_reason`` to ``num_predicted`` are set in the last round only.
     """
 
     round: int
@@ -192,6 +192,7 @@ class Round:
     prompt_length: int = 0
     prediction_length: int = 0
     num_predicted: int = 0
+    draft: generate_pb2.RoundDraft | None = None  # where the request asked for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +297,7 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         prompt_length=reply.prompt_length,
         prediction_length=reply.prediction_length,
         num_predicted=reply.num_predicted,
+        draft=reply.draft if reply.HasField("draft") else None,
     )
 
 
@@ -454,16 +456,19 @@ class Client:
         *,
         prediction: Prompt = (),
         timeout: float | None = None,
+        return_draft: bool = False,
     ) -> Generation:
         """Start generating; the rounds come as they are committed.
 
         Args:
             prediction: what the output is expected to be; a draft, which never changes it.
+            return_draft: rounds say what was drafted, too (``Round.draft``).
 
         Raises:
             PacelineError: whatever the server refused, when the first round is asked for.
         """
         request = _generate_request(prompt, params, speculation, prediction)
+        request.return_draft = return_draft
         return Generation(
             self._generate.Generate(
                 request, timeout=timeout or self._timeout, metadata=self._metadata
@@ -645,9 +650,11 @@ class AsyncClient:
         *,
         prediction: Prompt = (),
         timeout: float | None = None,
+        return_draft: bool = False,
     ) -> AsyncGeneration:
         """Start generating; see :meth:`Client.generate`."""
         request = _generate_request(prompt, params, speculation, prediction)
+        request.return_draft = return_draft
         return AsyncGeneration(
             self._generate.Generate(
                 request, timeout=timeout or self._timeout, metadata=self._metadata

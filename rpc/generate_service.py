@@ -29,6 +29,7 @@ from rpc.messages import (
     statistics_to_message,
 )
 from rpc.remote_drafter import RemoteDrafter
+from rpc.round_drafts import RoundDrafts
 from rpc.tracing import Span, Tracing, traceparent_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -121,6 +122,9 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         # The id is chosen here, so that a call cancelled before submit returns can be undone too.
         session_id = secrets.token_urlsafe(16)
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
+        drafts = None
+        if request.return_draft:
+            drafts = RoundDrafts(self._thread.engine.tokenizer, prompt_ids)
         loop = asyncio.get_running_loop()
         finished = False
         submitted = self._thread.submit(
@@ -146,7 +150,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 if span is not None:
                     span.round(event)
                 admission.charge(len(event.token_ids))
-                yield self._reply(event, drafter_name)
+                reply = self._reply(event, drafter_name)
+                if drafts is not None and event.outcome is not None:
+                    reply.draft.CopyFrom(drafts.of(event.outcome))
+                yield reply
         finally:
             if not finished:
                 self._thread.cancel(session_id)

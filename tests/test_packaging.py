@@ -71,6 +71,7 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
         "rpc/gen/**/*.py*",
         "deployments/configs/*.yaml",
         "deployments/observability/*.json",
+        "deployments/playground/static/*",
         "tuning/spaces/*.yaml",
         "tuning/templates/*.j2",
         "*/py.typed",

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 import paceline
+from deployments import playground
 from deployments.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
 from deployments.openai.server import Guard, Receive, Scope, Send, error_body, error_response
 from deployments.openai.text import render_chat
@@ -65,6 +66,8 @@ def make_app(targets: Targets, gate: Gate) -> Guard:
     @app.get("/health")
     async def health() -> Body:
         return {"status": "ok"}
+
+    app.include_router(playground.router)
 
     @app.get("/version")
     async def version() -> Body:
@@ -136,6 +139,7 @@ class _Choice:
         self.token_ids: list[int] = []
         self.logprobs: list[generate_pb2.TokenLogprobs] = []
         self.offset = 0  # of the next token's text, for pieces of log-probabilities
+        self.rounds: list[Body] = []  # where the request asks for them
         self.last: generate_pb2.GenerateReply | None = None
 
     def add(self, reply: generate_pb2.GenerateReply) -> None:
@@ -147,6 +151,8 @@ class _Choice:
         self.text += reply.text
         self.token_ids.extend(reply.token_ids)
         self.logprobs.extend(reply.logprobs)
+        if reply.HasField("draft"):
+            self.rounds.append(round_body(reply))
         if reply.finish_reason == "cancelled":
             raise ServerUnavailable("the target is going away: send the request again")
         if reply.finish_reason:
@@ -207,6 +213,7 @@ class _Answer(ABC):
                 message = generate_pb2.GenerateRequest()
                 message.CopyFrom(prompt)
                 message.sampling.CopyFrom(sampling_to_message(params))
+                message.return_draft = bool(self.body.return_rounds)
                 if speculation is not None:
                     message.speculation.CopyFrom(speculation)
                 if self.body.prediction is not None:
@@ -233,7 +240,10 @@ class _Answer(ABC):
         """The body when all choices are finished."""
         return {
             **self._head(self.kind),
-            "choices": [self.whole(choice) for choice in self.choices],
+            "choices": [
+                self.whole(choice) | ({"rounds": choice.rounds} if choice.rounds else {})
+                for choice in self.choices
+            ],
             **self.closing(),
         }
 
@@ -302,6 +312,23 @@ def speculative_decoding(statistics: Iterable[common_pb2.Statistics]) -> Body:
         "num_accepted_draft_tokens": num_accepted,
         "num_draft_tokens": num_drafted,
         "num_spec_tokens": len(drafted),
+    }
+
+
+def round_body(reply: generate_pb2.GenerateReply) -> Body:
+    """What a round drafted and committed, for requests with ``return_rounds``."""
+    draft = reply.draft
+    return {
+        "round": reply.round,
+        "token_ids": list(reply.token_ids),
+        "texts": list(draft.committed_texts),
+        "num_accepted": reply.num_accepted,
+        "draft": {
+            "token_ids": list(draft.token_ids),
+            "texts": list(draft.texts),
+            "parent_indices": list(draft.parent_indices),
+            "accepted_indices": list(draft.accepted_indices),
+        },
     }
 
 
@@ -489,7 +516,10 @@ async def _events(
                 more: Body = {}
                 if left == 0 and not with_usage:
                     more["metrics"] = answer.closing()["metrics"]
-                yield _event(answer.chunk([answer.piece(choice, reply)], **more))
+                piece = answer.piece(choice, reply)
+                if reply.HasField("draft"):
+                    piece["round"] = choice.rounds[-1]
+                yield _event(answer.chunk([piece], **more))
             if with_usage:
                 yield _event(answer.chunk([], **answer.closing()))
             yield b"data: [DONE]\n\n"

@@ -147,6 +147,7 @@ class _Request(_Body):
     ignore_eos: Flag | None = None
     add_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
+    return_rounds: Flag | None = None
     speculation: dict[str, Any] | None = None
     prediction: Prediction | None = None
 

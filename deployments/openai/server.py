@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.responses import JSONResponse
 
+from deployments.playground import PATHS as PLAYGROUND_PATHS
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.sampling import CONSTRAINTS
@@ -24,8 +25,9 @@ from rpc.tls import ServerTls, check_plain_text
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = ("/health",)
-"""Probes have no token, and learn nothing but whether it serves."""
+PUBLIC_PATHS = frozenset(("/health", *PLAYGROUND_PATHS))
+"""Probes have no token, and learn nothing but whether it serves; the playground's page is the same
+everywhere, and asks its reader for the token."""
 BODY_TIMEOUT_S = 30.0
 """A client that sends half of a request holds a socket; honest ones take milliseconds."""
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models.base import ModelRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
+from paceline.types import Draft
 from rpc.client import AsyncClient, Client
 from rpc.errors import Cancelled, DeadlineExceeded, ServerUnavailable
 from rpc.server import RpcServer
@@ -81,6 +83,30 @@ async def test_async_client_and_concurrent_sessions(server: RpcServer, runner: M
     for prompt, completion in zip(prompts, done, strict=True):
         assert list(completion.token_ids) == ar(runner, prompt, params)
     assert model.name == "tiny"
+
+
+def test_drafts_come_along_where_asked_for(server: RpcServer) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=2)
+    method = SpeculationConfig(method="draft_model_tree", length="fixed")
+    with Client(server.address) as client:
+        plain = client.complete("class A:", params, method)
+        rounds = list(client.generate("class A:", params, method, return_draft=True))
+    assert all(r.draft is None for r in plain.rounds)
+    assert [replace(r, draft=None, statistics=None) for r in rounds] == [
+        replace(r, statistics=None) for r in plain.rounds
+    ]
+    for r in rounds:
+        assert r.draft is not None
+        draft = Draft.checked(r.draft.token_ids, r.draft.parent_indices, 258)
+        path = list(r.draft.accepted_indices)
+        assert draft.token_ids[path].tolist() == list(r.token_ids[: r.num_accepted])
+        assert draft.parent_indices[path].tolist() == [-1, *path][: len(path)]
+        assert len(r.draft.texts) == draft.num_nodes
+    assert sum(len(r.draft.token_ids) for r in rounds if r.draft) == (
+        plain.statistics.num_draft_nodes
+    )
+    texts = (text for r in rounds if r.draft for text in r.draft.committed_texts)
+    assert "".join(texts) == plain.text
 
 
 def test_get_model(server: RpcServer, runner: ModelRunner) -> None:

@@ -30,6 +30,7 @@ class GenerateRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RETURN_DRAFT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
     add_special_tokens: _builtins.bool
@@ -37,6 +38,10 @@ class GenerateRequest(_message.Message):
     true. The text of a chat template has them already.
     """
     prediction_text: _builtins.str
+    return_draft: _builtins.bool
+    """Replies say what was drafted, too (GenerateReply.draft). Costs a message of the draft's size and
+    some decoding each round, so ask for it only to show or study drafts.
+    """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Each id in [0, vocab_size)."""
@@ -59,10 +64,11 @@ class GenerateRequest(_message.Message):
         add_special_tokens: _builtins.bool | None = ...,
         prediction_text: _builtins.str = ...,
         prediction_token_ids: _common_pb2.TokenIds | None = ...,
+        return_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -88,6 +94,7 @@ class GenerateReply(_message.Message):
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     TARGET_PID_FIELD_NUMBER: _builtins.int
@@ -126,6 +133,10 @@ class GenerateReply(_message.Message):
         """One for each token, where SamplingParams.logprobs asks for them."""
 
     @_builtins.property
+    def draft(self) -> Global___RoundDraft:
+        """What the round drafted, where GenerateRequest.return_draft asks for it."""
+
+    @_builtins.property
     def statistics(self) -> _common_pb2.Statistics: ...
     def __init__(
         self,
@@ -135,6 +146,7 @@ class GenerateReply(_message.Message):
         num_accepted: _builtins.int = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        draft: Global___RoundDraft | None = ...,
         finish_reason: _builtins.str = ...,
         statistics: _common_pb2.Statistics | None = ...,
         target_pid: _builtins.int = ...,
@@ -144,13 +156,65 @@ class GenerateReply(_message.Message):
         prediction_length: _builtins.int = ...,
         num_predicted: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["statistics", b"statistics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
+
+@_typing.final
+class RoundDraft(_message.Message):
+    """What a round drafted, and what became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENT_INDICES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_INDICES_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    COMMITTED_TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token tree that was verified; empty in a round without a draft."""
+
+    @_builtins.property
+    def parent_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The node that each node follows, or -1 for one that follows the last committed token."""
+
+    @_builtins.property
+    def accepted_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The nodes that were committed, from the root down: num_accepted of them."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Text of each node as it reads after its parent (U+FFFD is half a character). Empty, like
+        committed_texts, where the server has no tokenizer.
+        """
+
+    @_builtins.property
+    def committed_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Text that each of the reply's token_ids completed; joined over all rounds, the whole text,
+        with what a stop string cuts off.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parent_indices: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_indices: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        committed_texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_indices", b"accepted_indices", "committed_texts", b"committed_texts", "parent_indices", b"parent_indices", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundDraft: _TypeAlias = RoundDraft  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

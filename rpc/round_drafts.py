@@ -1,0 +1,46 @@
+"""Drafts for people to look at: what GenerateReply.draft says of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.tokenizer import IncrementalDecoder, Tokenizer
+from paceline.types import Outcome
+from rpc.gen.paceline.v1 import generate_pb2
+
+
+class RoundDrafts:
+    """The drafts of one session, round by round.
+
+    Args:
+        tokenizer: for texts; None leaves them out.
+        prompt_ids: a text depends on the token before it, which is the prompt's last one at first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
+        self._last_token = prompt_ids[-1]
+
+    def of(self, outcome: Outcome) -> generate_pb2.RoundDraft:
+        """The message of the next round."""
+        draft = outcome.draft
+        message = generate_pb2.RoundDraft(
+            token_ids=draft.token_ids.tolist(),
+            parent_indices=draft.parent_indices.tolist(),
+            accepted_indices=outcome.path[: outcome.num_accepted],
+        )
+        if self._tokenizer is not None and self._decoder is not None:
+            for token, parent in zip(message.token_ids, message.parent_indices, strict=True):
+                before = self._last_token if parent < 0 else message.token_ids[parent]
+                message.texts.append(_text_after(self._tokenizer, before, token))
+            message.committed_texts.extend(map(self._decoder.push, outcome.token_ids))
+            if outcome.finish_reason and outcome.token_ids:
+                message.committed_texts[-1] += self._decoder.flush()
+        self._last_token = outcome.token_ids[-1] if outcome.token_ids else self._last_token
+        return message
+
+
+def _text_after(tokenizer: Tokenizer, before: int, token: int) -> str:
+    """A token's text behind another one: some tokenizers drop a space at the start of a text."""
+    return tokenizer.decode([before, token])[len(tokenizer.decode([before])) :]

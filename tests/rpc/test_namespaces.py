@@ -83,11 +83,12 @@ def test_tokens_equal_ar(
     temperature: float, down: bool, namespaces: Namespaces, proxy: ReplicaProcess, certs: Path,
     runner: ModelRunner, drafter_folder: Path,
 ) -> None:  # fmt: skip
-    params = SamplingParams(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True)
+    count = 400 if down else 60  # far from done when the link goes down
+    params = SamplingParams(max_tokens=count, temperature=temperature, seed=5, ignore_eos=True)
     command = [
         sys.executable, "-m", "tests.rpc.device_process", "--server", proxy.address,
         "--ca", str(certs / "ca.crt"), "--drafter", str(drafter_folder),
-        "--prompt", bytes(PROMPT).decode(), "--max-tokens", "60",
+        "--prompt", bytes(PROMPT).decode(), "--max-tokens", str(count),
         "--temperature", str(temperature),
     ]  # fmt: skip
     device = subprocess.Popen(

@@ -81,8 +81,17 @@ def drafter_server(servicer: Recording, draft_runner: ModelRunner) -> Iterator[R
 
 
 @contextmanager
-def engine_with(runner: ModelRunner, remote: RemoteDrafter) -> Iterator[Engine]:
-    yield Engine(ModelTarget(runner), {"draft_model": remote})
+def engine_with(
+    runner: ModelRunner, remote: RemoteDrafter, limits: EngineLimits | None = None
+) -> Iterator[Engine]:
+    engine = Engine(ModelTarget(runner), {"draft_model": remote}, limits=limits)
+    try:
+        yield engine
+    finally:  # a test that failed leaves nothing to the ones after it
+        left = list(engine.sessions)
+        for session_id in left:
+            engine.cancel(session_id)
+    assert not left
     assert runner.num_free == runner.kv_capacity
 
 
@@ -658,8 +667,9 @@ def test_a_guess_that_comes_true_saves_the_wait(runner: ModelRunner, temperature
 def test_the_first_draft_is_made_while_the_prompt_is_read(
     runner: ModelRunner, drafter_server: RpcServer, servicer: Recording
 ) -> None:
-    with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
-        engine.limits = EngineLimits(prefill_chunk=4)
+    # Other tests have had the prompt, too.
+    limits = EngineLimits(prefill_chunk=4, prefix_cache=False)
+    with connected(drafter_server.address) as remote, engine_with(runner, remote, limits) as engine:
         engine.submit(PROMPTS[0], SamplingParams(max_tokens=8))
         engine.step()
         assert engine.target.prefill_left(next(iter(engine.sessions.values()))) > 0

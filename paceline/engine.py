@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from paceline.admission import Admission, PrefillPace, most_entries
@@ -103,7 +103,8 @@ class RoundEvent:
 
     The first ``num_accepted`` of ``token_ids`` came from the draft. ``text`` is what these tokens
     completed. ``outcome`` is None, and ``round`` 0, when the session ended outside a round.
-    ``logprobs`` has an entry for each token where the request wants them.
+    ``logprobs`` has an entry for each token where the request wants them. ``at`` is when, by
+    ``time.perf_counter``; listeners may hear of it a little later.
     """
 
     session: Session
@@ -114,6 +115,7 @@ class RoundEvent:
     outcome: Outcome | None
     finished: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
+    at: float = field(default_factory=time.perf_counter)
 
 
 EventHandler = Callable[[RoundEvent], None]

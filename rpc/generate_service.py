@@ -152,7 +152,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 admission.charge(len(event.token_ids))
                 reply = self._reply(event, drafter_name)
                 if drafts is not None and event.outcome is not None:
-                    reply.draft.CopyFrom(drafts.of(event.outcome))
+                    reply.draft.CopyFrom(drafts.of(event, event.outcome))
                 yield reply
         finally:
             if not finished:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.engine import RoundEvent
 from paceline.tokenizer import IncrementalDecoder, Tokenizer
 from paceline.types import Outcome
 from rpc.gen.paceline.v1 import generate_pb2
@@ -22,13 +23,14 @@ class RoundDrafts:
         self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
         self._last_token = prompt_ids[-1]
 
-    def of(self, outcome: Outcome) -> generate_pb2.RoundDraft:
+    def of(self, event: RoundEvent, outcome: Outcome) -> generate_pb2.RoundDraft:
         """The message of the next round."""
         draft = outcome.draft
         message = generate_pb2.RoundDraft(
             token_ids=draft.token_ids.tolist(),
             parent_indices=draft.parent_indices.tolist(),
             accepted_indices=outcome.path[: outcome.num_accepted],
+            seconds=event.at - event.session.stats.started_at,
         )
         if self._tokenizer is not None and self._decoder is not None:
             for token, parent in zip(message.token_ids, message.parent_indices, strict=True):

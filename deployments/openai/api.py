@@ -323,6 +323,7 @@ def round_body(reply: generate_pb2.GenerateReply) -> Body:
         "token_ids": list(reply.token_ids),
         "texts": list(draft.committed_texts),
         "num_accepted": reply.num_accepted,
+        "seconds": round(draft.seconds, 6),
         "draft": {
             "token_ids": list(draft.token_ids),
             "texts": list(draft.texts),

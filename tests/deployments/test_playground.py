@@ -95,7 +95,11 @@ def test_rounds_say_what_was_drafted(
     rounds = whole["rounds"]
     assert "rounds" not in plain
     assert plain == {k: v for k, v in whole.items() if k not in ("rounds", "token_ids")}
-    assert [c["choices"][0]["round"] for c in chunks if "round" in c["choices"][0]] == rounds
+    streamed = [c["choices"][0]["round"] for c in chunks if "round" in c["choices"][0]]
+    for each in (rounds, streamed):
+        seconds = [r.pop("seconds") for r in each]
+        assert seconds[0] > 0 and seconds == sorted(set(seconds))
+    assert streamed == rounds
     assert [r["round"] for r in rounds] == list(range(1, len(rounds) + 1))
     assert "".join(text for r in rounds for text in r["texts"]) == text
     assert [token for r in rounds for token in r["token_ids"]] == whole["token_ids"]

@@ -54,8 +54,7 @@ export class Run {
     this.spans = []; // of each round
     this.tokenIds = [];
     this.drafted = this.accepted = 0;
-    this.startedAt = this.firstAt = this.lastAt = null;
-    this.firstTokens = 0;
+    this.startedAt = this.firstAt = null;
     this.selected = 0;
     this.following = true;
     this.prompt.textContent = prompt;
@@ -78,10 +77,8 @@ export class Run {
 
   /** Take a round as the API sends it. */
   add(round) {
-    this.lastAt = performance.now();
     if (!this.rounds.length) {
-      this.firstAt = this.lastAt;
-      this.firstTokens = round.token_ids.length;
+      this.firstAt = performance.now();
       this.say("generating", "running");
     }
     this.rounds.push(round);
@@ -101,10 +98,11 @@ export class Run {
     this.scheduleDraw();
   }
 
-  /** Tokens per second after the first round; not a number where there is too little to say. */
+  /** Tokens per second after the first round, by the server's clock; NaN before the second. */
   get speed() {
-    const seconds = (this.lastAt - this.firstAt) / 1000;
-    return seconds > 0.001 ? (this.tokenIds.length - this.firstTokens) / seconds : NaN;
+    const [first, last] = [this.rounds[0], this.rounds.at(-1)];
+    if (first === last) return NaN;
+    return (this.tokenIds.length - first.token_ids.length) / (last.seconds - first.seconds);
   }
 
   get tau() {

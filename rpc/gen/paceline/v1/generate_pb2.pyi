@@ -175,6 +175,9 @@ class RoundDraft(_message.Message):
     ACCEPTED_INDICES_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     COMMITTED_TEXTS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """When the round was committed, in seconds since the request was submitted."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The token tree that was verified; empty in a round without a draft."""
@@ -207,10 +210,11 @@ class RoundDraft(_message.Message):
         accepted_indices: _abc.Iterable[_builtins.int] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         committed_texts: _abc.Iterable[_builtins.str] | None = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_indices", b"accepted_indices", "committed_texts", b"committed_texts", "parent_indices", b"parent_indices", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_indices", b"accepted_indices", "committed_texts", b"committed_texts", "parent_indices", b"parent_indices", "seconds", b"seconds", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,10 +1,10 @@
 """Predicted outputs: the client says what it expects, and that is the draft.
 
 For rewriting tasks, where most of the output is known: a file with one function changed. Copying
-from a reference that matches the last tokens is Yang et al. 2023 (arXiv 2304.04487); that the client
-sends it with the request is OpenAI's API, where a prediction never changes the output either. Where the output leaves the prediction, the
-copy goes on after the place in it that the last tokens of the output occur at, and where there is
-none, a fallback drafts.
+from a reference at the place that the last tokens match is Yang et al. 2023 (arXiv 2304.04487);
+that the client sends it with the request is OpenAI's API. Where the output leaves the prediction,
+the copy goes on after the place in it that the last tokens of the output occur at, and where there
+is none, a fallback drafts.
 """
 
 from __future__ import annotations

@@ -225,6 +225,13 @@ class Opened:
         )
         return named
 
+    def boxes(self) -> list[dict[str, float]]:
+        """Where the runs are, all at one moment: the page may be scrolling."""
+        boxes: list[dict[str, float]] = self.page.evaluate(
+            "[...document.querySelectorAll('.run')].map(e => e.getBoundingClientRect().toJSON())"
+        )
+        return boxes
+
     def fits(self) -> bool:
         width: int = self.page.evaluate("document.documentElement.scrollWidth")
         return width <= self.page.viewport_size["width"]
@@ -333,7 +340,7 @@ def test_compare(opened: Open, url: str) -> None:
     )
     assert [page.text("h2", i) for i in (0, 1)] == ["draft_model", "ar"]
     assert page.text(".output", 0) == page.text(".output", 1)
-    left, right = (page.page.locator(".run").nth(i).bounding_box() for i in (0, 1))
+    left, right = page.boxes()
     assert left["y"] == right["y"] and left["x"] + left["width"] < right["x"]
     # Another method, whose tokens may be others.
     page.page.select_option("#method-0", "speculative_sampling")
@@ -414,7 +421,7 @@ def test_a_phone(opened: Open, url: str, scheme: str) -> None:
     page.page.locator("#compare").check()
     page.generate(prompt="x" * 300, max_tokens=24)
     assert page.fits()
-    first, second = (page.page.locator(".run").nth(i).bounding_box() for i in (0, 1))
+    first, second = page.boxes()
     assert first["y"] + first["height"] <= second["y"]
     assert first["width"] > 320
     paper = page.page.evaluate("getComputedStyle(document.body).backgroundColor")

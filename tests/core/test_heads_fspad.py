@@ -107,6 +107,7 @@ def test_training_makes_drafts_right() -> None:
     assert agreement[0] > 0.7
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", ["feature_sampling", "partial_alignment"])
 def test_without_either_part_less_is_accepted(part: str, tmp_path: Path) -> None:
     """Trained in the same way from the same seeds: as measured on text, and in the loop."""

@@ -33,7 +33,7 @@ def suite(demo: Engine) -> Suite:
 
 @pytest.fixture(scope="module")
 def short_suite(demo: Engine) -> Suite:
-    return Suite(demo, 8, 40, batch=8)
+    return Suite(demo, 8, 28, batch=8)
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
 
 
+@pytest.mark.nightly
 def test_the_pipeline_survives_a_kill(tmp_path: Path) -> None:
     (tmp_path / "extra.jsonl").write_text(
         "".join(json.dumps({"text": f"record {i} " * 40}) + "\n" for i in range(40))

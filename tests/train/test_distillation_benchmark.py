@@ -13,6 +13,7 @@ from paceline.train.draft_models import DraftTask
 from paceline.train.trainer import TrainOptions, train
 
 
+@pytest.mark.nightly
 def test_distillspec_is_accepted_more_than_plain_fine_tuning_at_equal_steps(
     target: Path, text: Text, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,6 +186,7 @@ def run_here(
             device=device,
             drafter_device=drafter_device,
             batch_invariant=batch_invariant,
+            translate=config.method == "omnidraft",
         )
     assert engine.tokenizer is not None  # load_engine always has one
     splitter = PieceSplitter(engine.tokenizer)

@@ -43,6 +43,7 @@ def _load(config: DeploymentConfig) -> Engine:
         batch_invariant=model.batch_invariant,
         kv_tokens=model.kv_tokens,
         limits=config.target.limits.engine_limits(),
+        translate=config.speculation.method == "omnidraft",
     )
 
 

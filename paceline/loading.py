@@ -152,18 +152,19 @@ def load_engine(
     kv_tokens: int | None = None,
     limits: EngineLimits | None = None,
     heads: str | Path | None = None,
+    translate: bool = False,
 ) -> Engine:
     """An engine over model folders; without any, over the demo pair.
 
-    A drafter with another tokenizer than the target's drafts for the row `omnidraft` alone.
-
     Args:
+        translate: take a drafter with another tokenizer, too; it drafts for the row `omnidraft`.
         drafter_device: where the drafter runs; None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
             default: the demo's, or the folder ``heads`` in the target's.
 
     Raises:
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
+        TokenizerMismatch: drafter and target do not share a tokenizer, and ``translate`` is False.
     """
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
@@ -174,13 +175,13 @@ def load_engine(
     drafters: dict[str, Drafter | AsyncDrafter] = {}
     if drafter is not None:
         where = drafter_device or device
-        if tokenizer.vocabulary() == load_tokenizer(drafter).vocabulary():
-            drafters["draft_model"] = load_drafter(
-                drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
-            )
-        else:
+        if translate and tokenizer.vocabulary() != load_tokenizer(drafter).vocabulary():
             drafters["omnidraft"] = load_translating_drafter(
                 drafter, tokenizer, dtype=dtype, device=where, kv_tokens=kv_tokens
+            )
+        else:
+            drafters["draft_model"] = load_drafter(
+                drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
     is_demo = Path(target).resolve() == TARGET_DIR.resolve()
     if heads and not Path(heads).is_dir():

@@ -204,6 +204,7 @@ def check_same_tokenizer(target: Tokenizer, drafter: Tokenizer) -> None:
         f"drafter and target must share a tokenizer, but {len(differing)} of "
         f"{len(ours.keys() | theirs.keys())} entries differ: {shown}"
         + (", ..." if len(differing) > 5 else "")
+        + "; the method omnidraft translates between them"
     )
 
 

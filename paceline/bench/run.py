@@ -251,6 +251,7 @@ def _load_backend(options: BenchOptions, *, batch_invariant: bool | None) -> Loc
         dtype=options.dtype,
         device=options.device,
         batch_invariant=batch_invariant,
+        translate="omnidraft" in (options.methods or ""),
         # Prompts come again and again here, and every time has to cost the same.
         limits=EngineLimits(max_sessions=max(64, options.batch), prefix_cache=False),
     )

@@ -96,7 +96,7 @@ def run(
 def test_tokens_are_those_of_ar(
     kind: str, params: SamplingParams, plain: Engine, request: pytest.FixtureRequest
 ) -> None:
-    engine = load_engine(TARGET_DIR, request.getfixturevalue(kind))
+    engine = load_engine(TARGET_DIR, request.getfixturevalue(kind), translate=True)
     for text in TEXTS:
         session = run(engine, "omnidraft", params, text)
         assert session.output_ids == run(plain, "ar", params, text).output_ids
@@ -116,7 +116,7 @@ def test_another_order_of_tokens_costs_nothing_once_they_are_known(
     params: SamplingParams, plain: Engine, shuffled: Path
 ) -> None:
     """Above temperature 0 too: a translated token has the noise of the target's."""
-    engine = load_engine(TARGET_DIR, shuffled)
+    engine = load_engine(TARGET_DIR, shuffled, translate=True)
     first, second = (run(engine, "omnidraft", params) for _ in range(2))
     known = run(plain, "draft_model", params)
     assert second.output_ids == known.output_ids
@@ -163,7 +163,7 @@ def test_the_cache_learns(finer: Path) -> None:
 
 
 def test_rows_for_the_same_tokenizer_are_refused(finer: Path) -> None:
-    engine = load_engine(TARGET_DIR, finer)
+    engine = load_engine(TARGET_DIR, finer, translate=True)
     assert isinstance(engine.drafters["omnidraft"], OmniDraft)
     with pytest.raises(InvalidArgument, match="omnidraft"):
         run(engine, "draft_model")

@@ -179,7 +179,7 @@ def test_every_row_is_simulated_exactly_or_says_why_not(small: Engine, method: s
     reason = why_not(resolve(config), params)
     learns = {
         "token_recycling", "sam_token_recycling", "stand", "aded", "lookahead", "jacobi",
-        "gauss_seidel", "hybrid_jacobi", "ppd", "hidden_transfer",
+        "gauss_seidel", "hybrid_jacobi", "ppd", "hidden_transfer", "omnidraft",
     }  # fmt: skip
     assert (reason is not None) == (method in learns)
     if reason is None:

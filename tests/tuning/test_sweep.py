@@ -194,6 +194,7 @@ def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
         Sweep(small(), Results(str(tmp_path / "file" / "sweep")), quiet())
 
 
+@pytest.mark.nightly
 def test_no_room_for_a_record_ends_the_sweep_and_says_so(
     ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +283,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 def test_a_killed_driver_goes_on_with_the_same_trials(tmp_path: Path) -> None:
     results = Results(str(tmp_path / "sweep"))
     command = sweep_command(tmp_path / "sweep", "search.trials=6")

@@ -80,7 +80,7 @@ def test_the_best_of_everything_is_not_below_ar(tmp_path: Path) -> None:
     """All families on a mixed workload, then the found configuration once more, served."""
     space = read_space(
         "everything",
-        ["search.trials=12", "search.simulated_first=8", "search.time_s=300", "search.confirm=2"],
+        ["search.trials=8", "search.simulated_first=6", "search.time_s=120", "search.confirm=2"],
     )
     results = Results(str(tmp_path / "sweep"))
     assert Sweep(space, results, Console()).run().state == "finished"

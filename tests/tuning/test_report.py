@@ -400,7 +400,7 @@ def report_file(full: Results) -> str:
     return write_report(full)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
 def test_a_browser_shows_every_picture(
     width: int, scheme: str, chromium: Any, report_file: str
 ) -> None:

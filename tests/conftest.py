@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,24 @@ def _one_thread() -> None:
     from paceline.loading import limit_threads
 
     limit_threads(1)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A real browser, headless, that asks nobody for anything by itself."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("no chromium on the path (Debian: apt install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    options = [
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--no-first-run", "--disable-sync", "--disable-component-update",
+    ]  # fmt: skip
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=options)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

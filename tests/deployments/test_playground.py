@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,11 +24,6 @@ from rpc.tenants import Tenants
 from tests.deployments.conftest import eventually
 from tests.deployments.http_serving import http_serving
 
-CHROMIUM = shutil.which("chromium")
-QUIET = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-    "--no-first-run", "--disable-sync", "--disable-component-update",
-]  # fmt: skip
 MODEL = ModelInfo(name="demo", default_speculation=SpeculationConfig(method="draft_model"))
 PROMPT = "def fibonacci(n):\n"
 KEY = "alice-" * 4
@@ -162,18 +156,6 @@ def test_the_catalogue_names_every_method_that_is_served(url: str) -> None:
 
 
 # --- a browser ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium on the path (Debian: apt install chromium)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
 
 
 Open = Callable[..., "Opened"]

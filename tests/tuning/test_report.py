@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,6 @@ from tuning import pictures
 from tuning.report import render, write_report
 from tuning.results import ExampleDraft, Results, TrialRecord, best_trial
 
-CHROMIUM = shutil.which("chromium")
-QUIET = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-    "--no-first-run", "--disable-sync", "--disable-component-update",
-]  # fmt: skip
 Pixels = npt.NDArray[np.float64]
 TWO = ("goodput", "latency_p99")
 EVERY_PICTURE = [
@@ -338,18 +331,6 @@ def test_every_token_has_something_to_show(text: str, shown: str) -> None:
 
 
 # --- a browser ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium on the path (Debian: apt install chromium)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
 
 
 class Opened:

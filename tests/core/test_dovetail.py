@@ -1,6 +1,8 @@
-"""Dovetail (arXiv 2412.18934): drafter and target on devices of their own."""
+"""Dovetail (arXiv 2412.18934): drafter and target on two devices, and a gate for features."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,24 @@ from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import InvalidArgument
 from paceline.lengths.round_trip import RoundCosts, best_depth
 from paceline.loading import load_engine
+from paceline.models.heads.base import Target
+from paceline.models.heads.dovetail import Dovetail, DovetailOptions
 from paceline.sampling import SamplingParams
+from tests.core.toy_heads import (
+    PARAMS,
+    PROMPT,
+    accepted_length,
+    check_end_of_context,
+    decode,
+    demo_runner,
+    demo_target,
+    drafted_logits,
+    evaluate,
+    random_head,
+    read,
+    texts,
+    train,
+)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -57,3 +76,67 @@ def test_where_verification_grows_with_the_draft_the_best_draft_is_smaller(
     assert depths[0] == best_depth(acceptance, gpu, 0, 32)
     assert depths == sorted(depths, reverse=True)
     assert depths[-1] < depths[0]
+
+
+def test_each_component_lies_between_the_features_and_the_tokens(tiny_folder: Path) -> None:
+    head = random_head(Dovetail, Target.from_folder(tiny_folder), DovetailOptions())
+    size = head.target.config.hidden_size
+    embedded, features = 3 * torch.randn(2, 50, size)
+    feature, token, z = head.fusion(embedded, features)
+    assert (z > 0).all() and (z < 1).all()
+    mixed = head.inputs(embedded, features)
+    slack = 1e-6
+    assert (mixed >= torch.minimum(feature, token) - slack).all()
+    assert (mixed <= torch.maximum(feature, token) + slack).all()
+    # Each part alone where the gate is at one end.
+    for bias, alone in ((-1e4, token), (1e4, feature)):
+        with torch.no_grad():
+            direction = torch.cat([feature, token], -1).reshape(-1, 2 * size)
+            head.gate.weight.copy_(torch.linalg.lstsq(direction, bias * torch.ones(50, size))[0].T)
+        assert torch.allclose(head.inputs(embedded, features), alone, atol=1e-4)
+
+
+def test_a_node_of_a_tree_is_as_on_its_path_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    head = random_head(Dovetail, Target.from_folder(tiny_folder), DovetailOptions())
+    head.prepare()
+    ids = list(range(40, 52))
+    features = torch.randn(len(ids), head.target.config.hidden_size)
+    paths = [[60, 61, 62], [60, 63, 64], [65, 66, 67]]
+    together = drafted_logits(head, features, ids, paths)
+    alone = torch.cat([drafted_logits(head, features, ids, [path]) for path in paths])
+    assert torch.allclose(together, alone, atol=1e-4)
+    trained = head(features[None], torch.tensor([ids]))[0][0, -1]
+    state = head.new_state()
+    assert torch.allclose(head.root([state], [features], [ids])[0], head.logits(trained), atol=1e-4)
+
+
+def test_exact_to_the_end_of_the_context(zoo: Path, tmp_path: Path) -> None:
+    check_end_of_context(Dovetail, DovetailOptions(), zoo, tmp_path, num_speculative_tokens=6)
+
+
+def test_training_makes_drafts_right_and_a_round_moves_one_feature_for_each_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = read(demo_runner(), texts())
+    torch.manual_seed(0)
+    head = Dovetail(demo_target(), DovetailOptions())
+    before, _ = evaluate(head, batch)
+    train(head, batch, 30, rate=2e-3)
+    after, agreement = evaluate(head, batch)
+    assert after < 0.5 * before
+    assert agreement[0] > 0.7
+    moved = 0  # bytes of features that the drafter gets of the target
+    root = Dovetail.root
+
+    def watch(self: Dovetail, states, features, token_ids):  # type: ignore[no-untyped-def]
+        nonlocal moved
+        moved += sum(rows.numel() * rows.element_size() for rows in features)
+        assert [len(rows) for rows in features] == [len(ids) for ids in token_ids]
+        return root(self, states, features, token_ids)
+
+    monkeypatch.setattr(Dovetail, "root", watch)
+    sessions = decode(head, tmp_path, "dovetail")
+    assert accepted_length(sessions) > 2.0
+    # One row for each token, but the last round's, after which nothing is drafted.
+    row = 4 * head.target.config.hidden_size
+    assert 0 < moved <= len(sessions) * row * (PROMPT + PARAMS.max_tokens - 1)

@@ -10,6 +10,7 @@ from paceline.models.base import ModelRunner
 from paceline.models.heads.base import Head, Target, load_head
 from paceline.models.heads.blockwise import Blockwise
 from paceline.models.heads.chimera import Chimera
+from paceline.models.heads.dovetail import Dovetail
 from paceline.models.heads.eagle import Eagle
 from paceline.models.heads.falcon import Falcon
 from paceline.models.heads.fspad import Fspad
@@ -31,6 +32,7 @@ HEADS: Mapping[str, type[Head]] = {
         Chimera,
         Fspad,
         Falcon,
+        Dovetail,
         MixtureOfAttentions,
         PromptDecoding,
         HiddenTransfer,

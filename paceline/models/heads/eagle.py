@@ -136,9 +136,13 @@ class Eagle(Head):
 
     # --- drafting ------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def new_stack(self) -> LayerStack:
+        """The layers as they draft."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        self.stack = LayerStack(layers, self.target.kv_tokens)
+        return LayerStack(layers, self.target.kv_tokens)
+
+    def prepare(self) -> None:
+        self.stack = self.new_stack()
         weight = self.stack.ops.pack(self.fc.weight.detach().contiguous())
         self._fc = weight, self.fc.bias.detach().contiguous()
 

@@ -354,9 +354,8 @@ class Engine:
     def _check_prediction(self, prediction: Sequence[int], plan: Plan) -> None:
         if not prediction:
             return
-        readers = {"predicted_outputs", "predicted_outputs_or_draft_model"}
-        if readers.isdisjoint(plan.drafters):
-            able = sorted(row.name for row in self.catalogue.values() if row.drafter in readers)
+        if not plan.reads_prediction:
+            able = sorted(row.name for row in self.catalogue.values() if row.reads_prediction)
             raise InvalidArgument(
                 "prediction", f"{len(prediction)} tokens",
                 f"none with method {plan.method.name!r}, or one of the methods that use it: "

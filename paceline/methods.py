@@ -87,6 +87,7 @@ class Method:
             target with fewer layers or, with drafter ``none``, a lossy row that decodes so.
         makes_trees: its drafter makes drafts with more than one branch whatever the rule, so that
             rules for chains are refused. (Others make chains for those.)
+        reads_prediction: its drafter uses the prediction that comes with a request.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Method:
     head: str | None = None
     depth_policy: str | None = None
     makes_trees: bool = False
+    reads_prediction: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -618,6 +620,7 @@ METHODS: Mapping[str, Method] = {
                 "node_budget": None,
                 "min_match": MIN_MATCH,
             },
+            reads_prediction=True,
         ),
         Method(
             name="predicted_outputs_draft_model",
@@ -634,6 +637,7 @@ METHODS: Mapping[str, Method] = {
                 "fallback_depth": 5,
             },
             uses=("draft_model",),
+            reads_prediction=True,
         ),
         Method(
             name="aggressive_tolerance",

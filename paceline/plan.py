@@ -63,6 +63,11 @@ class Plan:
         return (self.method.drafter, *(chosen or self.method.uses))
 
     @property
+    def reads_prediction(self) -> bool:
+        """Whether a drafter uses the prediction that comes with a request."""
+        return any(row.reads_prediction for row in (self.method, *self.parts))
+
+    @property
     def needs(self) -> frozenset[Need]:
         """What all drafters together want from the target."""
         return self.method.needs.union(*(row.needs for row in self.parts))

@@ -37,6 +37,51 @@ from rpc.remote_target import (
 )
 
 LADDER = (Mode.DEVICE, Mode.SERVER, Mode.AR)
+_LONGEST_COPY = 256  # tokens
+
+
+class CopyAhead:
+    """Lets a drafter that copies go ahead, although it cannot take a guess back.
+
+    It is asked for more than a draft and never sees a guess: while what was guessed is what it had
+    found, the rounds ahead are the next tokens of the same copy.
+    """
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._found: dict[str, tuple[int, list[int]]] = {}  # where a copy begins, and its tokens
+
+    def open(self, session: Session) -> None:
+        self._drafter.open(session)
+
+    def close(self, session: Session) -> None:
+        self._found.pop(session.session_id, None)
+        self._drafter.close(session)
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        wanted = [min(budget.depth, budget.nodes) for budget in budgets]
+        drafts = self._drafter.propose(
+            sessions,
+            [Budget(_LONGEST_COPY, _LONGEST_COPY) if n > 0 else Budget(0, 0) for n in wanted],
+        )
+        for i, (session, draft, count) in enumerate(zip(sessions, drafts, wanted, strict=True)):
+            tokens = draft.token_ids.tolist()
+            self._found[session.session_id] = session.length, tokens
+            drafts[i] = Draft.chain(tokens[:count])
+        return drafts
+
+    def draft_ahead(self, session: Session, budget: Budget) -> Draft:
+        """As :data:`rpc.remote_target.DraftAhead`."""
+        start, tokens = self._found.get(session.session_id, (session.length, []))
+        done = session.length - start
+        if session.token_ids[start:] != tokens[:done]:
+            return EMPTY_DRAFT
+        return Draft.chain(tokens[done : done + budget.depth])
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        self._drafter.observe(sessions, outcomes)
 
 
 class DeviceDrafter:
@@ -202,7 +247,12 @@ class DeviceClient:
         if name != "none":
             own = self._engine.local_drafter(name)
             if getattr(own, "rewinds", False):
-                self.target.drafter = own
+                self.target.draft_ahead = lambda session, budget: own.propose([session], [budget])[
+                    0
+                ]
+            elif getattr(own, "copies", False):
+                own = copier = CopyAhead(own)
+                self.target.draft_ahead = copier.draft_ahead
             self._engine.drafters[name] = DeviceDrafter(own, self.target)
         if self.config.length == "pearl" and not self.target.goes_ahead:
             raise InvalidArgument(

@@ -8,7 +8,8 @@ draft and add what the drafter expects, and each further draft leaves at once. T
 frames of a stream one after the other and compares each one's prefix digest with its own tokens, so
 a round whose guess was wrong costs it a comparison, and one whose guess was right is already there
 when the answer to the round before leaves. A drafter takes part if it can take a guess back
-(``Drafter.rewinds``); others draft when the answer has come.
+(``Drafter.rewinds``), or find more than a draft at a time (``Drafter.copies``); others draft when
+the answer has come.
 
 *Losing a server.* Committed tokens are all that a target knows of a session, and this side has
 them. A stream that breaks is resumed, or opened anew with these tokens, there or at the next
@@ -37,7 +38,6 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import Drafter
 from paceline.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -87,6 +87,8 @@ from rpc.messages import (
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[str], grpc.Channel]
+# A chain after the tokens of a session, which end in guesses.
+DraftAhead = Callable[[Session, Budget], Draft]
 
 # After these another attempt, there or elsewhere, can help; everything else is the caller's to see.
 _TRANSIENT = (
@@ -707,7 +709,7 @@ class _Link:
 
     def _wants_ahead(self) -> bool:
         owner = self._owner
-        if owner.drafter is None or self._ahead_done or not self.rounds:
+        if owner.draft_ahead is None or self._ahead_done or not self.rounds:
             return False
         if self.session.stats.drafter_lost:
             return False  # the loop has closed it
@@ -723,8 +725,8 @@ class _Link:
 
     def _draft_ahead(self) -> None:
         """Draft the round after the last one in flight on the guess that all of it is accepted."""
-        session, drafter = self.session, self._owner.drafter
-        assert drafter is not None
+        session, draft_ahead = self.session, self._owner.draft_ahead
+        assert draft_ahead is not None
         guess = self.guess
         last = session.token_ids[-1] if not guess else guess[-1]
         if guess and session.stops_at(last):
@@ -737,7 +739,7 @@ class _Link:
         self.went_ahead = True
         session.token_ids += guess
         try:
-            (draft,) = drafter.propose([session], [Budget(depth + 1, depth + 1)])
+            draft = draft_ahead(session, Budget(depth + 1, depth + 1))
         except Exception:  # the next proper propose meets it again, and the loop knows what to do
             logger.exception("a drafter cannot draft ahead")
             draft = EMPTY_DRAFT
@@ -779,7 +781,7 @@ class RemoteTarget:
         max_in_flight: rounds under way at a time; 1 waits for every answer.
 
     Attributes:
-        drafter: drafts ahead; None where the session's drafter cannot.
+        draft_ahead: None where the drafter cannot.
         counters: of everything that crossed the network.
         travel_seconds: recent round trip without the server's own time; 0.0 until known.
     """
@@ -813,7 +815,7 @@ class RemoteTarget:
         self.on_alone = on_alone
         self.first_mode = first_mode
         self.max_in_flight = max_in_flight
-        self.drafter: Drafter | None = None
+        self.draft_ahead: DraftAhead | None = None
         self.counters = RemoteCounters()
         self.travel_seconds = 0.0
         self.preferred = 0  # index of the server that answered last
@@ -822,7 +824,7 @@ class RemoteTarget:
     @property
     def goes_ahead(self) -> bool:
         """Whether drafts are made and sent while answers travel."""
-        return self.drafter is not None and self.max_in_flight > 1
+        return self.draft_ahead is not None and self.max_in_flight > 1
 
     @property
     def vocab_size(self) -> int:

@@ -33,6 +33,8 @@ class Drafter(Protocol):
         needs: what it wants from the target; the engine computes just that.
         rewinds: (optional) whether ``propose`` may find other tokens in a session than it or
             ``observe`` saw before: such a drafter can draft ahead on a guess.
+        copies: (optional) whether its drafts are chains of tokens that it has found, so that more
+            of them cost nothing: what follows a guess can be asked for along with the draft.
     """
 
     needs: frozenset[Need]
@@ -239,13 +241,23 @@ class LookupDrafter(ABC, Generic[State]):
     Args:
         fallback: drafts for the sessions of a step for which :meth:`find` returns None; without
             one those are AR for that round. Its drafts are at most ``fallback_depth`` deep.
+
+    Attributes:
+        finds_chains: whether what is found is a chain, as long as the budget where there is more.
     """
+
+    finds_chains = False
 
     def __init__(self, fallback: Drafter | None = None) -> None:
         self.fallback = fallback
         self.needs: frozenset[Need] = fallback.needs if fallback else frozenset()
         self._states: dict[str, State] = {}
         self._fell_back: set[str] = set()
+
+    @property
+    def copies(self) -> bool:
+        """As in :class:`Drafter`; a fallback's tokens are not for free."""
+        return self.finds_chains and self.fallback is None
 
     @abstractmethod
     def start(self, session: Session) -> State:

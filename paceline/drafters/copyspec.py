@@ -44,6 +44,8 @@ class FirstOccurrences:
 class CopySpec(LookupDrafter[FirstOccurrences]):
     """A chain copied from the session's own tokens."""
 
+    finds_chains = True
+
     def start(self, session: Session) -> FirstOccurrences:
         gamma = session.plan.config.min_match
         assert gamma is not None  # resolved

@@ -96,6 +96,8 @@ class _State:
 class PredictedOutputs(LookupDrafter[_State]):
     """A chain copied from the prediction that came with the request."""
 
+    finds_chains = True
+
     def start(self, session: Session) -> _State:
         min_match = session.plan.config.min_match
         assert min_match is not None  # resolved

@@ -46,6 +46,7 @@ class PromptLookup:
     """A chain copied from the session's own tokens; state is one index for each session."""
 
     needs: frozenset[Need] = frozenset()
+    copies = True
 
     def __init__(self) -> None:
         self._indexes: dict[str, _SuffixIndex] = {}

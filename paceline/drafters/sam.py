@@ -118,6 +118,8 @@ class SamDecoding(LookupDrafter[_State]):
             an automaton, so the older of the two goes when the newer is full.
     """
 
+    finds_chains = True
+
     def __init__(self, fallback: Drafter | None = None, *, max_corpus: int = MAX_CORPUS) -> None:
         super().__init__(fallback)
         self._max_corpus = max_corpus

@@ -146,6 +146,47 @@ def test_a_slow_link_costs_nothing_once_enough_rounds_are_under_way() -> None:
     assert pace < 0.5 * 0.15
 
 
+def refrain(token_ids: list[int]) -> int:
+    """Forty tokens again and again, with another one here and there."""
+    place = len(token_ids)
+    return 45 if place % 97 == 0 else place % 40
+
+
+@pytest.mark.parametrize("method", ["prompt_lookup", "copyspec", "sam_decoding"])
+def test_drafters_that_copy_go_ahead(method: str) -> None:
+    """Further along the copy; where a guess was wrong, what they find is as if nothing had been."""
+    count = 200
+    expected = list(range(3))
+    while len(expected) < count + 3:
+        expected.append(refrain(expected))
+    thread = EngineThread(Engine(ModelTarget(ScriptedRunner(refrain, VOCAB_SIZE)))).start()
+    results = []
+    try:
+        with (
+            serving(engine=thread, model=ModelInfo()) as server,
+            Netem(server.address, Link(rtt=0.02)) as netem,
+        ):
+            for in_flight in (1, 8):
+                client = DeviceClient(
+                    [netem.address],
+                    speculation=SpeculationConfig(
+                        method=method, num_speculative_tokens=4, length="fixed"
+                    ),
+                    max_in_flight=in_flight,
+                    modes=[Mode.DEVICE],
+                )  # fmt: skip
+                with client:
+                    results.append(client.complete(expected[:3], params(count)))
+    finally:
+        thread.stop()
+    one, ahead = results
+    assert one.token_ids == ahead.token_ids == expected[3:]
+    assert ahead.counters.ahead_right > 10 > one.counters.ahead_right == 0
+    assert ahead.counters.sent_ahead > ahead.counters.ahead_right  # and some guesses are wrong
+    # Drafts are as long and as good as without; each round ahead may end where the copy does.
+    assert ahead.statistics.num_rounds <= 1.2 * one.statistics.num_rounds
+
+
 # --- PEARL ----------------------------------------------------------------------------------------
 
 

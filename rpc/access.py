@@ -228,13 +228,21 @@ class Gate:
         for account in accounts:
             account.count_open(session)
 
-    def authenticate(self, peer: str, method: str, headers: Iterable[tuple[str, Any]]) -> None:
+    def authenticate(
+        self,
+        peer: str,
+        method: str,
+        headers: Iterable[tuple[str, Any]],
+        *,
+        public: bool = False,
+    ) -> None:
         """Find out who calls, for the rest of the call.
 
         Args:
             peer: where the call comes from, in gRPC's notation (``ipv4:192.0.2.7:40312``).
             method: what is called, with its service.
             headers: names in lower case and values; gRPC calls them metadata.
+            public: no token is needed.
 
         Raises:
             Unauthenticated: no token, or nobody's.
@@ -243,7 +251,7 @@ class Gate:
         tenants = self._tenants
         caller = Caller(peer, method)
         _caller.set(caller)
-        if tenants is None or method.startswith(_PUBLIC_SERVICE):
+        if tenants is None or public:
             return
         try:
             digest = digest_of(_token(headers))
@@ -520,8 +528,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     async def _let_in(self, context: Context, method: str) -> None:
-        self._gate.authenticate(context.peer(), method, context.invocation_metadata() or ())
-        if method.startswith(_PUBLIC_SERVICE):
+        public = method.startswith(_PUBLIC_SERVICE)
+        headers = context.invocation_metadata() or ()
+        self._gate.authenticate(context.peer(), method, headers, public=public)
+        if public:
             await self._gate.slow_down()
 
 

@@ -40,7 +40,7 @@ class Targets(Protocol):
     """What the API needs of :class:`deployments.gateway.Relay`."""
 
     def generate(
-        self, request: bytes, timeout_s: float | None = None
+        self, request: bytes, timeout_s: float | None = None, traceparent: str = ""
     ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]: ...
 
     async def get_model(self, request: bytes = b"", timeout_s: float | None = None) -> bytes: ...
@@ -478,7 +478,7 @@ def _token_name(text: bytes) -> str:
 
 
 async def _respond(answer: _Answer, targets: Targets, request: Request) -> Response:
-    replies = _together(targets, answer.messages)
+    replies = _together(targets, answer.messages, request.headers.get("traceparent", ""))
     if not answer.body.stream:
         return await while_connected(request.receive, _collect(answer, replies))
     try:
@@ -543,7 +543,7 @@ async def _after(first: _Reply, rest: AsyncIterator[_Reply]) -> AsyncIterator[_R
 
 
 async def _together(
-    targets: Targets, messages: Sequence[generate_pb2.GenerateRequest]
+    targets: Targets, messages: Sequence[generate_pb2.GenerateRequest], traceparent: str
 ) -> AsyncGenerator[_Reply]:
     """All generations at once: replies as they come, with the index of their request.
 
@@ -552,8 +552,9 @@ async def _together(
     arrived: asyncio.Queue[_Reply | None] = asyncio.Queue()
 
     async def relay(index: int, message: generate_pb2.GenerateRequest) -> None:
+        call = targets.generate(message.SerializeToString(), traceparent=traceparent)
         try:
-            async with aclosing(targets.generate(message.SerializeToString())) as replies:
+            async with aclosing(call) as replies:
                 async for _, reply in replies:
                     arrived.put_nowait((index, reply))
         finally:

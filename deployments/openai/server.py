@@ -30,6 +30,8 @@ PUBLIC_PATHS = frozenset(("/health", *PLAYGROUND_PATHS))
 everywhere, and asks its reader for the token."""
 BODY_TIMEOUT_S = 30.0
 """A client that sends half of a request holds a socket; honest ones take milliseconds."""
+_CHEAP = frozenset((401, 403, 404, 405, 429))
+"""Answers that a client can have by the thousand at no cost of its own."""
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
           404: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
 
@@ -87,6 +89,9 @@ def as_sent(error: BaseException) -> BaseException:
 class Guard:
     """Lets requests through to an app whose caller is known and whose body has come in time.
 
+    Refusals queue, the app's own among them, and so do answers that need no token
+    (:meth:`rpc.access.Gate.slow_down`).
+
     Args:
         gate: finds out who calls; its limit for a message counts for bodies too.
     """
@@ -98,20 +103,26 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        public = scope["path"] in PUBLIC_PATHS
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and (public or message["status"] in _CHEAP):
+                await self._gate.slow_down()
+            await send(message)
+
         try:
-            if scope["path"] not in PUBLIC_PATHS:
-                headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"])
-                self._gate.authenticate(_peer(scope), scope["path"], headers)
+            headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"])
+            self._gate.authenticate(_peer(scope), scope["path"], headers, public=public)
             body = await self._body(receive)
         except Exception as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, answer)
             return
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def received() -> MutableMapping[str, Any]:
             return pending.pop() if pending else await receive()
 
-        await self._app(scope, received, send)
+        await self._app(scope, received, answer)
 
     async def _body(self, receive: Receive) -> bytes:
         limit, body = self._gate.limits.max_message_bytes, bytearray()

@@ -16,6 +16,7 @@ from paceline.engine import EngineThread
 from rpc.access import Gate
 from rpc.generate_service import ModelInfo
 from rpc.server import start_server
+from rpc.tracing import Tracing
 
 
 class _DirectLease:
@@ -35,11 +36,17 @@ class _DirectLease:
 
 @contextmanager
 def http_serving(
-    engine: EngineThread, model: ModelInfo, *, gate: Gate | None = None, **options: Any
+    engine: EngineThread,
+    model: ModelInfo,
+    *,
+    gate: Gate | None = None,
+    tracing: Tracing | None = None,
+    **options: Any,
 ) -> Iterator[str]:
     """Serve an engine over HTTP on a thread; yields the address.
 
     Args:
+        tracing: of the gateway.
         options: of :func:`deployments.openai.server.start_http`.
     """
     loop = asyncio.new_event_loop()
@@ -53,7 +60,7 @@ def http_serving(
         async def lease() -> Lease:
             return cast(Lease, _DirectLease(target.address))
 
-        relay = Relay(lease, idle_timeout_s=60, gate=gate)
+        relay = Relay(lease, idle_timeout_s=60, gate=gate, tracing=tracing)
         return target, relay, await start_http(make_app(relay, gate), **options)
 
     async def stop(target: Any, relay: Any, http: Any) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import ssl
+import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,11 +30,13 @@ from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
+from rpc import access
 from rpc.access import Gate, Limits
 from rpc.gen.paceline.v1 import common_pb2
 from rpc.generate_service import ModelInfo
 from rpc.tenants import Tenants
 from rpc.tls import ServerTls
+from rpc.tracing import Tracing
 from tests.deployments.conftest import PROMPTS, eventually
 from tests.deployments.http_serving import http_serving
 
@@ -539,6 +542,16 @@ def _get(url: str, path: str, **headers: str) -> tuple[int, Any]:
     return result
 
 
+def _post(url: str, path: str, body: dict[str, Any], **headers: str) -> int:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    headers["content-type"] = "application/json"
+    connection.request("POST", path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status
+
+
 def test_what_is_no_json(url: str) -> None:
     for body in (b"", b"{", b"[]", b"\xff\xfe", b'"text"', b"null", b'{"prompt": NaN}'):
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
@@ -610,6 +623,65 @@ def test_keys_and_quotas(target: EngineThread, tmp_path: Path) -> None:
         assert eventually(lambda: gate.num_sessions == 0, 1.0)
         for client in (alice, eve, nobody):
             client.close()
+
+
+def test_refusals_queue(
+    target: EngineThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one host or tenant, as over gRPC; answers to others and to good requests do not."""
+    rate, count = 20.0, 30
+    monkeypatch.setattr(access, "REFUSALS_PER_SECOND", rate)
+    tenants = {
+        name: {"token": f"{name}-" * 4, "quotas": {"opens_per_second": 0.001}}
+        for name in ("alice", "bob", "carol")
+    }
+    (tmp_path / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    gate = Gate(tenants=Tenants(tmp_path / "tenants.yaml"))
+
+    def as_tenant(name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {name}-{name}-{name}-{name}-"}
+
+    with http_serving(target, MODEL, gate=gate) as url:
+        body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+        assert _post(url, "/v1/completions", body, **as_tenant("bob")) == 200  # his only one
+        floods: list[tuple[int, Callable[[], int]]] = [
+            (401, lambda: _get(url, "/version")[0]),
+            (404, lambda: _get(url, "/no/such", **as_tenant("alice"))[0]),
+            (429, lambda: _post(url, "/v1/completions", body, **as_tenant("bob"))),
+        ]
+        for status, request in floods:
+            started = time.monotonic()
+            assert {request() for _ in range(count)} == {status}
+            assert time.monotonic() - started >= (count - rate) / rate - 0.05
+        # Nobody else pays for it, and what is no refusal is not counted as one.
+        assert _get(url, "/version", **as_tenant("carol"))[0] == 200
+        assert set(gate._refusals) == {("", "ipv4:127.0.0.1"), ("alice", ""), ("bob", "")}
+        # Probes have no token, and are answers of the same host.
+        started = time.monotonic()
+        assert {_get(url, "/health")[0] for _ in range(count)} == {200}
+        assert time.monotonic() - started >= (count - rate) / rate - 0.05
+
+
+def test_a_traceparent_is_the_parent_of_the_gateways_span(target: EngineThread) -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("test", exporter)
+    trace_id, parent_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+    with http_serving(target, MODEL, tracing=tracing) as url:
+        for value in (f"00-{trace_id}-{parent_id}-01", f"00-{trace_id}-{parent_id}-00", "nonsense"):
+            for stream in (False, True):
+                given = {**body, "stream": stream}
+                assert _post(url, "/v1/completions", given, traceparent=value) == 200
+    tracing.stop()
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["gateway.generate"] * 4  # two traces are not sampled
+    own, others = spans[:2], spans[2:]
+    for span in own:
+        assert f"{span.context.trace_id:032x}" == trace_id
+        assert span.parent is not None and f"{span.parent.span_id:016x}" == parent_id
+    assert all(span.parent is None for span in others)
 
 
 def test_tls_follows_its_files(target: EngineThread, tmp_path: Path) -> None:

@@ -65,16 +65,20 @@ def test_pad_and_split_give_the_same_logits(tiny_folder: Path) -> None:
 
 
 def test_ragged_batches_process_the_real_tokens_and_no_others(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
 ) -> None:
-    """EMS-SD: drafts of different lengths in one batch; rows = last tokens + drafted tokens."""
+    """EMS-SD: drafts of different lengths in one batch; rows = last tokens + drafted tokens, and
+    the tokens are those of batch 1.
+    """
     rows: dict[str, int] = {}
     for strategy in ("ragged", "pad"):
         small = engine_with(tiny_folder, strategy)  # type: ignore[arg-type]
         forward, count = small.target.forward, [0]
+        together: list[set[int]] = []  # rows of each sequence, by forward
 
         def counting(segments: list[Segment], *rest: object) -> object:
             count[0] += sum(segment.num_rows for segment in segments)  # noqa: B023
+            together.append({segment.num_rows for segment in segments})  # noqa: B023
             return forward(segments, *rest)  # type: ignore[arg-type]  # noqa: B023
 
         monkeypatch.setattr(small.target, "forward", counting)
@@ -92,6 +96,8 @@ def test_ragged_batches_process_the_real_tokens_and_no_others(
         rows[strategy] = count[0]
         assert count[0] == real + small.engine.local_target.num_padding
         assert (small.engine.local_target.num_padding > 0) is (strategy == "pad")
+        assert ({2, 4, 6} in together) is (strategy == "ragged")
+        assert [s.output_ids for s in sessions] == [reference([1 + n], PARAMS) for n in lengths]
     assert rows["ragged"] < rows["pad"]
 
 

@@ -175,6 +175,10 @@ def declared(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
+# Peers of the benchmarks, in an environment of their own: vLLM, and the extra `peers`.
+ELSEWHERE = {"vllm", "llama_cpp", "gguf"}
+
+
 @pytest.mark.parametrize("package", [*PACKAGES, "tests", "benchmarks"])
 def test_every_import_is_a_declared_dependency(package: str) -> None:
     # paceline alone must work with a plain install (and does: see above); training's log is extra,
@@ -196,7 +200,7 @@ def test_every_import_is_a_declared_dependency(package: str) -> None:
     # What the wheel has imports neither of the folders that it lacks.
     beside = () if package in PACKAGES else ("tests", "benchmarks")
     for name, path in imported_roots(ROOT / package).items():
-        if name in sys.stdlib_module_names or name in (*PACKAGES, *beside):
+        if name in sys.stdlib_module_names or name in (*PACKAGES, *beside, *ELSEWHERE):
             continue
         # Several distributions share the namespace `google`.
         distributions = {canonicalize_name(owner) for owner in owners.get(name, [])}

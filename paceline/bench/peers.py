@@ -46,14 +46,14 @@ class TransformersPeer:
 
         self._quiet = quiet
         self._device = device
-        self._model = load_causal_lm(Path(target), dtype).to(device).eval()
+        self.model = load_causal_lm(Path(target), dtype).to(device).eval()
         self._assistant = None
         self.methods = [AR, PROMPT_LOOKUP]
         if drafter is not None:
             self._assistant = load_causal_lm(Path(drafter), dtype).to(device).eval()
             self.methods.insert(1, ASSISTANT_MODEL)
         self._num_forwards = 0
-        self._model.register_forward_pre_hook(self._count_forward)
+        self.model.register_forward_pre_hook(self._count_forward)
 
     def generate(self, method: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> BatchRun:
         """Generate exactly ``max_tokens`` tokens for each prompt, all prompts together.
@@ -89,7 +89,7 @@ class TransformersPeer:
         started = time.perf_counter()
         # It warns of options that its own assisted decoding passes on.
         with self._quiet(), torch.inference_mode():
-            output = self._model.generate(
+            output = self.model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, **assisted
             )
             generated = output[:, longest:].tolist()

@@ -1,6 +1,7 @@
 """How cost grows: rounds a second and memory against context, batch and node budget.
 
     python benchmarks/scaling.py                 # under five minutes; results/scaling.json, a plot
+    python benchmarks/scaling.py --write-docs    # the section in docs/performance.md as well
     python benchmarks/scaling.py --quick
 
 A round is measured by its forward: the last token and the drafted ones of each session, and giving
@@ -39,6 +40,7 @@ CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32)
 BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 SUPER_LINEAR = 1.3
+BEGIN, END = "<!-- benchmarks/scaling.py writes from here -->", "<!-- to here -->"
 
 
 def rss_mb() -> float:
@@ -187,9 +189,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         values = [row[x] for row in rows]
         top, bottom = axes[0][column], axes[1][column]
         for key in [key for key in rows[0] if key.startswith("ms_")]:
-            label = key.removeprefix("ms_")
-            label = {"0": "AR"}.get(label, f"chain of {label}" if label.isdigit() else label)
-            top.plot(values, [1e3 / row[key] for row in rows], marker="o", label=label)
+            top.plot(values, [1e3 / row[key] for row in rows], marker="o", label=_label(key))
         top.set(ylabel="rounds a second", yscale="log", title=f"by {name}")
         bottom.plot(values, [row["kv_mb"] for row in rows], marker="o", label="KV entries")
         bottom.plot(values, [row["rss_mb"] for row in rows], marker="o", label="process (RSS)")
@@ -204,6 +204,49 @@ def plot(result: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def write_docs(result: dict[str, Any], docs: Path) -> None:
+    """Put the tables between the markers of docs/performance.md, and the plot beside it."""
+    env = result["environment"]
+    lines = [f"{env['cpu']}, {env['threads']} threads, {result['dtype']}, {env['date'][:10]}:", ""]
+    for name, (x, _) in CURVES.items():
+        rows = result["curves"][name]
+        times = [key for key in rows[0] if key.startswith("ms_")]
+        head = [
+            x,
+            *(f"{_label(key)}: ms (attention)" for key in times),
+            "rounds/s",
+            "KV MB",
+            "RSS MB",
+        ]
+        lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        for row in rows:
+            cells = [f"{row[key]:.2f} ({max(0.0, row['attention_' + key]):.2f})" for key in times]
+            rates = " / ".join(f"{1e3 / row[key]:.0f}" for key in times)
+            memory = [f"{row['kv_mb']:.0f}", f"{row['rss_mb']:.0f}"]
+            lines.append(f"| {' | '.join([str(row[x]), *cells, rates, *memory])} |")
+        lines.append("")
+    lines.append("Super-linear spots (one more unit costs over 1.3 times what it did before):")
+    lines.append("")
+    for note in result["notes"]:
+        lines.append(
+            f"- by {note['curve']}, {_label(note['of'])}, up to {note['at']:g}: "
+            f"{1e3 * note['before']:.1f} → {1e3 * note['then']:.1f} µs each"
+        )
+    if not result["notes"]:
+        lines.append("- none")
+    page = docs / "performance.md"
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{page} has no place for the tables"
+    page.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after)
+    plot(result, docs / "figures" / "scaling.png")
+
+
+def _label(key: str) -> str:
+    kind = key.removeprefix("ms_")
+    return {"0": "AR"}.get(kind, f"chain of {kind}" if kind.isdigit() else kind)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, default=TARGET_DIR, help="a Llama folder")
@@ -212,6 +255,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--out", type=Path, default=Path("results/scaling.json"))
     parser.add_argument("--plot", type=Path, help="default: beside --out")
+    parser.add_argument("--write-docs", action="store_true", help="docs/performance.md, its plot")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     limit_threads(options.threads)
@@ -219,7 +263,9 @@ def main() -> None:
     grids: dict[str, tuple[int, ...]] = {"context": CONTEXTS, "batch": BATCHES, "budget": BUDGETS}
     if options.quick:
         grids, options.repeats = {k: v[:3] for k, v in grids.items()}, 2
-    result: dict[str, Any] = {"environment": describe_environment(), "curves": {}, "notes": []}
+    result: dict[str, Any] = {
+        "environment": describe_environment(), "dtype": options.dtype, "curves": {}, "notes": []
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         longest = longer(options.target, folder, max(CONTEXTS) + 256)
         for name, (x, measure) in CURVES.items():
@@ -242,6 +288,8 @@ def main() -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     plot(result, options.plot or options.out.with_suffix(".png"))
     console.print(f"written: {options.out}")
+    if options.write_docs:
+        write_docs(result, Path(__file__).resolve().parents[1] / "docs")
 
 
 if __name__ == "__main__":

@@ -264,6 +264,14 @@ class Run:
         self.save()
 
 
+def _turns(rows: Sequence[Row], repetition: int) -> Iterator[Row]:
+    """Concurrency by concurrency; each repetition begins with another row of it."""
+    for concurrency in dict.fromkeys(row.concurrency for row in rows):
+        group = [row for row in rows if row.concurrency == concurrency]
+        turn = 3 * repetition % len(group)
+        yield from [*group[turn:], *group[:turn]]
+
+
 class Phase:
     """One size at one precision: start everybody, take turns, end everybody."""
 
@@ -292,9 +300,7 @@ class Phase:
                     break
                 before = time.monotonic()
                 self.bar.update(task, total=len(rows), completed=0)
-                # Repetitions begin elsewhere, so that nobody always follows the same neighbour.
-                turn = repetition * 3 % max(1, len(rows))
-                for row in sorted([*rows[turn:], *rows[:turn]], key=lambda r: r.concurrency):
+                for row in _turns(rows, repetition):
                     self.bar.update(
                         task,
                         description=f"{self.size}, {self.precision}, repetition {repetition + 1}: "
@@ -304,6 +310,9 @@ class Phase:
                     self.bar.advance(task)
                     self.owner.save()
                 spent = time.monotonic() - before
+                self.owner.console.print(
+                    f"{self.size}, {self.precision}: repetition {repetition + 1} in {spent:.0f} s"
+                )
         finally:
             for worker in self.started:
                 worker.close()

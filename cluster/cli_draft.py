@@ -63,8 +63,9 @@ def draft(
     drafter: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Draft model. Default: the demo's.",
+            metavar="DIR|FILE.gguf",
+            help="Draft model: a Hugging Face folder, or a GGUF file (which needs the extra "
+            "`gguf`). Default: the demo's.",
         ),
     ] = None,
     target_tokenizer: Annotated[
@@ -265,7 +266,7 @@ def _run(
 
 
 def _load(folder: Path | None) -> tuple[DraftModel, Tokenizer]:
-    """The draft model of a folder (None: the demo's), and its tokenizer."""
+    """The draft model of a folder or GGUF file (None: the demo's), and its tokenizer."""
     from paceline.demo import DRAFTER_DIR
     from paceline.loading import load_drafter
     from paceline.tokenizer import load_tokenizer
@@ -304,8 +305,8 @@ def _check_tokenizer(
         )
     raise InvalidArgument(
         "drafter", str(drafter or "the demo's"),
-        "a drafter with the target's tokenizer, or --target-tokenizer DIR: with the target's own "
-        "at hand, the row omnidraft translates what another one drafts",
+        f"a drafter with the tokenizer of the target {info.name!r}, or --target-tokenizer DIR: "
+        "with it at hand, the row omnidraft translates what another one drafts",
     )  # fmt: skip
 
 

@@ -149,7 +149,9 @@ def set_threads(threads: int | None, target: Path | None) -> None:
     if threads is not None and not 1 <= threads <= 1024:
         raise InvalidArgument("threads", threads, "an integer in [1, 1024]")
     if threads is None:
-        weights = sum(f.stat().st_size for f in (target or TARGET_DIR).glob("*.safetensors"))
+        path = target or TARGET_DIR
+        files = [path] if path.is_file() else path.glob("*.safetensors")
+        weights = sum(file.stat().st_size for file in files)
         if weights > _SMALL_MODEL_BYTES:
             return
     torch.set_num_threads(threads or 1)

@@ -20,6 +20,7 @@ from paceline.config import MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.gguf import is_gguf
 from paceline.plan import resolve
 from rpc.access import Limits
 from rpc.messages import MAX_MESSAGE_BYTES
@@ -47,7 +48,9 @@ class ModelConfig(_Block):
 
     name: str = Field("paceline", min_length=1, description="What clients are told it is called.")
     target: str | None = Field(None, description="Hugging Face folder of the target.")
-    drafter: str | None = Field(None, description="Hugging Face folder of the drafter.")
+    drafter: str | None = Field(
+        None, description="Hugging Face folder or GGUF file of the drafter."
+    )
     heads: str | None = Field(
         None,
         description="Folder of the target's trained heads; null: `heads` in the target's folder.",
@@ -376,8 +379,12 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         given = getattr(config.model, role)
         if given is not None:
             folder = Path(given).expanduser().resolve()
-            if models_here and not folder.is_dir():
-                raise ModelNotFound(f"model.{role}: folder {str(folder)!r} does not exist")
+            if role == "drafter" and is_gguf(folder):
+                there, kind = folder.is_file(), "file"
+            else:
+                there, kind = folder.is_dir(), "folder"
+            if models_here and not there:
+                raise ModelNotFound(f"model.{role}: {kind} {str(folder)!r} does not exist")
             folders[role] = str(folder)
     return config.model_copy(update={"model": config.model.model_copy(update=folders)})
 

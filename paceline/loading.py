@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,9 +13,11 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.gguf import is_gguf
 from paceline.lengths.base import LengthContext
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
+from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary
 from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
 from paceline.profile import find_profile, profile_key
@@ -72,6 +75,11 @@ def load_runner(
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}")
     if kv_tokens is not None and kv_tokens < 1:
         raise InvalidArgument("kv_tokens", kv_tokens, "a positive number of tokens")
+    if is_gguf(path):
+        raise InvalidArgument(
+            "target", str(path), "a Hugging Face folder; a GGUF file can be a drafter only: in "
+            "llama.cpp a token's logits depend on what is computed beside it",
+        )  # fmt: skip
     folder, device = Path(path), pick_device(device)
     config = read_config(folder)
     if general is None:
@@ -99,7 +107,7 @@ def load_drafter(
     device: str = "auto",
     kv_tokens: int | None = None,
 ) -> DraftModel:
-    """A draft model for the target in the folder ``target``.
+    """A draft model for the target in the folder ``target``; ``path`` may be a GGUF file.
 
     Drafts never change the output, so the drafter need not be batch-invariant, and a float32
     target gets a bfloat16 drafter where that is faster.
@@ -113,8 +121,7 @@ def load_drafter(
     """
     check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
     runner = _load_draft_runner(path, dtype, device, kv_tokens)
-    vocab_size = read_config(Path(target)).get("vocab_size")
-    return DraftModel(runner, vocab_size)
+    return DraftModel(runner, _config(target).get("vocab_size"))
 
 
 def load_translating_drafter(
@@ -136,9 +143,16 @@ def load_translating_drafter(
 def _load_draft_runner(
     path: str | Path, dtype: str, device: str, kv_tokens: int | None
 ) -> ModelRunner:
+    if is_gguf(path):
+        return GgufRunner(path, kv_tokens=kv_tokens, gpu=pick_device(device) != "cpu")
     if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_bfloat16():
         dtype = "bfloat16"
     return load_runner(path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens)
+
+
+def _config(path: str | Path) -> dict[str, Any]:
+    """A folder's config.json; a GGUF file has none."""
+    return {} if is_gguf(path) else read_config(Path(path))
 
 
 def load_engine(
@@ -203,7 +217,7 @@ def _length_context(
 ) -> LengthContext:
     """What the length controllers of an engine over these folders should know."""
     config = read_config(Path(target))
-    draft_config = read_config(Path(drafter)) if drafter is not None else {}
+    draft_config = _config(drafter) if drafter is not None else {}
     return LengthContext(
         profile=find_profile(profile_key(target, drafter, dtype, device)),
         heads=heads,

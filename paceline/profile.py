@@ -148,6 +148,8 @@ def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 def fingerprint(folder: Path) -> str:
     """Short name of the model in a folder: its configuration and the sizes of its weights."""
     digest = hashlib.sha256()
+    if folder.is_file():  # GGUF: all in one
+        digest.update(f"{folder.name} {folder.stat().st_size}".encode())
     for file in sorted(folder.glob("*.json")):
         if file.name == "config.json":
             digest.update(file.read_bytes())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import ModelNotFound, TokenizerMismatch
+from paceline.gguf import GgufTokenizer, is_gguf
 
 
 class Tokenizer(Protocol):
@@ -123,12 +124,14 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder, or of a GGUF file.
 
     Raises:
-        ModelNotFound: the folder does not exist or holds no tokenizer.
+        ModelNotFound: the folder or file does not exist or holds no tokenizer.
     """
     folder = Path(path)
+    if is_gguf(folder):
+        return GgufTokenizer(folder)
     if not folder.is_dir():
         raise ModelNotFound(f"model folder {str(path)!r} does not exist")
     if (folder / "tokenizer.json").is_file():
@@ -175,7 +178,9 @@ def _token_text(value: Any) -> str:
 
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """End-of-sequence ids from generation_config.json, else from config.json."""
+    """End-of-sequence ids from generation_config.json, else from config.json, or a GGUF file's."""
+    if is_gguf(path):
+        return GgufTokenizer(path).eos_token_ids
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():

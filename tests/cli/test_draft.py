@@ -56,6 +56,29 @@ def test_tokens_are_those_of_the_target(
     assert 0 < document["bytes_up_per_round"] < 1024
 
 
+@pytest.mark.parametrize("method", ["draft_model", "draft_model_tree"])
+def test_a_gguf_file_drafts(
+    method: str, cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """It goes ahead as a folder's model does, and the tokens are the same."""
+    pytest.importorskip("llama_cpp", reason="no llama-cpp-python: pip install 'paceline[gguf]'")
+    from benchmarks.to_gguf import to_gguf
+
+    to_gguf(drafter_folder, tmp_path / "drafter.gguf")
+    options = ("-n", 32, "--ignore-eos")
+    command = ("generate", PROMPT, "--target", target_folder, "--method", "ar", *options, "--json")
+    expected = json.loads(cli(*command).stdout)
+    document = draft(
+        cli, "--server", server.address, "--drafter", tmp_path / "drafter.gguf",
+        "--method", method, "--only-device", *options,
+    )  # fmt: skip
+    assert document["token_ids"] == expected["token_ids"]
+    assert document["text"] == expected["text"]
+    assert document["num_drafted"] > 0 and document["verified"] is True
+    assert document["rounds_sent_ahead"] > 0 or method == "draft_model_tree"
+
+
 def test_a_stop_string_ends_the_text(
     cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path
 ) -> None:

@@ -288,12 +288,17 @@ class LlamaCpp:
         ids = list(range(context))
         model.reset()
         model.eval(ids)
+        logits_all = model._logits_all
+        model._logits_all = True  # a verification wants the logits of all its tokens
 
         def forward(count: int) -> None:
             model.eval(ids[:count])
             model.n_tokens = context  # the next call drops the entries behind it
 
-        return _timed(forward, counts, repeats)
+        try:
+            return _timed(forward, counts, repeats)
+        finally:
+            model._logits_all = logits_all
 
 
 SYSTEMS: dict[str, Callable[[dict[str, Any]], System]] = {

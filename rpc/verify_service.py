@@ -92,6 +92,7 @@ class _Wire:
 
     def on_event(self, event: RoundEvent) -> None:
         """A round of the engine, or the session's end."""
+        self.touched_at = time.monotonic()  # the client's turn begins: idle is who has it
         if self.span is not None:
             self.span.round(event)
         self.token_ids.extend(event.token_ids)

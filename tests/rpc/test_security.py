@@ -693,6 +693,18 @@ async def test_the_client_learns_that_its_stream_was_idle(engine: EngineThread) 
             await session.verify()
 
 
+async def test_a_round_that_takes_long_is_not_the_clients_idle_time(engine: EngineThread) -> None:
+    async with (
+        await start_server(engine=engine, idle_timeout_s=0.8) as running,
+        AsyncClient(running.address, timeout=10) as client,
+    ):
+        session = await client.open_session(PROMPT)
+        engine.call(lambda engine: time.sleep(1.2))  # others keep the engine busy
+        await session.verify()
+        await asyncio.sleep(0.5)  # long enough for a look at idle sessions
+        assert (await session.verify()).token_ids
+
+
 # --- what is written ----------------------------------------------------------------------------
 
 

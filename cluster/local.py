@@ -30,7 +30,13 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
+from deployments.config import (
+    CONFIGS_DIR,
+    IMPORT_PATH,
+    POLICY_FUNCTION,
+    ConfigFile,
+    read_config_file,
+)
 from paceline.errors import PacelineError
 
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
@@ -169,14 +175,9 @@ def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S)
     """
     from ray import serve
 
-    from deployments.app import build
-
     report("starting Ray Serve")
     start_serve(file)
-    target = serve.RunTarget(build(file.args), name=file.name, route_prefix=file.route_prefix)
-    serve.run_many(
-        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
-    )
+    _run(file)
     deadline = time.monotonic() + timeout_s
     seen = ""
     while True:
@@ -199,6 +200,47 @@ def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S)
             report(line)
             seen = line
         time.sleep(_POLL_S)
+
+
+def _run(file: ConfigFile) -> None:
+    """Hand the application to Serve's controller.
+
+    An autoscaling policy of a whole application is known to Serve from config files alone, which
+    describe all that it runs.
+    """
+    from ray import serve
+
+    policy = file.autoscaling_policy
+    if policy is None:
+        from deployments.app import build
+
+        target = serve.RunTarget(build(file.args), name=file.name, route_prefix=file.route_prefix)
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )  # fmt: skip
+        return
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    others = serve.status().applications.keys() - {file.name}
+    if others:
+        raise ClusterError(
+            f"{file.path}: autoscaling_policy takes a Ray Serve of its own, and this one runs "
+            f"{', '.join(sorted(others))}: `serve deploy` a file with all of them, or leave it out"
+        )
+    application = {
+        "name": file.name, "import_path": IMPORT_PATH, "route_prefix": file.route_prefix,
+        # With absolute paths: it is built in a process of Ray's.
+        "args": file.config.model_dump(mode="json", exclude_unset=True),
+        "autoscaling_policy": {
+            "policy_function": POLICY_FUNCTION, "policy_kwargs": policy.model_dump(),
+        },
+    }  # fmt: skip
+    schema = ServeDeploySchema.model_validate(
+        {"proxy_location": file.proxy_location, "applications": [application]}
+    )
+    _get_global_client().deploy_apps(schema)
 
 
 def _deployment_states(app: str) -> dict[str, tuple[str, str]]:

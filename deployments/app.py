@@ -15,7 +15,7 @@ from deployments.config import (
     TargetConfig,
     parse_config,
 )
-from deployments.drafter import DrafterDeployment
+from deployments.drafter import HEALTH_TIMEOUT_S, DrafterDeployment
 from deployments.gateway import GatewayDeployment
 from deployments.target import TargetDeployment
 
@@ -49,7 +49,8 @@ def build(args: dict[str, Any]) -> Application:
         num_replicas=config.gateway.num_replicas,
         max_replicas_per_node=1,  # the port is fixed
         max_ongoing_requests=1000,
-        graceful_shutdown_timeout_s=5,
+        # Its calls are none of Serve's: it drains by itself, and has to close its ports and files.
+        graceful_shutdown_timeout_s=config.gateway.drain_s + 5,
         ray_actor_options=config.gateway.actor_options(),
         **_COMMON,
     ).bind(config, _target(config, drafter))
@@ -73,6 +74,7 @@ def _drafter(config: DeploymentConfig) -> Application:
         name=DRAFTER,
         **_num_replicas(config, config.drafter),
         max_ongoing_requests=1000,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         # Its leases last as long as the targets live, and losing a drafter costs no tokens.
         graceful_shutdown_timeout_s=1,
         ray_actor_options=config.drafter.actor_options(),

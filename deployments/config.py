@@ -258,6 +258,9 @@ class GatewayConfig(_Replicas):
     open_timeout_s: float = Field(
         30.0, gt=0, description="How long a call waits for a target replica that can take it."
     )
+    drain_s: float = Field(
+        10.0, ge=0, description="Seconds that running calls get when a gateway is stopped."
+    )
     tls: GatewayTls | None = Field(None, description="null: plain text, on loopback only.")
     insecure: bool = Field(False, description="Allow plain text on other addresses as well.")
     tenants: str | None = Field(
@@ -440,8 +443,20 @@ def _absolute(block: B, *names: str) -> B:
     return block.model_copy(update=paths)
 
 
+class AutoscalingPolicy(_Block):
+    """What the policy of ``cluster/autoscaling.py`` holds."""
+
+    sessions_per_target: float = Field(8.0, gt=0)
+    round_ms: float = Field(200.0, gt=0)
+    draft_ms: float = Field(50.0, gt=0)
+
+
 class ConfigFile(BaseModel):
-    """A Serve config file with one Paceline application."""
+    """A Serve config file with one Paceline application.
+
+    Attributes:
+        autoscaling_policy: of the application; None is Serve's own.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -451,6 +466,7 @@ class ConfigFile(BaseModel):
     proxy_location: str
     config: DeploymentConfig
     args: dict[str, Any]
+    autoscaling_policy: AutoscalingPolicy | None = None
 
     def with_args(self, blocks: Mapping[str, Mapping[str, Any]]) -> ConfigFile:
         """The same file with some keys of its blocks changed."""
@@ -460,7 +476,10 @@ class ConfigFile(BaseModel):
         return self.model_copy(update={"args": args, "config": parse_config(args)})
 
 
-_APPLICATION_KEYS = {"name", "import_path", "route_prefix", "args"}
+POLICY_FUNCTION = "cluster.autoscaling:Policy"
+_APPLICATION_KEYS = {
+    "name", "import_path", "route_prefix", "args", "autoscaling_policy", "deployments",
+}  # fmt: skip
 _FILE_KEYS = {"proxy_location", "applications"}
 
 
@@ -495,14 +514,66 @@ def read_config_file(path: str | Path) -> ConfigFile:
     args = application.get("args") or {}
     if not isinstance(args, dict):
         raise InvalidArgument("applications[0].args", args, "a mapping")
+    args = _with_numbers(args, application.get("deployments"))
+    config = parse_config(args)
     return ConfigFile(
         path=path,
         name=str(application.get("name", "paceline")),
         route_prefix=application.get("route_prefix", "/"),
         proxy_location=str(data.get("proxy_location", "Disabled")),
-        config=parse_config(args),
+        config=config,
         args=args,
+        autoscaling_policy=_policy(application.get("autoscaling_policy"), config),
     )
+
+
+def _with_numbers(args: dict[str, Any], deployments: Any) -> dict[str, Any]:
+    """The args with the replica numbers that a file says in Serve's own words.
+
+    They stand there because Serve replaces all replicas when ``args`` change.
+    """
+    if deployments is None:
+        return args
+    if not isinstance(deployments, list):
+        raise InvalidArgument("applications[0].deployments", deployments, "a list")
+    for i, deployment in enumerate(deployments):
+        where = f"applications[0].deployments[{i}]"
+        if not isinstance(deployment, dict):
+            raise InvalidArgument(where, deployment, "a mapping")
+        _only(f"{where}.", deployment, {"name", "num_replicas"})
+        name = deployment.get("name")
+        if name not in ("target", "drafter", "gateway"):
+            raise InvalidArgument(f"{where}.name", name, "'target', 'drafter' or 'gateway'")
+        block = {**(args.get(name) or {}), "num_replicas": deployment.get("num_replicas")}
+        args = {**args, name: block}
+    return args
+
+
+def _policy(given: Any, config: DeploymentConfig) -> AutoscalingPolicy | None:
+    """The application's autoscaling policy, in the form that Serve reads."""
+    if given is None:
+        return None
+    where = "applications[0].autoscaling_policy"
+    if not isinstance(given, dict):
+        raise InvalidArgument(where, given, "a mapping")
+    _only(f"{where}.", given, {"policy_function", "policy_kwargs"})
+    if given.get("policy_function") != POLICY_FUNCTION:
+        raise InvalidArgument(
+            f"{where}.policy_function", given.get("policy_function"), repr(POLICY_FUNCTION)
+        )
+    if config.target.autoscaling is None and config.drafter.autoscaling is None:
+        raise InvalidArgument(
+            where, "set", "nothing without target.autoscaling or drafter.autoscaling"
+        )
+    try:
+        return AutoscalingPolicy.model_validate(given.get("policy_kwargs") or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        allowed = first["msg"]
+        if first["type"] == "extra_forbidden":
+            allowed = "one of the keys " + ", ".join(AutoscalingPolicy.model_fields)
+        raise InvalidArgument(f"{where}.policy_kwargs.{key}", first["input"], allowed) from None
 
 
 def _only(prefix: str, data: Mapping[Any, Any], known: set[str]) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 
 from deployments.config import DeploymentConfig
@@ -15,6 +17,9 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.loading import limit_threads, load_drafter
 from rpc.draft_service import DraftServicer
 from rpc.server import start_server
+
+HEALTH_TIMEOUT_S = 10.0
+"""A replica that does not answer for so long is not well; three times, and it is replaced."""
 
 
 def _load(config: DeploymentConfig) -> DraftModel:
@@ -58,7 +63,15 @@ class DrafterDeployment:
         self._reporting = report_gauges(
             lambda: {"drafter_sessions": self._servicer.num_sessions}, self._server.gate
         )
-        self._leases = LeaseBook(self._server.address)
+        address = self._server.address
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address)
+        else:
+            client = tls.client()
+            self._channel = grpc.aio.secure_channel(
+                address, client.credentials(), options=client.options
+            )
+        self._leases = LeaseBook(address)
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
         """The lease of a target on this replica, for all of its sessions."""
@@ -80,10 +93,20 @@ class DrafterDeployment:
             "leases": self._leases.num_leases,
         }
 
+    async def check_health(self) -> None:
+        """Serve restarts a replica that targets get no answer from.
+
+        It drafts on the loop that runs this and that its port is served by, so a draft that never
+        ends is noticed as well as a port that is dead.
+        """
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+
     async def __del__(self) -> None:
         # Serve awaits this once after draining; it is not reached when the constructor failed.
         if hasattr(self, "_leases"):
             self._leases.close()
+            await self._channel.close()
             await self._server.stop(grace=0.5)
             await self._reporting.stop()
             if self._tracing is not None:

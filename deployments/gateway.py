@@ -2,7 +2,8 @@
 
 For each call it holds a lease on a target that Serve picked, and passes messages on as the bytes
 they came in. Verify sessions are read where routing needs it: a session id leads to the replica
-that has the session.
+that has the session. A generation whose target goes away continues on another one; a verify session
+is opened again by its client, who has its tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ from deployments.lease import Lease, open_lease
 from deployments.metrics import report_gauges
 from deployments.openai.api import make_app
 from deployments.openai.server import HttpServer, start_http
-from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
+from paceline.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    SessionNotFound,
+)
 from rpc.access import CACHE_SCOPE, Admission, Gate, QuotaExceeded
 from rpc.audit import Audit
-from rpc.errors import ServerUnavailable, from_rpc_error, to_status
+from rpc.continuation import Continuation
+from rpc.errors import Cancelled, ServerUnavailable, from_rpc_error, to_status
 from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.server import PortInUse, start_server
@@ -45,6 +52,9 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full
 VERIFY: str = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 SWEEP_INTERVAL_S = 2.0
+MAX_TRIES = 3
+"""Targets that a generation may lose in a row without a token: it may be what kills them."""
+_RETRY_S = 0.2
 _START_ATTEMPT_S = 60.0
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -55,6 +65,10 @@ _CHANNEL_OPTIONS = (
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Metadata = tuple[tuple[str, str], ...]
+
+
+class TargetGone(ServerUnavailable):
+    """The target of a call is no more."""
 
 
 class _Route:
@@ -80,6 +94,7 @@ class Relay:
     Args:
         open_lease: a lease on a target that can take a session, or ServerUnavailable.
         idle_timeout_s: streams that send nothing for so long are closed.
+        resume_s: a generation that lost its target looks so long for another one.
         gate: admits callers, and counts what they use.
         tls: for the connections to targets; None is plain text.
         tracing: None traces nothing.
@@ -90,11 +105,13 @@ class Relay:
         open_lease: Callable[[], Awaitable[Lease]],
         *,
         idle_timeout_s: float,
+        resume_s: float,
         gate: Gate,
         tls: ClientTls | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self._open_lease = open_lease
+        self._resume_s = resume_s
         self._tracing = tracing
         self._idle_timeout_s = idle_timeout_s
         self._gate = gate
@@ -132,7 +149,8 @@ class Relay:
     ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
         """One generation for the caller, of whatever protocol: each reply as bytes and read.
 
-        Closing the generator ends the session and lets the target go.
+        When its target goes away, it goes on with the same tokens on another one. Closing the
+        generator ends the session and lets the target go.
 
         Args:
             request: a GenerateRequest.
@@ -145,19 +163,25 @@ class Relay:
         admission = self._gate.admit()
         span = self._begin("gateway.generate", traceparent)
         failure: BaseException | None = None
+        whole = Continuation(request, timeout_s)
         try:
-            lease = await self._open_lease()
-            try:
-                method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
-                call = method(request, timeout=timeout_s, metadata=_metadata(admission, span))
-                async with aclosing(self._replies(call, lease)) as replies:
-                    async for reply in replies:
-                        admission.opened()
-                        message = generate_pb2.GenerateReply.FromString(reply)
-                        admission.charge(len(message.token_ids) + message.prompt_length)
-                        yield reply, message
-            finally:
-                lease.release()
+            while True:
+                try:
+                    attempt = self._generate_once(request, whole, _metadata(admission, span))
+                    async with aclosing(attempt) as replies:
+                        async for reply, message in replies:
+                            admission.opened()
+                            admission.charge(len(message.token_ids) + message.prompt_length)
+                            yield reply, message
+                    break
+                except (TargetGone, ResourceExhausted) as error:
+                    exhausted = isinstance(error, TargetGone) and whole.num_tries >= MAX_TRIES
+                    if exhausted or not whole.may_go_on(error, self._resume_s):
+                        raise
+                    logger.info("after %d tokens: %s", whole.num_tokens, error)
+                    if isinstance(error, ResourceExhausted):
+                        await asyncio.sleep(_RETRY_S)
+                    request = whole.next_request()
         except BaseException as error:
             admission.refused(error)
             failure = error
@@ -166,6 +190,24 @@ class Relay:
             admission.release()
             if span is not None:
                 span.end(failure)
+
+    async def _generate_once(
+        self, request: bytes, whole: Continuation, metadata: Metadata
+    ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
+        """Replies of one target, added to the whole."""
+        lease = await self._open_lease()
+        try:
+            method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
+            call = method(request, timeout=whole.timeout_s, metadata=metadata)
+            async with aclosing(self._replies(call, lease)) as replies:
+                async for reply in replies:
+                    message = generate_pb2.GenerateReply.FromString(reply)
+                    if message.finish_reason == "cancelled":  # by the target, which is stopping
+                        raise _gone(lease)
+                    changed = whole.add(message)
+                    yield (message.SerializeToString() if changed else reply), message
+        finally:
+            lease.release()
 
     def _begin(self, name: str, traceparent: str) -> Span | None:
         return None if self._tracing is None else self._tracing.begin(name, traceparent)
@@ -414,6 +456,8 @@ class Relay:
 
     async def _failure(self, error: grpc.RpcError, lease: Lease) -> Exception:
         failure = from_rpc_error(error)
+        if isinstance(failure, Cancelled):  # not by this side: the replica is stopping
+            return _gone(lease)
         if isinstance(failure, ServerUnavailable):
             channel = self._channels.pop(lease.endpoint.address, None)
             if channel is not None:
@@ -448,9 +492,9 @@ def _parse(message: type[M], data: bytes) -> M:
         raise InvalidArgument("message", f"{len(data)} bytes", f"a {name}") from None
 
 
-def _gone(lease: Lease) -> ServerUnavailable:
+def _gone(lease: Lease) -> TargetGone:
     endpoint = lease.endpoint
-    return ServerUnavailable(
+    return TargetGone(
         f"target replica {endpoint.replica_id} at {endpoint.address} (process {endpoint.pid}) is "
         "gone, and the session with it; send the request again"
     )
@@ -540,11 +584,13 @@ class GatewayDeployment:
 
     async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle[Any]) -> None:
         gateway, data_tls = config.gateway, config.data_plane_tls
+        self._drain_s = gateway.drain_s
         self._gate = gate = _gate(gateway)
         tracing = config.tracing.start("paceline-gateway")
         self._relay = Relay(
             partial(open_lease, targets, "target", gateway.open_timeout_s),
             idle_timeout_s=config.target.idle_timeout_s,
+            resume_s=gateway.open_timeout_s,
             gate=gate,
             tls=None if data_tls is None else data_tls.client(),
             tracing=tracing,
@@ -603,9 +649,8 @@ class GatewayDeployment:
         # Serve awaits this once after draining; it is not reached when the constructor failed.
         if hasattr(self, "_sweeper"):
             self._sweeper.cancel()
-            if self._http is not None:
-                await self._http.stop()
-            await self._server.stop(grace=0.5)
+            http = [] if self._http is None else [self._http.stop(self._drain_s)]
+            await asyncio.gather(self._server.stop(self._drain_s), *http)
             await self._reporting.stop()
             await self._relay.close()
             if self._tracing is not None:

@@ -205,6 +205,7 @@ class Engine:
         traceparent: str = "",
         cache_scope: str = "",
         prediction: Sequence[int] = (),
+        committed: Sequence[int] = (),
     ) -> Session:
         """Queue a prompt.
 
@@ -214,10 +215,13 @@ class Engine:
             cache_scope: whose cached prefixes the session may begin with, and adds to: how long a
                 prompt takes tells what is cached.
             prediction: token ids that the output is expected to have, for methods that draft them.
+            committed: the output's first token ids, from another engine; events tell of what
+                comes after them.
 
         Raises:
             InvalidArgument: an empty or too long prompt, a token outside the vocabulary, a method
-                that this engine cannot run, a prediction for a method without use for it.
+                that this engine cannot run, a prediction for a method without use for it,
+                ``committed`` tokens that end the generation.
             ResourceExhausted: the queue is full, or the request can never fit in KV memory.
         """
         params = params or SamplingParams()
@@ -227,6 +231,7 @@ class Engine:
         if plan.rule.name == "greedy" and params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
         prompt_ids = self._checked_prompt(prompt_ids)
+        committed = self._checked_tokens("committed_token_ids", committed)
         self._check_prediction(prediction, plan)
         params.check_vocabulary(self.target.vocab_size)
         if params.stop and self.tokenizer is None:
@@ -250,6 +255,8 @@ class Engine:
             constraint=self.constraints.compile(params),
         )  # fmt: skip
         session.traceparent, session.cache_scope = traceparent, cache_scope
+        if committed:
+            session.resume(committed)
         if most_entries(session) > self.target.kv_capacity:
             raise ResourceExhausted(
                 f"the request needs {most_entries(session)} KV entries, this replica has "
@@ -257,6 +264,7 @@ class Engine:
                 retry_after_s=0,
             )
         self.sessions[session_id] = session
+        self._text_sent[session_id] = session.streamable_length  # of committed tokens
         self._waiting.append(session)
         if on_event is not None:
             self._handlers[session_id] = on_event
@@ -380,14 +388,17 @@ class Engine:
                 "prompt", f"{len(prompt_ids)} tokens",
                 f"fewer tokens than the context of {self.target.context_length}",
             )  # fmt: skip
+        return self._checked_tokens("prompt_token_ids", prompt_ids)
+
+    def _checked_tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
         size, checked = self.target.vocab_size, []
-        for i, token in enumerate(prompt_ids):
+        for i, token in enumerate(token_ids):
             try:
                 value = operator.index(token)
             except TypeError:
                 value = -1
             if not 0 <= value < size:
-                raise InvalidArgument(f"prompt_token_ids[{i}]", token, f"token ids in [0, {size})")
+                raise InvalidArgument(f"{field}[{i}]", token, f"token ids in [0, {size})")
             checked.append(value)
         return checked
 
@@ -833,6 +844,7 @@ class EngineThread:
         traceparent: str = "",
         cache_scope: str = "",
         prediction: Sequence[int] = (),
+        committed: Sequence[int] = (),
     ) -> Future[Session]:
         """:meth:`Engine.submit` on the engine's thread."""
         return self.call(
@@ -845,6 +857,7 @@ class EngineThread:
                 traceparent=traceparent,
                 cache_scope=cache_scope,
                 prediction=prediction,
+                committed=committed,
             )
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import InvalidArgument
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import IncrementalDecoder
 
@@ -195,6 +196,21 @@ class Session:
                 break
         self.stats.num_tokens += len(committed)
         return tuple(committed)
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Begin after tokens of the output that another engine has committed.
+
+        Statistics count from here.
+
+        Raises:
+            InvalidArgument: the generation ends with them, or before.
+        """
+        if len(self.commit(token_ids)) < len(token_ids) or self.finished:
+            raise InvalidArgument(
+                "committed_token_ids", f"{len(token_ids)} tokens",
+                f"tokens after which the generation goes on (it ends: {self.finish_reason})",
+            )  # fmt: skip
+        self.stats.num_tokens = 0
 
     def truncate(self, length: int) -> None:
         """Forget all tokens after the first ``length`` (not below the prompt)."""

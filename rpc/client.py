@@ -8,7 +8,8 @@ and its KV memory on the server at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from types import TracebackType
@@ -22,7 +23,8 @@ from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
 from paceline.sampling import SamplingParams, TokenLogprobs
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft
-from rpc.errors import DeadlineExceeded, from_parts, from_rpc_error, from_status
+from rpc.continuation import Continuation
+from rpc.errors import Cancelled, DeadlineExceeded, from_parts, from_rpc_error, from_status
 from rpc.gen.paceline.v1 import (
     common_pb2,
     generate_pb2,
@@ -50,7 +52,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # Clients do not share a connection: when one goes away, the server sees it.
     ("grpc.use_local_subchannel_pool", 1),
+    # A server that is replaced is back in seconds.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+RETRY_S = 0.3
+"""Pause before a generation asks for its server again."""
 
 Prompt = str | Sequence[int]
 
@@ -383,29 +390,56 @@ class Prefix:
 
 
 class Generation:
-    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it.
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    Args:
+        start: begins a call with a request and a time-out.
+        timeout: seconds for all of it.
+        resume_s: so long it looks for a server that was lost.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[generate_pb2.GenerateRequest, float | None], Any],
+        request: generate_pb2.GenerateRequest,
+        timeout: float | None,
+        resume_s: float,
+    ) -> None:
+        self._start = start
+        self._whole = Continuation(request.SerializeToString(), timeout)
+        self._resume_s = resume_s
+        self._cancelled = threading.Event()
+        self._call = start(request, timeout)
 
     def __iter__(self) -> Iterator[Round]:
         try:
-            for reply in self._call:
-                yield _round(reply)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            while True:
+                try:
+                    for reply in self._call:
+                        self._whole.add(reply)
+                        yield _round(reply)
+                    return
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                if self._cancelled.is_set() or not self._whole.may_go_on(failure, self._resume_s):
+                    raise failure
+                if self._cancelled.wait(RETRY_S):
+                    raise Cancelled("the generation was cancelled")
+                request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
+                self._call = self._start(request, self._whole.timeout_s)
         finally:
             self._call.cancel()  # nothing happens to a call that has ended
 
     def cancel(self) -> None:
         """Free the session on the server; may be called from any thread."""
+        self._cancelled.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._call.cancel()
+        self.cancel()
 
 
 class Client:
@@ -420,6 +454,9 @@ class Client:
             authorities.
         cert, key: PEM files of the client's own certificate, for servers that want one (mTLS).
         token: who calls, for servers with tenants. Over plain text only to loopback.
+        resume_s: a generation whose server is lost looks for it so many seconds and then goes on
+            with the same tokens (with coupled sampling and at temperature 0; sampled with another
+            rule, with tokens of the same distribution). 0 raises the error at once.
 
     Raises:
         InvalidArgument: a file or the token cannot be used.
@@ -435,9 +472,11 @@ class Client:
         cert: str | PathLike[str] | None = None,
         key: str | PathLike[str] | None = None,
         token: str | None = None,
+        resume_s: float = 0.0,
     ) -> None:
         access = _Access(address, credentials, ca, cert, key, token)
         self._metadata = access.metadata
+        self._resume_s = resume_s
         if access.credentials is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -469,11 +508,12 @@ class Client:
         """
         request = _generate_request(prompt, params, speculation, prediction)
         request.return_draft = return_draft
-        return Generation(
-            self._generate.Generate(
-                request, timeout=timeout or self._timeout, metadata=self._metadata
-            )
-        )
+        return Generation(self._start_generation, request, timeout or self._timeout, self._resume_s)
+
+    def _start_generation(
+        self, request: generate_pb2.GenerateRequest, timeout: float | None
+    ) -> Any:
+        return self._generate.Generate(request, timeout=timeout, metadata=self._metadata)
 
     def complete(
         self,
@@ -588,29 +628,52 @@ class VerifySession:
 
 
 class AsyncGeneration:
-    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it.
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    Args: as :class:`Generation`.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[generate_pb2.GenerateRequest, float | None], Any],
+        request: generate_pb2.GenerateRequest,
+        timeout: float | None,
+        resume_s: float,
+    ) -> None:
+        self._start = start
+        self._whole = Continuation(request.SerializeToString(), timeout)
+        self._resume_s = resume_s
+        self._cancelled = False
+        self._call = start(request, timeout)
 
     async def __aiter__(self) -> AsyncIterator[Round]:
         try:
-            async for reply in self._call:
-                yield _round(reply)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            while True:
+                try:
+                    async for reply in self._call:
+                        self._whole.add(reply)
+                        yield _round(reply)
+                    return
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                if self._cancelled or not self._whole.may_go_on(failure, self._resume_s):
+                    raise failure
+                await asyncio.sleep(RETRY_S)
+                request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
+                self._call = self._start(request, self._whole.timeout_s)
         finally:
             self._call.cancel()
 
     def cancel(self) -> None:
         """Free the session on the server."""
+        self._cancelled = True
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._call.cancel()
+        self.cancel()
 
 
 class AsyncClient:
@@ -629,9 +692,11 @@ class AsyncClient:
         cert: str | PathLike[str] | None = None,
         key: str | PathLike[str] | None = None,
         token: str | None = None,
+        resume_s: float = 0.0,
     ) -> None:
         access = _Access(address, credentials, ca, cert, key, token)
         self._metadata = access.metadata
+        self._resume_s = resume_s
         if access.credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -656,10 +721,13 @@ class AsyncClient:
         request = _generate_request(prompt, params, speculation, prediction)
         request.return_draft = return_draft
         return AsyncGeneration(
-            self._generate.Generate(
-                request, timeout=timeout or self._timeout, metadata=self._metadata
-            )
+            self._start_generation, request, timeout or self._timeout, self._resume_s
         )
+
+    def _start_generation(
+        self, request: generate_pb2.GenerateRequest, timeout: float | None
+    ) -> Any:
+        return self._generate.Generate(request, timeout=timeout, metadata=self._metadata)
 
     async def complete(
         self,

@@ -124,7 +124,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
         drafts = None
         if request.return_draft:
-            drafts = RoundDrafts(self._thread.engine.tokenizer, prompt_ids)
+            before = [*prompt_ids, *request.committed_token_ids]
+            drafts = RoundDrafts(self._thread.engine.tokenizer, before, len(prompt_ids))
         loop = asyncio.get_running_loop()
         finished = False
         submitted = self._thread.submit(
@@ -136,6 +137,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             traceparent="" if span is None else span.traceparent,
             cache_scope=scope,
             prediction=prediction,
+            committed=request.committed_token_ids,
         )
         try:
             session = await asyncio.wrap_future(submitted)

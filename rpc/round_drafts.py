@@ -15,13 +15,19 @@ class RoundDrafts:
 
     Args:
         tokenizer: for texts; None leaves them out.
-        prompt_ids: a text depends on the token before it, which is the prompt's last one at first.
+        token_ids: what is there at first: a text depends on the token before it.
+        prompt_length: so many of them are the prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, token_ids: Sequence[int], prompt_length: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
-        self._last_token = prompt_ids[-1]
+        if self._decoder is not None:
+            for token in token_ids[prompt_length:]:
+                self._decoder.push(token)
+        self._last_token = token_ids[-1]
 
     def of(self, event: RoundEvent, outcome: Outcome) -> generate_pb2.RoundDraft:
         """The message of the next round."""

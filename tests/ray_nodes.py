@@ -51,3 +51,17 @@ def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subpro
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(node.pid, signal.SIGKILL)
+
+
+def raylets(parent: int) -> list[int]:
+    """The raylet that a `ray start --block` is waiting for: the node is alive while it is."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "comm").read_text().strip()
+            of = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        if of == parent and name == "raylet":
+            found.append(int(folder.name))
+    return found

@@ -170,8 +170,9 @@ class HttpServer:
         self._server = server
         self._task = task
 
-    async def stop(self) -> None:
-        """Refuse new requests and cancel those that run."""
+    async def stop(self, grace: float = 1.0) -> None:
+        """Refuse new requests, give running ones ``grace`` seconds, then cancel them."""
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace)
         self._server.should_exit = True
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -208,7 +209,6 @@ async def start_http(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=1,
         ssl_context_factory=None if context is None else lambda config, default: context,
     )
     server = _Uvicorn(config)

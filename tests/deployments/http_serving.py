@@ -60,7 +60,7 @@ def http_serving(
         async def lease() -> Lease:
             return cast(Lease, _DirectLease(target.address))
 
-        relay = Relay(lease, idle_timeout_s=60, gate=gate, tracing=tracing)
+        relay = Relay(lease, idle_timeout_s=60, resume_s=5, gate=gate, tracing=tracing)
         return target, relay, await start_http(make_app(relay, gate), **options)
 
     async def stop(target: Any, relay: Any, http: Any) -> None:

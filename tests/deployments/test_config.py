@@ -15,6 +15,7 @@ from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import InvalidArgument, ModelNotFound
 
 SHIPPED = sorted(CONFIGS_DIR.glob("*.yaml"))
+POLICY = "applications[0].autoscaling_policy"
 
 
 def _names(application: Any) -> set[str]:
@@ -123,6 +124,19 @@ def test_wrong_file_keys_are_named(tmp_path: Path, change: dict[str, Any], field
         ({"arg": {}}, "applications[0].arg"),
         ({"args": [1]}, "applications[0].args"),
         ({"args": {"topologi": 1}}, "topologi"),
+        ({"autoscaling_policy": {"policy_function": "os:system"}}, f"{POLICY}.policy_function"),
+        ({"autoscaling_policy": {"function": 1}}, f"{POLICY}.function"),
+        ({"autoscaling_policy": {"policy_function": "cluster.autoscaling:Policy"}}, POLICY),
+        (
+            {
+                "args": {"target": {"autoscaling": {}}},
+                "autoscaling_policy": {
+                    "policy_function": "cluster.autoscaling:Policy",
+                    "policy_kwargs": {"round_ms": 0},
+                },
+            },
+            f"{POLICY}.policy_kwargs.round_ms",
+        ),
     ],
 )
 def test_wrong_application_keys_are_named(

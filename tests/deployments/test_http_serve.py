@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 
 import openai
 import pytest
 
+from deployments import playground
 from paceline.config import SpeculationConfig
 from paceline.sampling import SamplingParams
 from rpc.client import Client
@@ -64,6 +67,44 @@ def test_a_prediction_is_drafted_in_both_topologies(
         },
     )  # fmt: skip
     assert tuple(answer.choices[0].token_ids) == expected  # type: ignore[attr-defined]
+
+
+def test_the_playground_is_at_the_gateways_root(app: App) -> None:
+    """Its files as they are in the package, and the list of methods."""
+    for path in playground.PATHS:
+        with urllib.request.urlopen(f"{app.http}{path}", timeout=10) as answer:
+            content = answer.read()
+        if path.endswith("methods.json"):
+            assert len(json.loads(content)) > 50
+        else:
+            name = path.rpartition("/")[2] or "index.html"
+            assert content == (playground.FOLDER / name).read_bytes()
+
+
+@pytest.mark.parametrize("method", ["ar", "draft_model", "draft_model_tree"])
+def test_rounds_come_through_the_gateway(sdk: openai.OpenAI, ar: AR, method: str) -> None:
+    """What the playground shows: drafts of targets in other processes, round by round."""
+    params = SamplingParams(max_tokens=32, ignore_eos=True, temperature=1.0, seed=9)
+    (expected,) = ar(PROMPTS[:1], params)
+    stream = sdk.completions.create(
+        model="paceline", prompt=PROMPTS[0], max_tokens=32, seed=9, stream=True,
+        extra_body={"ignore_eos": True, "return_rounds": True, "speculation": {"method": method}},
+    )  # fmt: skip
+    chunks = [chunk.model_dump()["choices"][0] for chunk in stream if chunk.choices]
+    rounds = [chunk["round"] for chunk in chunks]
+    assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
+    assert tuple(token for each in rounds for token in each["token_ids"]) == expected
+    texts = "".join(text for each in rounds for text in each["texts"])
+    assert texts == "".join(chunk["text"] for chunk in chunks)
+    seconds = [each["seconds"] for each in rounds]
+    assert seconds == sorted(seconds)
+    for each in rounds:
+        draft, count = each["draft"], each["num_accepted"]
+        path = draft["accepted_indices"][:count]
+        assert [draft["token_ids"][node] for node in path] == each["token_ids"][:count]
+        assert [draft["parent_indices"][node] for node in path] == [-1, *path][:count]
+    drafted = sum(len(each["draft"]["token_ids"]) for each in rounds)
+    assert (drafted > 0) == (method != "ar")
 
 
 def test_leaving_a_stream_frees_target_and_lease(sdk: openai.OpenAI, app: App) -> None:

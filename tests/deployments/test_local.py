@@ -64,6 +64,28 @@ def _config(tmp_path: Path, port: int) -> Path:
     return path
 
 
+def _with_policy(path: Path) -> Path:
+    """The same file with the autoscaling policy: a session makes it want two targets."""
+    data = yaml.safe_load(path.read_text())
+    (application,) = data["applications"]
+    application["args"].setdefault("target", {})["autoscaling"] = {
+        "max_replicas": 2, "upscale_delay_s": 0, "look_back_s": 10.5
+    }  # fmt: skip
+    application["autoscaling_policy"] = {
+        "policy_function": "cluster.autoscaling:Policy",
+        "policy_kwargs": {"sessions_per_target": 0.5},
+    }
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def _status() -> dict[str, Any]:
+    status: dict[str, Any] = _python(
+        "import json; from cluster import local; print(json.dumps(local.status()))"
+    )
+    return status
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -73,8 +95,9 @@ def _alive(pid: int) -> bool:
 
 
 def test_up_status_down(cache: Path, tmp_path: Path) -> None:
+    """With an autoscaling policy, which goes to Serve in another way; the demo has none."""
     port = free_port()
-    path = _config(tmp_path, port)
+    path = _with_policy(_config(tmp_path, port))
     try:
         up = local.up(path)  # in a process of its own, as `status` is: this one has another Ray
         assert up["ready"]
@@ -86,14 +109,18 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
             completion = client.complete("def f(x):\n", SamplingParams(max_tokens=8))
         assert len(completion.token_ids) > 0
 
-        status = _python(
-            "import json; from cluster import local; print(json.dumps(local.status()))"
-        )
+        status = _status()
         assert status["running"]
         assert status["sessions"] == 0
         pids = [r["pid"] for d in status["deployments"].values() for r in d["replicas"]]
         assert completion.last.target_pid in pids
         assert len(pids) == 2
+        with Client(up["gateway"], timeout=60) as client, client.open_session([1, 2, 3]):
+
+            def grown() -> bool:
+                return len(_status()["deployments"]["target"]["replicas"]) == 2
+
+            assert eventually(grown, 90.0), _status()
 
         with pytest.raises(local.ClusterError, match="up already"):
             local.up(path)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -132,21 +133,52 @@ def test_dead_drafter_costs_drafts_but_no_tokens(actors: App, ar: AR) -> None:
         assert eventually(drafts_are_back, BACK_WITHIN_S), actors.describe()
 
 
-def test_dead_target_is_unavailable_and_comes_back(actors: App, ar: AR) -> None:
+def test_a_generation_outlives_its_target(actors: App, ar: AR) -> None:
+    """It waits for the only target's successor, while verify sessions are told at once."""
+    (expected,) = ar(PROMPTS[:1], LONG)
     with Client(actors.address, timeout=60) as client:
-        rounds = iter(client.generate(PROMPTS[0], LONG, DRAFTS))
-        for _ in range(3):
-            next(rounds)
-        killed = _kill(actors, "target")
-        died = time.monotonic()
-        with pytest.raises(ServerUnavailable) as caught:
-            list(rounds)
-        assert time.monotonic() - died < 3.0
-        assert str(killed) in str(caught.value)
-        short = SamplingParams(max_tokens=48, ignore_eos=True)
-        again = _again(client, PROMPTS[1], short)
-        assert [again.token_ids] == ar(PROMPTS[1:2], short)
-        assert again.last.target_pid != killed
+        session = client.open_session([1, 2, 3], SamplingParams(max_tokens=100))
+        session.verify()
+        rounds: list[Round] = []
+        for item in client.generate(PROMPTS[0], LONG, DRAFTS):
+            rounds.append(item)
+            if len(rounds) == 3:
+                killed = _kill(actors, "target")
+                died = time.monotonic()
+                with pytest.raises(ServerUnavailable) as caught:
+                    session.verify()
+                assert time.monotonic() - died < 3.0
+                assert str(killed) in str(caught.value)
+        completion = Completion.of(rounds)
+        assert completion.token_ids == expected
+        assert completion.last.target_pid != killed
+        assert [item.round for item in rounds] == list(range(1, len(rounds) + 1))
+        assert completion.statistics.num_tokens == len(expected)
+        assert completion.statistics.num_rounds == len(rounds)
+        with Client(actors.address, timeout=60) as other:  # of those that were lost nothing is left
+            assert other.complete(PROMPTS[1], SamplingParams(max_tokens=4)).finish_reason
+
+
+@pytest.mark.nightly
+def test_a_stuck_drafter_is_replaced(actors: App, ar: AR) -> None:
+    """Its process lives, and answers nobody: sessions go on as AR until Serve has another one."""
+    short = SamplingParams(max_tokens=48, ignore_eos=True)
+    (expected,) = ar(PROMPTS[1:2], short)
+    stuck: int = actors.replica("drafter")["pid"]
+    os.kill(stuck, signal.SIGSTOP)
+    try:
+        with Client(actors.address, timeout=60) as client:
+
+            def drafts_are_back() -> bool:
+                again = client.complete(PROMPTS[1], short, DRAFTS)
+                assert again.token_ids == expected
+                return again.statistics.num_accepted > 0 and again.last.drafter_pid != stuck
+
+            assert not drafts_are_back()
+            assert eventually(drafts_are_back, 120.0), actors.describe()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(stuck, signal.SIGCONT)
 
 
 def test_dead_gateway_frees_sessions_and_comes_back(actors: App, ar: AR) -> None:

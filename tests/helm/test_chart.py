@@ -95,7 +95,6 @@ def test_the_served_configuration_is_one(chart: Chart, tmp_path: Path, name: str
     """serveConfigV2 is a file that the project's own reader takes, but for models not here."""
     config = serve_config(render(chart, VALUE_SETS[name]))
     (application,) = config["applications"]
-    policy = application.pop("autoscaling_policy", None)
     args = application["args"]
     for role in ("target", "drafter", "heads"):
         folder = args["model"].pop(role, None)
@@ -104,7 +103,8 @@ def test_the_served_configuration_is_one(chart: Chart, tmp_path: Path, name: str
         args.pop("drafter")
     file = tmp_path / "serve.yaml"
     file.write_text(yaml.safe_dump(config))
-    parsed = read_config_file(file).config
+    read = read_config_file(file)
+    parsed, policy = read.config, read.autoscaling_policy
     scales = parsed.target.autoscaling or parsed.drafter.autoscaling
     assert (policy is not None) == (scales is not None and name == "autoscaling")
     assert parsed.data_plane == "node_ip"
@@ -224,14 +224,16 @@ def test_roles_have_their_own_pools(chart: Chart) -> None:
     objects = render(chart, values)
     cluster = only(objects, "RayService")["spec"]["rayClusterConfig"]
     groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
-    args = serve_config(objects)["applications"][0]["args"]
+    (application,) = serve_config(objects)["applications"]
+    args = application["args"]
+    numbers = {each["name"]: each["num_replicas"] for each in application["deployments"]}
     assert set(groups) == {"gateway", "target", "drafter"}
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for role, group in groups.items():
         # One replica a pod, and no other role's.
         assert group["resources"] == {f"paceline_{role}": "1"}
         assert args[role]["resources"] == {f"paceline_{role}": 1}
-        assert group["replicas"] == args[role]["num_replicas"]
+        assert group["replicas"] == numbers[role]
     spec = groups["target"]["template"]["spec"]
     assert spec["runtimeClassName"] == "nvidia"
     assert spec["nodeSelector"] == values["pods"]["target"]["nodeSelector"]
@@ -261,6 +263,19 @@ def test_pods_follow_the_autoscaling(chart: Chart) -> None:
     assert sizes("autoscaling") == {"gateway": (2, 2, 2), "target": (2, 2, 8), "drafter": (1, 1, 4)}
     fixed = sizes("serve-autoscaling-on-fixed-pods")
     assert fixed == {"gateway": (1, 1, 1), "target": (3, 3, 3), "drafter": (1, 1, 1)}
+
+
+def test_other_numbers_replace_no_replica(chart: Chart) -> None:
+    """Serve starts all of them anew when args change."""
+
+    def args(values: dict[str, Any]) -> dict[str, Any]:
+        (application,) = serve_config(render(chart, values))["applications"]
+        found: dict[str, Any] = application["args"]
+        return found
+
+    more = {role: {"num_replicas": 3} for role in ("target", "drafter", "gateway")}
+    assert args(more) == args({})
+    assert args({"speculation": {"method": "ar"}}) != args({})
 
 
 def test_the_best_of_a_sweep_goes_in_unchanged(chart: Chart) -> None:
@@ -356,7 +371,7 @@ def test_defaults_are_those_of_the_schema() -> None:
     blocks = ("model", "topology", "target", "drafter", "gateway", "tracing")
     walk({name: defaults[name] for name in blocks}, config, "")
     # A pod that goes has more time than a terminal that somebody waits at.
-    assert differ == {"target.drain_s": 30}
+    assert differ == {"target.drain_s": 30, "gateway.drain_s": 30}
 
 
 def test_generated_files_are_fresh() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from deployments.config import read_config_file
 from tests.deployments.conftest import free_port
-from tests.ray_nodes import RAY, ROOT, clean_environment, make_token, ray_node
+from tests.ray_nodes import RAY, ROOT, clean_environment, make_token, ray_node, raylets
 from tuning.results import Results, best_trial
 from tuning.space import read_space
 from tuning.sweep import Sweep
@@ -135,17 +135,3 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         assert process.poll() is None, process.stdout and process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def raylets(parent: int) -> list[int]:
-    """The raylet that a `ray start --block` is waiting for: the node is alive while it is."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            name = (folder / "comm").read_text().strip()
-            of = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            continue
-        if of == parent and name == "raylet":
-            found.append(int(folder.name))
-    return found

@@ -86,7 +86,17 @@
 {{- else -}}
   {{- $_ := set $args "data_plane_tls" (dict "cert" "/etc/paceline/replica-tls/tls.crt" "key" "/etc/paceline/replica-tls/tls.key" "ca" "/etc/paceline/replica-tls/ca.crt" "server_name" "paceline-replica") -}}
 {{- end -}}
-{{- $application := dict "name" "paceline" "import_path" "deployments.app:build" "route_prefix" nil "args" $args -}}
+{{- /* Serve replaces every replica when args change, but none when only these numbers do. */ -}}
+{{- $numbers := list -}}
+{{- range $role := ternary (list "target" "drafter" "gateway") (list "target" "gateway") (eq $args.topology "actors") -}}
+  {{- $block := index $args $role -}}
+  {{- $scaled := or (get $block "autoscaling") (and (eq $role "target") $args.drafter.autoscaling) -}}
+  {{- if not $scaled -}}
+    {{- $numbers = append $numbers (dict "name" $role "num_replicas" (int $block.num_replicas)) -}}
+    {{- $_ := unset $block "num_replicas" -}}
+  {{- end -}}
+{{- end -}}
+{{- $application := dict "name" "paceline" "import_path" "deployments.app:build" "route_prefix" nil "args" $args "deployments" $numbers -}}
 {{- if and .Values.autoscaling_policy (or $args.target.autoscaling $args.drafter.autoscaling) -}}
   {{- $_ := set $application "autoscaling_policy" (dict "policy_function" "cluster.autoscaling:Policy" "policy_kwargs" .Values.autoscaling_policy) -}}
 {{- end -}}

@@ -53,7 +53,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- if $serves }}
-  terminationGracePeriodSeconds: {{ add $values.target.drain_s $values.pods.preStopSeconds 20 }}
+  terminationGracePeriodSeconds: {{ add (max $values.target.drain_s $values.gateway.drain_s) $values.pods.preStopSeconds 20 }}
   {{- end }}
   {{- if and $models (ne $values.models.source "pvc") }}
   initContainers:

@@ -31,6 +31,7 @@ class GenerateRequest(_message.Message):
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETURN_DRAFT_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
     add_special_tokens: _builtins.bool
@@ -54,6 +55,14 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def prediction_token_ids(self) -> _common_pb2.TokenIds: ...
+    @_builtins.property
+    def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The first tokens of the output, which another server has committed and the client has: the
+        generation goes on after them, and replies have what comes then. All that counts from the
+        beginning of the output does so: max_tokens, stop strings, penalties, constraints. With
+        coupled sampling, and at temperature 0, the tokens are those of an unbroken generation.
+        """
+
     def __init__(
         self,
         *,
@@ -65,10 +74,11 @@ class GenerateRequest(_message.Message):
         prediction_text: _builtins.str = ...,
         prediction_token_ids: _common_pb2.TokenIds | None = ...,
         return_draft: _builtins.bool = ...,
+        committed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

@@ -1,0 +1,105 @@
+"""A generation that goes on elsewhere when its server is lost.
+
+Committed tokens are all that a server knows of a generation, and who reads its stream has them. So
+the next server is asked for what comes after them, and coupled sampling makes it the same.
+"""
+
+from __future__ import annotations
+
+import time
+
+from paceline.errors import PacelineError, ResourceExhausted
+from rpc.errors import Cancelled, ServerUnavailable
+from rpc.gen.paceline.v1 import generate_pb2
+
+
+class Continuation:
+    """What a generation has so far, and what to ask the next server for.
+
+    Args:
+        request: a serialized GenerateRequest.
+        timeout_s: for the whole generation; None: no limit.
+
+    Attributes:
+        num_tries: servers that were asked since the last token came.
+    """
+
+    def __init__(self, request: bytes, timeout_s: float | None = None) -> None:
+        self._request = request
+        self._started = time.monotonic()
+        self._deadline = None if timeout_s is None else self._started + timeout_s
+        self._tokens: list[int] = []
+        self._rounds = 0
+        self._first_token_s = 0.0
+        self._lost_at: float | None = None  # after the last token
+        self.num_tries = 1  # since the last token
+        # What came before this try.
+        self._base_tokens = self._base_rounds = 0
+        self._base_s = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come."""
+        return len(self._tokens)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """What is left of the time."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def add(self, reply: generate_pb2.GenerateReply) -> bool:
+        """Note what has come, and let the reply count from the beginning of the generation.
+
+        Of a last reply's statistics, what says how well drafts did is that of the last server.
+
+        Returns:
+            whether the reply has changed.
+        """
+        now = time.monotonic() - self._started
+        if reply.token_ids:
+            self._first_token_s = self._first_token_s or now
+            self._tokens += reply.token_ids
+            self.num_tries, self._lost_at = 1, None
+        if not self._base_tokens:
+            self._rounds = max(self._rounds, reply.round)
+            return False
+        if reply.round:
+            reply.round += self._base_rounds
+            self._rounds = reply.round
+        if reply.HasField("draft"):
+            reply.draft.seconds += self._base_s
+        if reply.HasField("statistics"):
+            statistics = reply.statistics
+            statistics.num_tokens += self._base_tokens
+            statistics.num_rounds += self._base_rounds
+            statistics.num_target_forwards += self._base_rounds  # one a round
+            statistics.first_token_seconds = self._first_token_s
+            statistics.total_seconds = now
+        return True
+
+    def may_go_on(self, error: PacelineError, patience_s: float) -> bool:
+        """Whether to ask again, here or elsewhere.
+
+        Args:
+            error: what ended the last try. A server that is full ends only what it is asked first.
+            patience_s: so long after the loss of a server this may take.
+        """
+        now = time.monotonic()
+        lost = isinstance(error, (ServerUnavailable, Cancelled))
+        full = isinstance(error, ResourceExhausted) and error.retry_after_s > 0
+        if self._lost_at is None and lost:
+            self._lost_at = now
+        if self._lost_at is None or not (lost or full) or now - self._lost_at >= patience_s:
+            return False
+        return self._deadline is None or now < self._deadline
+
+    def next_request(self) -> bytes:
+        """The request for what is still to come, serialized."""
+        self.num_tries += 1
+        self._base_tokens, self._base_rounds = len(self._tokens), self._rounds
+        self._base_s = time.monotonic() - self._started
+        if not self._tokens:
+            return self._request
+        request = generate_pb2.GenerateRequest.FromString(self._request)
+        request.committed_token_ids.extend(self._tokens)
+        return request.SerializeToString()

@@ -19,7 +19,7 @@ from rpc.server import start_server
 from rpc.tracing import Tracing
 
 
-class _DirectLease:
+class DirectLease:
     """A lease on a replica that Ray Serve does not know."""
 
     lost = False
@@ -58,7 +58,7 @@ def http_serving(
         target = await start_server(engine=engine, model=model)
 
         async def lease() -> Lease:
-            return cast(Lease, _DirectLease(target.address))
+            return cast(Lease, DirectLease(target.address))
 
         relay = Relay(lease, idle_timeout_s=60, resume_s=5, gate=gate, tracing=tracing)
         return target, relay, await start_http(make_app(relay, gate), **options)

@@ -432,8 +432,12 @@ class _Link:
         )
 
     def _generate_request(self) -> generate_pb2.GenerateRequest:
-        request = generate_pb2.GenerateRequest(sampling=self._sampling())
-        request.token_ids.token_ids.extend(self.session.token_ids)
+        session = self.session  # stop strings stay here, as those of a verify session
+        params = sampling_to_message(replace(session.params, stop=()))
+        request = generate_pb2.GenerateRequest(
+            sampling=params, committed_token_ids=session.output_ids
+        )
+        request.token_ids.token_ids.extend(session.token_ids[: session.prompt_length])
         if self.mode is Mode.AR:
             request.speculation.method = "ar"
         return request

@@ -52,14 +52,19 @@ def second_server(second_runner: ModelRunner) -> Iterator[RpcServer]:
 
 
 def device(
-    servers: Sequence[str], truth: Sequence[int], *, rho: float = 0.85, patience: Patience = QUICK
+    servers: Sequence[str],
+    truth: Sequence[int],
+    *,
+    rho: float = 0.85,
+    patience: Patience = QUICK,
+    mode: Mode = Mode.DEVICE,
 ) -> DeviceClient:
     """A client whose drafter is right with probability ``rho`` at each token."""
     mix = RewindingMix({tuple(PROMPT): truth}, 258, rho=rho)
     return DeviceClient(
         servers, {"mix": mix},
         speculation=SpeculationConfig(method="mix"),
-        modes=(Mode.DEVICE,),
+        modes=(mode,),
         patience=patience,
         catalogue=WITH_FAKES,
     )  # fmt: skip
@@ -81,6 +86,24 @@ def test_a_broken_connection_is_taken_up_again(
                     netem.reset()
         assert client.result.token_ids == truth
         assert client.result.counters.num_failures >= 3
+
+
+@pytest.mark.parametrize("mode", [Mode.SERVER, Mode.AR])
+def test_a_broken_stream_goes_on_where_it_was(
+    mode: Mode, server: RpcServer, runner: ModelRunner
+) -> None:
+    """Penalties count what was generated before the break as output, not as prompt."""
+    params = SamplingParams(max_tokens=300, temperature=1.0, seed=4, frequency_penalty=1.5)
+    truth = ar(runner, params)
+    with (
+        Netem(server.address, Link(rtt=0.02)) as netem,
+        device([netem.address], truth, mode=mode) as client,
+    ):
+        for i, done in enumerate(client.generate(PROMPT, params)):
+            if done.finish_reason is None and i in (0, 10, 50):
+                netem.reset()  # most of it is still to be generated
+        assert client.result.token_ids == truth
+        assert client.result.counters.num_failures > 0
 
 
 def test_a_session_that_the_server_still_has_is_resumed(

@@ -339,6 +339,10 @@ class Engine:
 
     def _make_drafter(self, name: str) -> Drafter | AsyncDrafter:
         if name not in self.drafters:
+            if name not in DRAFTERS:
+                raise InvalidArgument(
+                    "method", name, f"a method whose drafters are loaded here ({name} is not)"
+                )
             self._made.add(name)
             context = DrafterContext(
                 self.target.vocab_size, self.local_drafter, lambda: self.local_target,

@@ -328,3 +328,8 @@ def test_pearl_wants_a_drafter_that_goes_ahead() -> None:
         DeviceClient(["127.0.0.1:1"], speculation=config, info=info)
     with pytest.raises(InvalidArgument, match="servers"):
         DeviceClient([], info=info)
+
+
+def test_a_drafter_that_was_not_given_is_named(server: RpcServer) -> None:
+    with pytest.raises(InvalidArgument, match="draft_model is not"):
+        DeviceClient([server.address])

@@ -240,6 +240,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, nodes)
 
 
+@pytest.mark.nightly
 def test_sessions_outlive_upgrades_and_nodes(cluster: Cluster, engine: Engine, ar: AR) -> None:
     both = {"target": 2, "drafter": 2, "gateway": 1}
     one = {"target": 1, "drafter": 1, "gateway": 1}

@@ -47,10 +47,13 @@ def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subpro
     finally:
         node.terminate()
         try:
-            node.wait(30)
+            # One whose workers have died, or that has little of the machine, may take longer.
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(30)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(node.pid, signal.SIGKILL)
+            node.wait(10)
 
 
 def raylets(parent: int) -> list[int]:

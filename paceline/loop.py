@@ -65,7 +65,7 @@ def decode_round(
     drafts = {session_id: draft for session_id, (draft, _) in (arrived or {}).items()}
     for name, members in _by_drafter(sessions, drafts).items():
         budgets = [round_budget(session, load) for session in members]
-        for session, draft in zip(members, _propose(drafters[name], members, budgets), strict=True):
+        for session, draft in zip(members, propose_with(drafters[name], members, budgets), strict=True):
             drafts[session.session_id] = draft
     in_order = [_usable(drafts[s.session_id], s, target.vocab_size) for s in sessions]
     drafted = time.perf_counter()
@@ -104,12 +104,12 @@ def decode_round(
         # 5. Observe: length controllers and drafters learn what became of the draft.
         waited = arrived and arrived.get(session.session_id)
         draft_s = waited.seconds if waited else drafted - started
-        _count(session, outcome, draft_s, verified - drafted)
+        count_round(session, outcome, draft_s, verified - drafted)
         session.length_controller.observe(outcome, draft_s, verified - drafted)
     for name, members in _by_drafter(sessions, {}).items():
         if name in drafters:
             by_id = {s.session_id: o for s, o in zip(sessions, outcomes, strict=True)}
-            _observe(drafters[name], members, [by_id[s.session_id] for s in members])
+            observe_with(drafters[name], members, [by_id[s.session_id] for s in members])
     return outcomes
 
 
@@ -134,7 +134,7 @@ def _by_drafter(
     return groups
 
 
-def _propose(
+def propose_with(
     drafter: Drafter, sessions: Sequence[Session], budgets: Sequence[Budget]
 ) -> list[Draft]:
     """The drafts, or empty ones when the drafter fails: a drafter never takes a session down."""
@@ -148,7 +148,7 @@ def _propose(
         return [EMPTY_DRAFT] * len(sessions)
 
 
-def _observe(drafter: Drafter, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+def observe_with(drafter: Drafter, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
     try:
         drafter.observe(sessions, outcomes)
     except Exception:
@@ -259,7 +259,7 @@ def _commit(
     )
 
 
-def _count(session: Session, outcome: Outcome, draft_s: float, verify_s: float) -> None:
+def count_round(session: Session, outcome: Outcome, draft_s: float, verify_s: float) -> None:
     stats, draft = session.stats, outcome.draft
     depth = int(depths(draft.parent_indices).max()) if draft.num_nodes else 0
     stats.num_rounds += 1

@@ -81,6 +81,7 @@ class Method:
         defaults: values for the knobs of this row; a knob that is absent here (and is not one of
             ``COMMON_KNOBS``) does not exist for this row.
         needs: what the drafter wants from the target.
+        optional_needs: those of ``needs`` without which the drafter learns less, and works.
         uses: other drafters that this row's drafter is made of, by name.
         head: kind of trained head that drafts.
         depth_policy: which layers of the target compute a token: for a row whose drafter is the
@@ -99,6 +100,7 @@ class Method:
     summary: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[Need] = frozenset()
+    optional_needs: frozenset[Need] = frozenset()
     uses: tuple[str, ...] = ()
     head: str | None = None
     depth_policy: str | None = None
@@ -747,6 +749,7 @@ METHODS: Mapping[str, Method] = {
                 "template": "token_recycling_80",
             },
             needs=frozenset({Need.TREE_LOGITS}),
+            optional_needs=frozenset({Need.TREE_LOGITS}),
         ),
         Method(
             name="stand",

@@ -44,7 +44,7 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # The target keeps its logits to itself; a drafter that needs them cannot live here.
-_NO_VERIFICATION = Verification(torch.empty(0, 0))
+NO_VERIFICATION = Verification(torch.empty(0, 0))
 
 
 class _Mirror:
@@ -384,7 +384,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         next_token=tokens[len(path)],
                         token_ids=tuple(tokens[: len(path) + 1]),
                         num_accepted=len(path),
-                        verification=_NO_VERIFICATION,
+                        verification=NO_VERIFICATION,
                     ),
                 )
             )

@@ -3,11 +3,15 @@
 Luo et al. 2024 (arXiv 2408.08696): each verified node, accepted or not, writes the ``width`` most
 likely tokens of its logits into the row of its token; the next tree is read from those rows. The
 matrix belongs to the engine, so what one request taught it serves the next.
+
+Where the target shows its tokens and no logits, a row holds the latest successors that its token
+had in prompts and outputs, the last one first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,12 +50,13 @@ class TokenRecycling:
         self._unread_tokens: list[int] = []  # one for each row of these
         self._rank_logits: npt.NDArray[np.float64] = np.zeros(width)
         self._num_observed = 0
+        self._num_read: dict[str, int] = {}  # tokens learnt of sessions that come without logits
 
     def open(self, session: Session) -> None:
-        """Nothing is kept for a session."""
+        """The matrix belongs to all sessions."""
 
     def close(self, session: Session) -> None:
-        """Nothing is kept for a session."""
+        self._num_read.pop(session.session_id, None)
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         return grow(self, sessions, budgets)
@@ -78,11 +83,26 @@ class TokenRecycling:
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
+            if not outcome.verification.logits.numel():
+                self._read_tokens(session)
+                continue
             self._unread_tokens.append(session.token_ids[-len(outcome.token_ids) - 1])
             self._unread_tokens += outcome.draft.token_ids.tolist()
             self._unread.append(outcome.verification.logits)
         if len(self._unread_tokens) >= MAX_UNREAD:
             self._write()
+
+    def _read_tokens(self, session: Session) -> None:
+        """Each token goes to the front of the row of the one before it."""
+        start = self._num_read.get(session.session_id, 1)
+        for token, follower in pairwise(session.token_ids[start - 1 :]):
+            row = self._matrix[token]
+            if row[0] != follower:
+                place = np.flatnonzero(row == follower)
+                last = int(place[0]) if len(place) else len(row) - 1
+                row[1 : last + 1] = row[:last].copy()
+                row[0] = follower
+        self._num_read[session.session_id] = session.length
 
     def _write(self) -> None:
         """Write the row of every node; of several nodes with one token the last one counts."""

@@ -15,12 +15,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from deployments.engines.rows import chain_plan
 from paceline.batching import BatchStrategy
-from paceline.config import MAX_NODES, SpeculationConfig, keys_at
+from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf import is_gguf
+from paceline.methods import VLLM_METHODS, Method
 from paceline.plan import resolve
 from rpc.access import Limits
 from rpc.messages import MAX_MESSAGE_BYTES
@@ -274,6 +276,28 @@ class GatewayConfig(_Replicas):
     )
 
 
+class VllmConfig(_Block):
+    """How vLLM runs the target, with ``engine: vllm`` (deployments/engines/vllm.py)."""
+
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs that share the model.")
+    max_model_len: int | None = Field(
+        None, ge=16, description="Longest sequence; null: the model's own."
+    )
+    max_speculative_tokens: int = Field(
+        16, ge=1, le=MAX_DEPTH, description="Longest draft that a request may wish for."
+    )
+    draft_deadline_s: float = Field(
+        0.05, gt=0, description="Longest time that a step waits for drafter replicas."
+    )
+    enforce_eager: bool = Field(False, description="No CUDA graphs and no torch.compile.")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="Share of a GPU's memory; null: vLLM's default."
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Further engine arguments of vLLM, by the names in its AsyncEngineArgs."
+    )
+
+
 class TracingConfig(_Block):
     """OpenTelemetry traces; what is null is taken from the standard OTEL_* variables."""
 
@@ -295,6 +319,9 @@ class DeploymentConfig(_Block):
     """All of it."""
 
     model: ModelConfig = ModelConfig()
+    engine: Literal["paceline", "vllm"] = Field(
+        "paceline", description="What runs the target; vllm wants vLLM 0.32 in the environment."
+    )
     topology: Literal["colocated", "actors"] = Field(
         "actors", description="The drafter in the target's process, or in replicas of its own."
     )
@@ -317,6 +344,7 @@ class DeploymentConfig(_Block):
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
     gateway: GatewayConfig = GatewayConfig()
+    vllm: VllmConfig = VllmConfig()
     tracing: TracingConfig = TracingConfig()
 
     @property
@@ -365,7 +393,7 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         raise InvalidArgument(key, _shown(key, first["input"]), allowed) from None
     config = _with_secure_ports(config)
     try:
-        method = resolve(config.speculation).method
+        method = _default_method(config)
     except InvalidArgument as error:
         raise InvalidArgument(f"speculation.{error.field}", error.value, error.allowed) from None
     if config.drafter_folder is None and config.topology == "actors":
@@ -404,6 +432,21 @@ class _Hidden:
 def _shown(key: str, value: Any) -> Any:
     """A wrong value for an error, unless it may be a secret."""
     return _Hidden() if _SECRET.search(key.lower()) else value
+
+
+def _default_method(config: DeploymentConfig) -> Method:
+    """The row that a deployment names, as its engine runs it."""
+    speculation = config.speculation
+    if config.engine == "paceline":
+        return resolve(speculation).method
+    if speculation.method not in VLLM_METHODS:
+        return chain_plan(speculation, config.vllm.max_speculative_tokens).method
+    if config.topology == "actors":
+        raise InvalidArgument(
+            "method", speculation.method, "one of Paceline's methods with topology 'actors', or "
+            "topology 'colocated': vLLM drafts in its own worker",
+        )  # fmt: skip
+    return resolve(speculation, VLLM_METHODS).method
 
 
 def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:

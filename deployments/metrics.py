@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.counters import EngineCounters
-from paceline.engine import EngineThread
 from paceline.session import SessionState
 from rpc.access import Gate
-from rpc.bridge import on_engine
+from rpc.bridge import Serving, on_engine
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +228,7 @@ class Reporting:
             await self._export(self._exporter)
 
 
-def report_engine(thread: EngineThread, gate: Gate) -> Reporting:
+def report_engine(thread: Serving, gate: Gate) -> Reporting:
     """Report what an engine does and what its server refuses."""
 
     async def export(exporter: Exporter) -> None:

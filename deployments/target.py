@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -17,17 +17,22 @@ from paceline.engine import Engine, EngineThread
 from paceline.loading import limit_threads, load_engine
 from paceline.tokenizer import chat_template
 from rpc.access import Gate
-from rpc.bridge import on_engine
+from rpc.bridge import Serving, on_engine
 from rpc.draft_service import served_with
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import start_server
+
+if TYPE_CHECKING:
+    from deployments.engines.vllm import VllmEngine
 
 logger = logging.getLogger(__name__)
 
 DRAFTER_TIMEOUT_S = 30.0
 """How long a new target waits for its drafter before it serves without, and a lease for one."""
 HEALTH_TIMEOUT_S = 20.0
+POOL_INTERVAL_S = 1.0
+"""How often vLLM's worker is asked which drafter replicas answer."""
 
 
 def _load(config: DeploymentConfig) -> Engine:
@@ -64,24 +69,21 @@ class TargetDeployment:
         self._remote: RemoteDrafter | None = None
         tls = config.data_plane_tls
         self._tracing = config.tracing.start("paceline-target")
-        engine = await asyncio.to_thread(_load, config)
-        if drafters is not None:
-            self._remote = RemoteDrafter(
-                self._find_drafter,
-                vocab_size=engine.target.vocab_size,
-                deadline_s=config.drafter.deadline_s,
-                tls=None if tls is None else tls.client(),
-            )
-            for row in engine.catalogue.values():
-                if served_with(row, "draft_model"):
-                    engine.drafters[row.drafter] = self._remote
-        self._engine = EngineThread(engine).start()
+        self._pool: asyncio.Task[None] | None = None
+        self._engine: Serving
+        if config.engine == "vllm":
+            batch_invariant = False
+            self._engine = await self._start_vllm(config)
+        else:
+            engine = await self._start_engine(config)
+            batch_invariant = engine.engine.target.runner.batch_invariant
+            self._engine = engine
         self._server = await start_server(
             engine=self._engine,
             model=ModelInfo(
                 name=config.model.name,
                 dtype=config.model.dtype,
-                batch_invariant=engine.target.runner.batch_invariant,
+                batch_invariant=batch_invariant,
                 default_speculation=config.speculation,
                 chat_template=chat_template(config.target_folder),
             ),
@@ -98,6 +100,33 @@ class TargetDeployment:
             ready = await asyncio.to_thread(self._remote.wait_ready, DRAFTER_TIMEOUT_S)
             if not ready:
                 logger.warning("no drafter yet: sessions run as AR until there is one")
+
+    async def _start_engine(self, config: DeploymentConfig) -> EngineThread:
+        """Paceline's own engine on its thread."""
+        engine = await asyncio.to_thread(_load, config)
+        if self._drafters is not None:
+            tls = config.data_plane_tls
+            self._remote = RemoteDrafter(
+                self._find_drafter,
+                vocab_size=engine.target.vocab_size,
+                deadline_s=config.drafter.deadline_s,
+                tls=None if tls is None else tls.client(),
+            )
+            for row in engine.catalogue.values():
+                if served_with(row, "draft_model"):
+                    engine.drafters[row.drafter] = self._remote
+        return EngineThread(engine).start()
+
+    async def _start_vllm(self, config: DeploymentConfig) -> VllmEngine:
+        """vLLM, with a pool of drafter replicas where the topology has some."""
+        from deployments.engines.vllm import VllmEngine
+
+        engine = VllmEngine(config, None if self._drafters is None else ())
+        await engine.start()
+        if self._drafters is not None:
+            pool = DrafterPool(engine, self._drafters, config.drafter.max_replicas)
+            self._pool = asyncio.create_task(pool.run())
+        return engine
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
         """The lease of one session: yields this replica's address and ends with the session."""
@@ -160,6 +189,9 @@ class TargetDeployment:
     async def check_health(self) -> None:
         """Serve restarts a replica whose engine no longer takes calls."""
         await asyncio.wait_for(on_engine(self._engine, lambda engine: None), HEALTH_TIMEOUT_S)
+        check = getattr(self._engine, "check_health", None)
+        if check is not None:
+            await check()
 
     def _find_drafter(self) -> str:
         """The address of a drafter replica; runs on a thread of the remote drafter."""
@@ -182,9 +214,54 @@ class TargetDeployment:
             await self._reporting.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.stop)
+        if self._pool is not None:
+            self._pool.cancel()
+            await asyncio.gather(self._pool, return_exceptions=True)
         if hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.stop)
         if self._drafter_lease is not None:
             self._drafter_lease.release()
         if self._remote is not None:
             await asyncio.to_thread(self._remote.stop)
+
+
+class DrafterPool:
+    """Keeps vLLM's proposer supplied with the addresses of live drafter replicas.
+
+    Args:
+        size: replicas that it holds leases of at most.
+    """
+
+    def __init__(self, engine: VllmEngine, drafters: DeploymentHandle[Any], size: int) -> None:
+        self._engine = engine
+        self._drafters = drafters
+        self._size = size
+        self._leases: dict[str, Lease] = {}
+        self._silent: set[str] = set()  # did not answer when asked last
+
+    async def run(self) -> None:
+        """Look again and again, until it is cancelled."""
+        try:
+            while True:
+                try:
+                    await self._look()
+                except Exception:
+                    logger.exception("the drafters of vLLM cannot be found; trying again")
+                await asyncio.sleep(POOL_INTERVAL_S)
+        finally:
+            for lease in self._leases.values():
+                lease.release()
+
+    async def _look(self) -> None:
+        answering = set(await self._engine.use_drafters(list(self._leases)))
+        silent = self._leases.keys() - answering
+        for address in silent & self._silent:  # a new one gets time to connect
+            self._leases.pop(address).release()
+        self._silent = set(silent)
+        if len(self._leases) < self._size:
+            lease = await open_lease(self._drafters, "drafter", DRAFTER_TIMEOUT_S)
+            if lease.endpoint.address in self._leases:
+                lease.release()
+            else:
+                self._leases[lease.endpoint.address] = lease
+                await self._engine.use_drafters(list(self._leases))

@@ -65,7 +65,9 @@ def decode_round(
     drafts = {session_id: draft for session_id, (draft, _) in (arrived or {}).items()}
     for name, members in _by_drafter(sessions, drafts).items():
         budgets = [round_budget(session, load) for session in members]
-        for session, draft in zip(members, propose_with(drafters[name], members, budgets), strict=True):
+        for session, draft in zip(
+            members, propose_with(drafters[name], members, budgets), strict=True
+        ):
             drafts[session.session_id] = draft
     in_order = [_usable(drafts[s.session_id], s, target.vocab_size) for s in sessions]
     drafted = time.perf_counter()
@@ -148,7 +150,9 @@ def propose_with(
         return [EMPTY_DRAFT] * len(sessions)
 
 
-def observe_with(drafter: Drafter, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+def observe_with(
+    drafter: Drafter, sessions: Sequence[Session], outcomes: Sequence[Outcome]
+) -> None:
     try:
         drafter.observe(sessions, outcomes)
     except Exception:
@@ -260,6 +264,7 @@ def _commit(
 
 
 def count_round(session: Session, outcome: Outcome, draft_s: float, verify_s: float) -> None:
+    """Add a round to the statistics of its session."""
     stats, draft = session.stats, outcome.draft
     depth = int(depths(draft.parent_indices).max()) if draft.num_nodes else 0
     stats.num_rounds += 1

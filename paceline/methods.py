@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from paceline.acceptance.base import AcceptanceRule
 from paceline.acceptance.block import Block
@@ -86,6 +86,7 @@ class Method:
         head: kind of trained head that drafts.
         depth_policy: which layers of the target compute a token: for a row whose drafter is the
             target with fewer layers or, with drafter ``none``, a lossy row that decodes so.
+        engine: which engine runs it: Paceline's own, or "vllm" with a drafter of its own.
         makes_trees: its drafter makes drafts with more than one branch whatever the rule, so that
             rules for chains are refused. (Others make chains for those.)
         reads_prediction: its drafter uses the prediction that comes with a request.
@@ -106,6 +107,7 @@ class Method:
     depth_policy: str | None = None
     makes_trees: bool = False
     reads_prediction: bool = False
+    engine: Literal["paceline", "vllm"] = "paceline"
 
     @property
     def lossless(self) -> bool:
@@ -124,6 +126,7 @@ class Method:
             "length": self.length,
             "lossless": self.lossless,
             "needs": sorted(need.value for need in self.needs),
+            "engine": self.engine,
             "knobs": dict(self.defaults),
         }
 
@@ -1129,3 +1132,57 @@ METHODS: Mapping[str, Method] = {
         ),
     )
 }
+
+
+def _vllm(name: str, paper: str, summary: str, **defaults: Any) -> Method:
+    """A row that vLLM drafts for by a drafter of its own."""
+    return Method(
+        name=f"vllm_{name}", paper=paper, summary=summary,
+        drafter="vllm", shape=None, acceptance="coupled", length="fixed",
+        defaults={"num_speculative_tokens": 5, "node_budget": None, **defaults},
+        engine="vllm",
+    )  # fmt: skip
+
+
+VLLM_METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        _vllm(
+            "ngram", "Saxena: Prompt Lookup Decoding, 2023",
+            "vLLM copies what followed the last tokens before.", ngram_max=5, ngram_min=5,
+        ),
+        _vllm(
+            "suffix", "Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
+            "vLLM drafts from suffix trees of earlier requests (arctic-inference).",
+            num_speculative_tokens=24, draft_per_match=1.0, min_token_prob=0.1,
+        ),
+        _vllm(
+            "draft_model", "Leviathan et al.: Fast Inference from Transformers via Speculative "
+            "Decoding, 2022, arXiv 2211.17192", "A small model in vLLM's own worker drafts.",
+        ),
+        _vllm(
+            "medusa", "Cai et al.: Medusa, 2024, arXiv 2401.10774",
+            "A Medusa checkpoint of vLLM's kind (`model.heads`).",
+        ),
+        _vllm(
+            "mlp_speculator", "Wertheimer et al.: Accelerating Production LLMs with Combined "
+            "Token/Embedding Speculators, 2024, arXiv 2404.19124",
+            "An MLP speculator checkpoint (`model.heads`).",
+        ),
+        _vllm(
+            "eagle", "Li et al.: EAGLE, 2024, arXiv 2401.15077",
+            "An EAGLE checkpoint of vLLM's kind (`model.heads`).",
+        ),
+        _vllm(
+            "eagle3", "Li et al.: EAGLE-3, 2025, arXiv 2503.01840",
+            "An EAGLE-3 checkpoint of vLLM's kind (`model.heads`).",
+        ),
+        _vllm(
+            "mtp", "Gloeckle et al.: Better & Faster Large Language Models via Multi-token "
+            "Prediction, 2024, arXiv 2404.19737",
+            "The target's own multi-token prediction layers.",
+        ),
+    )
+}  # fmt: skip
+"""Rows of vLLM's own, chains all of them: a deployment with ``engine: vllm`` runs one of these for
+all of its requests, or Paceline's drafters for each as it wishes."""

@@ -14,13 +14,13 @@ import grpc
 
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
-from paceline.engine import EngineThread, RoundEvent
+from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
-from paceline.tokenizer import ChatTemplate, fingerprint
+from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
 from rpc.access import Admission, Gate
-from rpc.bridge import hand_over
+from rpc.bridge import Serving, hand_over
 from rpc.errors import InternalError
 from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from rpc.messages import (
@@ -28,7 +28,6 @@ from rpc.messages import (
     speculation_from_message,
     statistics_to_message,
 )
-from rpc.remote_drafter import RemoteDrafter
 from rpc.round_drafts import RoundDrafts
 from rpc.tracing import Span, Tracing, traceparent_of
 
@@ -67,7 +66,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
 
     def __init__(
         self,
-        thread: EngineThread,
+        thread: Serving,
         model: ModelInfo,
         *,
         gate: Gate | None = None,
@@ -211,7 +210,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         return await self._encoded("prediction_text", request.prediction_text, False)
 
     async def _encoded(self, field: str, text: str, special: bool) -> list[int]:
-        tokenizer = self._thread.engine.tokenizer
+        tokenizer: Tokenizer | None = self._thread.engine.tokenizer
         if tokenizer is None:
             raise InvalidArgument(field, text[:40], "token_ids: this server has no tokenizer")
         if not text:
@@ -275,9 +274,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             reply.prediction_length = len(session.prediction)
             reply.num_predicted = min(follower.num_matched, len(session.prediction))
         reply.target_pid = os.getpid()
-        drafter = self._thread.engine.drafters[drafter_name]
-        if isinstance(drafter, RemoteDrafter):
-            reply.drafter_pid = drafter.pid
-            reply.drafter_address = drafter.address
-        elif drafter_name != "none":
-            reply.drafter_pid = os.getpid()
+        if drafter_name != "none":
+            drafter = self._thread.engine.drafters[drafter_name]
+            reply.drafter_pid = getattr(drafter, "pid", os.getpid())
+            reply.drafter_address = getattr(drafter, "address", "")  # of one that is elsewhere

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument, PacelineError
 from rpc.access import AccessInterceptor, Gate
+from rpc.bridge import Serving
 from rpc.draft_service import DraftServicer
 from rpc.errors import ErrorInterceptor
 from rpc.gen.paceline.v1 import (
@@ -100,7 +101,7 @@ class RpcServer:
 
 async def start_server(
     *,
-    engine: EngineThread | None = None,
+    engine: Serving | None = None,
     model: ModelInfo | None = None,
     drafter: DraftServicer | None = None,
     host: str = "127.0.0.1",
@@ -115,7 +116,8 @@ async def start_server(
     """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
 
     Args:
-        engine: a started engine thread; it stays the caller's to stop.
+        engine: a started engine; it stays the caller's to stop. One that is not an EngineThread
+            takes no drafts from elsewhere, and gets no VerifyService.
         model: what GetModel says beyond what the engine knows.
         drafter: the service around a local drafter.
         host: the default listens on loopback only.
@@ -153,6 +155,7 @@ async def start_server(
         result.generate = GenerateServicer(engine, model or ModelInfo(), gate=gate, tracing=tracing)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(result.generate, server)
         names.append(_full_name(generate_pb2, "GenerateService"))
+    if isinstance(engine, EngineThread):
         result.verify = VerifyServicer(
             engine, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing
         )

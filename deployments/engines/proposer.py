@@ -1,4 +1,4 @@
-"""What vLLM loads: Paceline's drafters as its ``custom_class`` proposer, and a hand into its worker.
+"""What vLLM loads: Paceline's drafters as its ``custom_class``, and a hand into its worker.
 
 Works in front of stock vLLM:
 
@@ -6,8 +6,8 @@ Works in front of stock vLLM:
         "model": "deployments.engines.proposer.Proposer", "num_speculative_tokens": 8}'
         --additional-config '{"paceline": {"speculation": {"method": "suffix_decoding"}}}'
 
-Everything under ``paceline`` is a :class:`Settings`. What each request may wish for itself travels in
-``SamplingParams.extra_args["paceline"]`` (:func:`wishes_of`), which a proposer sees only where its
+Everything under ``paceline`` is a :class:`Settings`. What a request may wish for itself travels in
+``SamplingParams.extra_args["paceline"]`` (:func:`wishes_of`). A proposer sees it only where its
 worker has the :class:`WorkerExtension` and somebody has called its ``paceline_bind``;
 ``deployments/engines/vllm.py`` does both.
 """
@@ -15,6 +15,7 @@ worker has the :class:`WorkerExtension` and somebody has called its ``paceline_b
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -85,7 +86,9 @@ class Settings(BaseModel):
 
     speculation: SpeculationConfig = SpeculationConfig(method="prompt_lookup")
     drafter: str | None = Field(None, description="Folder of a draft model for this process.")
-    drafters: tuple[str, ...] = Field((), description="HOST:PORT of drafter replicas.")
+    drafters: tuple[str, ...] | None = Field(
+        None, description="HOST:PORT of drafter replicas; they may be named later as well."
+    )
     deadline_s: float = Field(0.05, gt=0, description="Longest wait for drafter replicas a step.")
     dtype: str = "float32"
     threads: int | None = Field(None, ge=1, description="Of the draft model in this process.")
@@ -131,9 +134,9 @@ class RemotePool:
                 )
 
     @property
-    def num_connected(self) -> int:
-        """Replicas that answer."""
-        return sum(remote.connected for remote in self._remotes.values())
+    def connected(self) -> list[str]:
+        """Addresses of the replicas that answer."""
+        return [address for address, remote in self._remotes.items() if remote.connected]
 
     def open(self, session: Session) -> None:
         """The first draft opens it where it is placed."""
@@ -175,7 +178,7 @@ class RemotePool:
         remote = self._remotes.get(address)
         if remote is not None and remote.connected:
             return address
-        live = [a for a, remote in self._remotes.items() if remote.connected]
+        live = self.connected
         if not live:
             return ""
         counts = dict.fromkeys(live, 0)
@@ -205,7 +208,7 @@ class Proposer:
         tls = None if settings.tls is None else ClientTls(**settings.tls)
         drafters: dict[str, Drafter] = {}
         self.pool: RemotePool | None = None
-        if settings.drafters:
+        if settings.drafters is not None:
             self.pool = RemotePool(
                 settings.drafters, vocab_size=model.get_vocab_size(),
                 deadline_s=settings.deadline_s, tls=tls,
@@ -252,8 +255,9 @@ class Proposer:
             return wishes_of(requests[owners[row]])
 
         return self.drafting.propose(
-            sampled_token_ids, num_tokens_no_spec, token_ids_cpu, owners, wishes
-        )
+            sampled_token_ids, num_tokens_no_spec, token_ids_cpu, owners, wishes,
+            lambda owner: owner not in requests,
+        )  # fmt: skip
 
 
 def wishes_of(request: Any) -> Wishes:
@@ -266,7 +270,6 @@ def wishes_of(request: Any) -> Wishes:
     speculation = given.get("speculation")
     limit = None if length is None or params.max_tokens is None else length + params.max_tokens
     return Wishes(
-        session_id=given.get("session_id", ""),
         speculation=None if speculation is None else SpeculationConfig(**speculation),
         prediction=tuple(given.get("prediction", ())),
         prompt_length=length,
@@ -279,24 +282,20 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def paceline_bind(self) -> bool:
-        """Let the proposer see whose rows it drafts for."""
+    def paceline_bind(self) -> int:
+        """Let the proposer see whose rows it drafts for; returns the worker's process id."""
         proposer = _proposer(self.model_runner)
         if proposer is not None:
             proposer.bind(self.model_runner)
-        return proposer is not None
+        return os.getpid()
 
-    def paceline_take(self, session_id: str) -> dict[str, Any] | None:
-        """What the drafts of a request were worth; its session ends."""
+    def paceline_drafters(self, addresses: list[str]) -> list[str]:
+        """Draft with these replicas from now on; returns those that answer."""
         proposer = _proposer(self.model_runner)
-        stats = None if proposer is None else proposer.drafting.take(session_id)
-        return None if stats is None else stats.as_dict()
-
-    def paceline_drafters(self, addresses: list[str]) -> None:
-        """Draft with these replicas from now on."""
-        proposer = _proposer(self.model_runner)
-        if proposer is not None and proposer.pool is not None:
-            proposer.pool.use(addresses)
+        if proposer is None or proposer.pool is None:
+            return []
+        proposer.pool.use(addresses)
+        return proposer.pool.connected
 
 
 def _proposer(runner: Any) -> Proposer | None:

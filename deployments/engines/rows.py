@@ -10,7 +10,7 @@ the engine verifies, accepts and commits by itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.models.heads.base import Head
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
-from paceline.session import Session, SessionStatistics
+from paceline.session import Session
 from paceline.shapes.kary import chain
 from paceline.target import ModelTarget
 from paceline.tree import children, is_chain
@@ -52,13 +52,11 @@ class Wishes:
     """What a request says about its drafts.
 
     Attributes:
-        session_id: by which its statistics can be asked for.
         speculation: method and knobs; None takes the engine's.
         prediction: token ids that the client expects as the output.
         prompt_length, max_length: of the request, None where they are not known.
     """
 
-    session_id: str = ""
     speculation: SpeculationConfig | None = None
     prediction: tuple[int, ...] = ()
     prompt_length: int | None = None
@@ -71,7 +69,6 @@ class _Row:
 
     session: Session
     owner: str
-    wishes: Wishes
     tokens: Tokens  # [max_length]; the first session.length of them count
     draft: Draft = EMPTY_DRAFT
     draft_seconds: float = 0.0
@@ -160,6 +157,7 @@ class RowDrafting:
         tokens: Tokens,
         owners: Sequence[str] = (),
         wishes: Callable[[int], Wishes] = lambda row: Wishes(),
+        is_over: Callable[[str], bool] = lambda owner: False,
     ) -> list[list[int]]:
         """The next draft of each row; an empty one where there is none.
 
@@ -170,6 +168,7 @@ class RowDrafting:
             tokens: of the rows.  # int32[num_rows, max_length]
             owners: the request of each row, where the engine tells.
             wishes: of the request in a row; asked once, when it is new.
+            is_over: whether a request that had a row has ended.
         """
         started = time.perf_counter()
         verify_s = 0.0 if self._returned_at is None else started - self._returned_at
@@ -187,7 +186,7 @@ class RowDrafting:
             row.absent = 0
             self._rows[i] = row
         self._observe(outcomes, verify_s)
-        self._sweep(live, len(sampled))
+        self._sweep(held, is_over)
         rows = [self._rows[i] for i in live]
         self._draft(rows, started)
         self._returned_at = time.perf_counter()
@@ -239,7 +238,7 @@ class RowDrafting:
             session.prompt_length = wishes.prompt_length
         buffer = np.empty(self._max_length + 1, np.int32)
         buffer[: len(held)] = held
-        row = _Row(session, owner, wishes, buffer)
+        row = _Row(session, owner, buffer)
         drafter = self._drafters[plan.method.drafter]
         try:
             drafter.open(session)
@@ -301,37 +300,18 @@ class RowDrafting:
 
     # --- rows that are gone -----------------------------------------------------------------------
 
-    def _sweep(self, live: Sequence[int], num_rows: int) -> None:
-        """Close sessions that have had no row for a while."""
-        for i in [i for i in self._rows if i >= num_rows]:
-            self._parked.append(self._rows.pop(i))
-        here = set(live)
-        for i, row in list(self._rows.items()):
-            if i not in here:
-                row.absent += 1
-                if row.absent > ABSENT_STEPS:
-                    self._close(self._rows.pop(i))
-        for row in self._parked:
+    def _sweep(self, held: Container[int], is_over: Callable[[str], bool]) -> None:
+        """Close sessions that have ended, or have had no row for a while."""
+
+        def stays(row: _Row) -> bool:
             row.absent += 1
-            if row.absent > ABSENT_STEPS:
-                self._close(row)
-        self._parked = [row for row in self._parked if row.absent <= ABSENT_STEPS]
+            if row.absent <= ABSENT_STEPS and not (row.owner and is_over(row.owner)):
+                return True
+            self._drafters[row.session.plan.method.drafter].close(row.session)
+            return False
 
-    def _close(self, row: _Row) -> None:
-        self._drafters[row.session.plan.method.drafter].close(row.session)
-
-    def take(self, session_id: str) -> SessionStatistics | None:
-        """End the session of a request that has ended, and say what its drafts were worth."""
-        everywhere = [*self._rows.items(), *((-1, row) for row in self._parked)]
-        for i, row in everywhere:
-            if row.wishes.session_id == session_id:
-                if i >= 0:
-                    del self._rows[i]
-                else:
-                    self._parked.remove(row)
-                self._close(row)
-                return row.session.stats
-        return None
+        self._rows = {i: row for i, row in self._rows.items() if i in held or stays(row)}
+        self._parked = [row for row in self._parked if stays(row)]
 
     @property
     def num_sessions(self) -> int:

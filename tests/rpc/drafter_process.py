@@ -1,7 +1,7 @@
 """A drafter replica for tests: prints its address and serves until it is killed.
 
-``copycat`` repeats the session's last token, ``sleepy`` does so after ``--sleep`` seconds; neither
-needs a model, so the process is up in a second.
+It repeats the session's last token, which needs no model, so the process is up in a second; with
+``--demo`` it is the demo pair's drafter. Either answers after ``--sleep`` seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.drafters.base import Drafter
+from paceline.loading import limit_threads, load_drafter
 from paceline.session import Session
 from paceline.types import Budget, Draft, Need, Outcome
 from rpc.draft_service import DraftServicer
@@ -40,15 +43,32 @@ class Copycat:
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None: ...
 
 
+class Slow:
+    """Another drafter, some time later."""
+
+    def __init__(self, drafter: Drafter, sleep_s: float) -> None:
+        self.needs = drafter.needs
+        self.open, self.close, self.observe = drafter.open, drafter.close, drafter.observe
+        self.rewinds = getattr(drafter, "rewinds", False)
+        self._drafter, self._sleep_s = drafter, sleep_s
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        time.sleep(self._sleep_s)
+        return self._drafter.propose(sessions, budgets)
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=258)
+    parser.add_argument("--demo", action="store_true", help="the demo pair's drafter")
     options = parser.parse_args()
-    servicer = DraftServicer(
-        Copycat(options.sleep), name="draft_model", vocab_size=options.vocab_size
-    )
+    drafter: Drafter = Copycat(options.sleep)
+    if options.demo:
+        limit_threads(1)
+        drafter = Slow(load_drafter(DRAFTER_DIR, TARGET_DIR), options.sleep)
+    servicer = DraftServicer(drafter, name="draft_model", vocab_size=options.vocab_size)
     server = await start_server(drafter=servicer, port=options.port)
     print(server.address, flush=True)
     await server.server.wait_for_termination()

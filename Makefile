@@ -7,6 +7,9 @@ MAKEFLAGS += --no-print-directory
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install
 PYTEST_ARGS ?=
 # A process for each core, but for the tests that start a Ray: they come one by one. Nothing collected
 # is no error here: PYTEST_ARGS may name a file of the other part.
@@ -73,6 +76,22 @@ test: $(STAMP) ## run the test suite (under 20 minutes on 2 cores)
 test-nightly: $(STAMP) ## run the long tests, which take hours
 	@$(PYTEST) -n $(PYTEST_WORKERS) --dist load -m "nightly and not serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(PYTEST) -m "nightly and serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+# vLLM and what it needs are large, and pin other versions than ours: an environment of its own.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@start=$$SECONDS; rm -rf "$(VLLM_VENV)"; \
+	echo "[1/3] $(VLLM_VENV)"; $(or $(PYTHON),python3.11) -m venv "$(VLLM_VENV)"; \
+	export PATH="$(abspath $(VLLM_VENV))/bin:$$PATH"; \
+	echo "[2/3] vLLM and $$(grep -c == constraints-vllm.txt) packages (about 4 GB)"; \
+	$(VLLM_PIP) --no-deps -r <(grep -v '^arctic' constraints-vllm.txt) $(QUIET) | $(PROGRESS); \
+	echo "[3/3] arctic-inference, which is built here, and Paceline"; \
+	$(VLLM_PIP) --no-deps --no-build-isolation -r <(grep '^arctic' constraints-vllm.txt) -e . \
+	  $(QUIET) | $(PROGRESS); \
+	touch $@; echo "installed in $$((SECONDS - start)) s"
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_STAMP) ## run the tests of the engine vLLM in an environment of its own (.venv-vllm)
+	@$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/engines $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## style, types, import contracts, generated code and documents

@@ -31,7 +31,7 @@ from rpc.generate_service import GenerateServicer, ModelInfo
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.tls import check_plain_text
 from rpc.tracing import Tracing
-from rpc.verify_service import VerifyServicer
+from rpc.verify_service import NoVerifyServicer, VerifyServicer
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,8 @@ async def start_server(
         result.generate = GenerateServicer(engine, model or ModelInfo(), gate=gate, tracing=tracing)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(result.generate, server)
         names.append(_full_name(generate_pb2, "GenerateService"))
+        if not isinstance(engine, EngineThread):
+            verify_pb2_grpc.add_VerifyServiceServicer_to_server(NoVerifyServicer(), server)
     if isinstance(engine, EngineThread):
         result.verify = VerifyServicer(
             engine, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing

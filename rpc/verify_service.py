@@ -462,3 +462,40 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         # After the cancellation: the engine may have opened the session just now.
         cancelled.add_done_callback(lambda _: self._drafter.forget(session_id))
         return cancelled
+
+
+class NoVerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
+    """VerifyService where the engine takes no drafts from elsewhere: every call says so."""
+
+    async def Session(
+        self, request_iterator: AsyncIterator[verify_pb2.VerifyFrame], context: Context
+    ) -> AsyncIterator[verify_pb2.VerifyReply]:
+        raise _takes_no_drafts()
+        yield
+
+    async def Open(
+        self, request: verify_pb2.OpenRequest, context: Context
+    ) -> verify_pb2.OpenResult:
+        raise _takes_no_drafts()
+
+    async def Verify(
+        self, request: verify_pb2.VerifyRequest, context: Context
+    ) -> verify_pb2.VerifyResult:
+        raise _takes_no_drafts()
+
+    async def Truncate(
+        self, request: verify_pb2.TruncateRequest, context: Context
+    ) -> verify_pb2.TruncateResult:
+        raise _takes_no_drafts()
+
+    async def Close(
+        self, request: verify_pb2.CloseRequest, context: Context
+    ) -> verify_pb2.CloseResult:
+        raise _takes_no_drafts()
+
+
+def _takes_no_drafts() -> FailedPrecondition:
+    return FailedPrecondition(
+        "this target runs on an engine that verifies the drafts of its own drafters only (vLLM): "
+        "generate through GenerateService (`paceline generate --server`)"
+    )

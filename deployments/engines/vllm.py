@@ -29,6 +29,7 @@ from paceline.constraints import ConstraintCompiler
 from paceline.counters import CounterBook, EngineCounters
 from paceline.engine import EngineLimits, EventHandler, RoundEvent
 from paceline.errors import (
+    FailedPrecondition,
     InvalidArgument,
     PacelineError,
     ResourceExhausted,

@@ -319,14 +319,14 @@ def methods(
     A method is a drafter, a tree shape, an acceptance rule and a length controller, with the knobs
     that `paceline generate --set KNOB=VALUE` takes.
     """
-    from paceline.methods import METHODS
+    from paceline.methods import METHODS, VLLM_METHODS
 
     if markdown:
         from paceline.methods_table import markdown as render
 
         sys.stdout.write(render())
         return
-    rows = [method.as_dict() for method in METHODS.values()]
+    rows = [method.as_dict() for method in (*METHODS.values(), *VLLM_METHODS.values())]
     if as_json:
         print_json(rows)
         return
@@ -338,7 +338,7 @@ def methods(
     for row in rows:
         table.add_row(
             row["name"],
-            row["drafter"],
+            row["drafter"] + (" (engine: vllm)" if row["engine"] == "vllm" else ""),
             row["shape"] or "–",
             row["acceptance"],
             "yes" if row["lossless"] else "[red]no[/red]",

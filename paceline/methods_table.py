@@ -21,6 +21,7 @@ from paceline.methods import (
     METHODS,
     SHAPE_KNOBS,
     SHAPES,
+    VLLM_METHODS,
     Method,
 )
 from paceline.plan import resolve
@@ -87,6 +88,20 @@ def _overview() -> Iterator[str]:
             for m in METHODS.values()
         ),
     )
+    yield "## Rows of vLLM\n"
+    yield "With `engine: vllm` in a deployment, vLLM drafts chains by itself for all requests. Rows"
+    yield "above whose drafter needs tokens alone run there too, for each request as it wishes.\n"
+    yield _table(
+        ("method", "what it does", "paper", "its knobs"),
+        (
+            (f"`{m.name}`", m.summary, _linked(m.paper), _with_defaults(_set(m.defaults)))
+            for m in VLLM_METHODS.values()
+        ),
+    )
+
+
+def _set(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in knobs.items() if value is not None}
 
 
 def _promise(method: Method) -> str:

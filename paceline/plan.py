@@ -19,6 +19,7 @@ from paceline.methods import (
     METHODS,
     SHAPE_KNOBS,
     SHAPES,
+    VLLM_METHODS,
     Method,
     template_paths,
 )
@@ -91,7 +92,10 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     """
     method = catalogue.get(config.method)
     if method is None:
-        raise InvalidArgument("method", config.method, f"one of {', '.join(sorted(catalogue))}")
+        allowed = f"one of {', '.join(sorted(catalogue))}"
+        if config.method in VLLM_METHODS:
+            allowed += f" ({config.method} runs in a deployment with engine: vllm)"
+        raise InvalidArgument("method", config.method, allowed)
     given = config.overrides()
     parts = _parts(method, given, catalogue)
     # A row that is made of others has their knobs as well; its own defaults count first.

@@ -96,6 +96,18 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
         "target": {"num_replicas": 4},
     },
+    "vllm-engine": {
+        "engine": "vllm",
+        "model": {"dtype": "bfloat16", "device": "cuda"},
+        "speculation": {"method": "suffix_decoding", "num_speculative_tokens": 12},
+        "pods": {"target": {"resources": {"limits": {"cpu": "8", "nvidia.com/gpu": 2}}}},
+        "vllm": {"tensor_parallel_size": 2, "max_model_len": 8192, "options": {"seed": 1}},
+    },
+    "vllm-own-method": {
+        "engine": "vllm",
+        "topology": "colocated",
+        "speculation": {"method": "vllm_ngram", "ngram_min": 2, "ngram_max": 4},
+    },
     "sweep": {"sweep": {"enabled": True, "claimName": "results", "workers": 2}},
     "sweep-own-space": {
         "sweep": {

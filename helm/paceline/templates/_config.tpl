@@ -2,8 +2,8 @@
 
 {{/* The blocks of the values, with those of a sweep's best.yaml over them, as YAML. */}}
 {{- define "paceline.args" -}}
-{{- $names := list "model" "topology" "speculation" "target" "drafter" "gateway" "tracing" -}}
-{{- $args := deepCopy (pick .Values "model" "topology" "speculation" "target" "drafter" "gateway" "tracing") -}}
+{{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "tracing" -}}
+{{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "tracing") -}}
 {{- range .Values.applications -}}
   {{- $best := deepCopy (default dict .args) -}}
   {{- range $key := keys $best -}}

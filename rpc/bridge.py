@@ -36,6 +36,7 @@ class Serving(Protocol):
         traceparent: str = "",
         cache_scope: str = "",
         prediction: Sequence[int] = (),
+        committed: Sequence[int] = (),
     ) -> Future[Session]: ...
 
     def cancel(self, session_id: str) -> Future[bool]: ...

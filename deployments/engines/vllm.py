@@ -245,12 +245,13 @@ class VllmEngine:
         traceparent: str = "",
         cache_scope: str = "",
         prediction: Sequence[int] = (),
+        committed: Sequence[int] = (),
     ) -> Future[Session]:
         """As :meth:`paceline.engine.Engine.submit`."""
         return self.call(
             lambda engine: engine._submit(
                 list(prompt_ids), params or SamplingParams(), speculation, session_id or "",
-                on_event, cache_scope, tuple(prediction),
+                on_event, cache_scope, tuple(prediction), tuple(committed),
             )
         )  # fmt: skip
 
@@ -263,6 +264,7 @@ class VllmEngine:
         on_event: EventHandler | None,
         cache_scope: str,
         prediction: tuple[int, ...],
+        committed: tuple[int, ...],
     ) -> Session:
         speculation = speculation or self._config.speculation
         plan = self._plan(speculation)
@@ -274,10 +276,15 @@ class VllmEngine:
                 "prompt", f"{len(prompt_ids)} tokens",
                 f"fewer tokens than the context has, {target.context_length}",
             )  # fmt: skip
-        for i, token in enumerate(prompt_ids):
+        if committed and (params.penalizes_output or params.constraint is not None):
+            raise FailedPrecondition(
+                "vLLM cannot go on with an output that penalties or a constraint count from its "
+                "beginning"
+            )
+        for i, token in enumerate((*prompt_ids, *committed)):
             if not 0 <= token < target.vocab_size:
                 raise InvalidArgument(
-                    f"prompt[{i}]", token, f"token ids in [0, {target.vocab_size})"
+                    f"token_ids[{i}]", token, f"token ids in [0, {target.vocab_size})"
                 )
         params.check_vocabulary(target.vocab_size)
         if prediction and not plan.reads_prediction:
@@ -293,6 +300,8 @@ class VllmEngine:
             tokenizer=self.tokenizer, prediction=prediction,
         )  # fmt: skip
         session.cache_scope = cache_scope
+        if committed:
+            session.resume(committed)
         self.sessions[session_id] = session
         self._book.num_prompt_tokens += session.prompt_length
         params_of_vllm = _vllm_params(session, speculation, self.eos_token_ids)
@@ -311,7 +320,7 @@ class VllmEngine:
     async def _run(self, session: Session, params: Any, on_event: EventHandler | None) -> None:
         """One request of vLLM's, from submission to the last event."""
         tell = on_event or (lambda event: None)
-        sent = 0
+        sent = session.streamable_length  # of committed tokens
         try:
             async for output in self._llm.generate(_prompt(session), params, session.session_id):
                 given = output.outputs[0]
@@ -500,7 +509,7 @@ def _engine_args(
 
 
 def _prompt(session: Session) -> Any:
-    prompt: dict[str, Any] = {"prompt_token_ids": session.token_ids[: session.prompt_length]}
+    prompt: dict[str, Any] = {"prompt_token_ids": list(session.token_ids)}
     if session.cache_scope:
         prompt["cache_salt"] = session.cache_scope
     return prompt

@@ -195,6 +195,23 @@ def test_stops_logprobs_and_constraints(vllm: Running, prompts: list[list[int]])
     assert all(len(e.top) == 2 and e.top[0][0] == e.token_id for e in entries)
 
 
+def test_an_output_goes_on_from_its_first_tokens(
+    vllm: Running, prompts: list[list[int]], ar: list[list[int]]
+) -> None:
+    """As when another replica has died in the middle of it."""
+
+    async def go_on() -> list[int]:
+        ended = asyncio.Event()
+        session = vllm.engine.submit(
+            prompts[1], GREEDY, SpeculationConfig(method="draft_model"), session_id="again",
+            on_event=lambda event: event.finished and ended.set(), committed=ar[1][:17],
+        ).result()  # fmt: skip
+        await ended.wait()
+        return session.output_ids
+
+    assert vllm.run(go_on()) == ar[1]
+
+
 def test_cancelled_sessions_leave_nothing(vllm: Running, prompts: list[list[int]]) -> None:
     async def cancel() -> str | None:
         ended = asyncio.Event()

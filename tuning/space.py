@@ -20,7 +20,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deployments.config import ModelConfig
+from deployments.config import ModelConfig, VllmConfig
+from deployments.engines.rows import chain_plan
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
 from paceline.config import SpeculationConfig, keys_at, parse_speculation
 from paceline.errors import InvalidArgument, PacelineError
@@ -177,6 +178,8 @@ class _Document(_Block):
     name: str = Field("sweep", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str | None = None
     model: ModelConfig = ModelConfig()
+    engine: Literal["paceline", "vllm"] = Field("paceline", description="What runs the target.")
+    vllm: VllmConfig = VllmConfig()
     workload: Workload = Workload()
     objective: str | tuple[str, ...] = "goodput"
     constraints: Constraints = Constraints()
@@ -234,6 +237,8 @@ class Space:
             topology=values.get("topology", "colocated"),
             dtype=values.get("dtype", self.document.model.dtype),
         )
+        if self.document.engine == "vllm":
+            chain_plan(point.speculation, self.document.vllm.max_speculative_tokens)
         plan = resolve(point.speculation)
         if plan.rule.name == "greedy" and self.document.workload.temperature > 0:
             raise InvalidArgument("space.acceptance", "greedy", "'coupled' above temperature 0")

@@ -115,7 +115,8 @@ class Sweep:
             self._connect()
             with self._timed("check"):
                 self._check()
-            if self.space.document.search.simulate:
+            # Traces are recorded with Paceline's own engine.
+            if self.space.document.search.simulate and self.space.document.engine == "paceline":
                 self._simulate()
             with self._timed("trials"):
                 self._search()
@@ -444,11 +445,14 @@ def deployment_yaml(space: Space, record: TrialRecord, objective: str) -> str:
 
     model = space.document.model.model_dump(mode="json", exclude_defaults=True)
     speculation = record.point.speculation.model_dump(mode="json", exclude_defaults=True)
-    args = {
+    args: dict[str, Any] = {
         "model": {**model, "dtype": record.point.dtype},
         "topology": record.point.topology,
         "speculation": {"method": record.point.speculation.method, **speculation},
     }
+    if space.document.engine == "vllm":
+        vllm = space.document.vllm.model_dump(mode="json", exclude_defaults=True)
+        args |= {"engine": "vllm"} | ({"vllm": vllm} if vllm else {})
     document = {
         "proxy_location": "Disabled",
         "applications": [

@@ -17,13 +17,13 @@ from ray import tune
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.config import DeploymentConfig
+from deployments.config import DeploymentConfig, parse_config
 from paceline.bench.backends import LocalBackend
 from paceline.bench.environment import describe_environment
-from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import limit_threads, load_drafter, load_engine
+from paceline.sampling import SamplingParams
 from rpc.draft_service import DraftServicer, served_with
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer, start_server
@@ -33,6 +33,7 @@ from tuning.results import OBJECTIVES, ExampleDraft, Metrics, Point
 from tuning.simulator import Simulator
 from tuning.space import Space
 from tuning.traces import record
+from tuning.vllm import VllmBackend
 
 DRAFTER_TIMEOUT_S = 60.0
 
@@ -60,8 +61,10 @@ class Models:
         self.space = work.space
         self._work = work
         self._engines: dict[tuple[str, str], Engine] = {}
+        self._vllms: dict[tuple[str, str], VllmBackend] = {}
         self._remote: RemoteDrafter | None = None
         self._actor: Any = None
+        self._address = ""
         model = self.space.document.model
         self._config = DeploymentConfig(model=model)
         limit_threads(self._config.num_threads(work.num_cpus))
@@ -98,16 +101,48 @@ class Models:
             self._engines[topology, dtype] = engine
         return self._engines[topology, dtype]
 
-    def _remote_drafter(self, vocab_size: int) -> RemoteDrafter:
-        """The drafter in an actor of its own on this node, reached over gRPC."""
-        if self._remote is None:
+    def backend(self, point: Point) -> LocalBackend | VllmBackend:
+        """What measures a point; points that share an engine share the one of vLLM."""
+        if self.space.document.engine == "paceline":
+            return LocalBackend(self.engine(point))
+        key = point.topology, point.dtype
+        if key not in self._vllms:
+            document = self.space.document
+            config = parse_config(
+                {
+                    "engine": "vllm",
+                    "topology": point.topology,
+                    "model": document.model.model_copy(update={"dtype": point.dtype}).model_dump(),
+                    "vllm": document.vllm.model_dump(),
+                    "speculation": {"method": "ar"},
+                    "target": {
+                        "limits": {
+                            "max_sessions": document.workload.concurrency,
+                            "prefix_cache": False,
+                        }
+                    },
+                }
+            )
+            remote = [self._drafter_address()] if point.topology == "actors" else None
+            self._vllms[key] = VllmBackend(config, remote)
+        return self._vllms[key]
+
+    def _drafter_address(self) -> str:
+        """The drafter in an actor of its own on this node."""
+        if self._actor is None:
             if self._config.drafter_folder is None:
                 raise InvalidArgument("space.topology", "actors", "a model.drafter to put there")
             here = NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             )
             self._actor = DrafterActor.options(scheduling_strategy=here).remote(self._work)
-            address = ray.get(self._actor.start.remote(), timeout=DRAFTER_TIMEOUT_S)
+            self._address = str(ray.get(self._actor.start.remote(), timeout=DRAFTER_TIMEOUT_S))
+        return self._address
+
+    def _remote_drafter(self, vocab_size: int) -> RemoteDrafter:
+        """The drafter in an actor of its own, reached over gRPC."""
+        if self._remote is None:
+            address = self._drafter_address()
             self._remote = RemoteDrafter(address, vocab_size=vocab_size)
             if not self._remote.wait_ready(DRAFTER_TIMEOUT_S):
                 raise PacelineError(f"the drafter's actor at {address} does not answer")
@@ -122,19 +157,18 @@ class Models:
         Raises:
             InvalidArgument: a prompt that is empty or too long for the target.
         """
-        workload, engine = self.space.document.workload, self.baseline
-        assert engine.tokenizer is not None
-        room = engine.target.context_length - workload.max_tokens
+        workload, backend = self.space.document.workload, self.backend(self.space.ar)
+        room = backend.context_length - workload.max_tokens
         encoded = []
         for name, text in self._work.prompts:
-            ids = engine.tokenizer.encode(text)
+            ids = backend.tokenizer.encode(text)
             if not ids:
                 raise InvalidArgument("workload.prompts", name, "a text of at least one token")
             if len(ids) > room:
                 raise InvalidArgument(
                     "workload.prompts", f"{name} ({len(ids)} tokens)",
                     f"at most {max(0, room)} tokens: with {workload.max_tokens} new ones they "
-                    f"have to fit into the context of {engine.target.context_length}",
+                    f"have to fit into the context of {backend.context_length}",
                 )  # fmt: skip
             encoded.append(ids)
         size = workload.concurrency
@@ -145,22 +179,31 @@ class Models:
 
     def measurement(self, point: Point) -> PairedMeasurement:
         """A configuration against AR, with drafters that have learnt nothing yet."""
-        engine, baseline = self.engine(point), self.baseline
-        backend = LocalBackend(engine)
-        return PairedMeasurement(
-            point,
-            self.space,
-            backend,
-            backend if engine is baseline else LocalBackend(baseline),
-            self.groups(),
-        )
+        backend, ar = self.backend(point), self.space.ar
+        shared = (point.topology, point.dtype) == (ar.topology, ar.dtype)
+        baseline = backend if shared else self.backend(ar)
+        return PairedMeasurement(point, self.space, backend, baseline, self.groups())
+
+    def check(self, point: Point, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises a PacelineError for a point that its engine cannot run."""
+        backend = self.backend(point)
+        if isinstance(backend, VllmBackend):
+            backend.check(point.speculation)
+        else:
+            session = backend.engine.submit(prompt, params, point.speculation)
+            backend.engine.cancel(session.session_id)
 
     def example(self, point: Point) -> ExampleDraft | None:
-        """A draft of this configuration, for a picture."""
+        """A draft of this configuration, for a picture; None where vLLM verifies it."""
+        if self.space.document.engine == "vllm":
+            return None
         params = self.space.document.workload.sampling_params()
         return example_draft(self.engine(point), point, self.groups()[0][0], params)
 
     def close(self) -> None:
+        for backend in self._vllms.values():
+            backend.close()
+        self._vllms.clear()
         if self._remote is not None:
             self._remote.stop()
         if self._actor is not None:
@@ -276,17 +319,15 @@ def check(work: Work, points: Sequence[str]) -> dict[str, Any]:
     """
     models = Models(work)
     try:
-        engine = models.baseline
         group = models.groups()[0]
         params = models.space.document.workload.sampling_params()
-        engine.generate([group[0][:1]], params, SpeculationConfig(method="ar"))
+        ar = models.space.ar
+        models.backend(ar).generate(ar.speculation, [group[0][:1]], params)
         refused = {}
         for text in points:
             point = Point.model_validate_json(text)
             try:
-                tried = models.engine(point)
-                session = tried.submit(group[0], params, point.speculation)
-                tried.cancel(session.session_id)
+                models.check(point, group[0], params)
             except PacelineError as error:
                 refused[point.key] = str(error)
         return {"refused": refused, "environment": describe_environment()}

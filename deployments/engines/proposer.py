@@ -289,6 +289,12 @@ class WorkerExtension:
             proposer.bind(self.model_runner)
         return os.getpid()
 
+    def paceline_forget(self) -> None:
+        """Drop what drafters have learnt from earlier requests."""
+        proposer = _proposer(self.model_runner)
+        if proposer is not None:
+            proposer.drafting.forget()
+
     def paceline_drafters(self, addresses: list[str]) -> list[str]:
         """Draft with these replicas from now on; returns those that answer."""
         proposer = _proposer(self.model_runner)

@@ -109,7 +109,8 @@ class RowDrafting:
         self._max_length = max_length
         self._max_depth = max_depth
         self._catalogue = catalogue
-        self._drafters: dict[str, Drafter] = {"none": NoDrafter(), **(drafters or {})}
+        self._given: dict[str, Drafter] = {"none": NoDrafter(), **(drafters or {})}
+        self._drafters = dict(self._given)
         self._context = LengthContext(vocab_size=vocab_size)
         self._plans: dict[SpeculationConfig, Plan] = {}
         self._default = default
@@ -312,6 +313,15 @@ class RowDrafting:
 
         self._rows = {i: row for i, row in self._rows.items() if i in held or stays(row)}
         self._parked = [row for row in self._parked if stays(row)]
+
+    def forget(self) -> None:
+        """Close all sessions, and drop what drafters have learnt from earlier ones."""
+        for row in (*self._rows.values(), *self._parked):
+            self._drafters[row.session.plan.method.drafter].close(row.session)
+        self._rows, self._parked = {}, []
+        self._drafters = dict(self._given)
+        self._context = LengthContext(vocab_size=self._vocab_size)
+        self._plans.clear()
 
     @property
     def num_sessions(self) -> int:

@@ -203,12 +203,17 @@ class VllmEngine:
         if method.engine == "vllm":
             return "the deployment's own `speculation` chooses it for all requests"
         try:
-            self._plan(SpeculationConfig(method=method.name, allow_lossy=not method.lossless))
+            self.plan(SpeculationConfig(method=method.name, allow_lossy=not method.lossless))
         except InvalidArgument as error:
             return str(error)
         return None
 
-    def _plan(self, config: SpeculationConfig) -> Plan:
+    def plan(self, config: SpeculationConfig) -> Plan:
+        """The parts of a configuration.
+
+        Raises:
+            InvalidArgument: this engine cannot run it.
+        """
         row = self._own_row
         if row is not None:
             if config != self._config.speculation:
@@ -267,7 +272,7 @@ class VllmEngine:
         committed: tuple[int, ...],
     ) -> Session:
         speculation = speculation or self._config.speculation
-        plan = self._plan(speculation)
+        plan = self.plan(speculation)
         target, limits = self.target, self.limits
         if not prompt_ids:
             raise InvalidArgument("prompt", "[]", "at least one token")
@@ -386,6 +391,10 @@ class VllmEngine:
             "paceline_drafters", args=(list(addresses),)
         )
         return answers[0]
+
+    async def forget(self) -> None:
+        """Drop what Paceline's drafters have learnt from earlier requests."""
+        await self._llm.collective_rpc("paceline_forget")
 
     async def check_health(self) -> None:
         """Raises where vLLM's processes have died."""

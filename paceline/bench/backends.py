@@ -169,7 +169,7 @@ class LocalBackend:
             if session.error is not None:
                 raise session.error
         return BatchRun(
-            sequences=tuple(_sequence_run(session) for session in sessions),
+            sequences=tuple(sequence_run(session) for session in sessions),
             seconds=seconds,
             round_overheads=tuple(overheads),
             round_seconds=tuple(rounds),
@@ -202,7 +202,8 @@ def _computed(session: Session) -> float:
     return session.stats.draft_seconds + session.stats.verify_seconds
 
 
-def _sequence_run(session: Session) -> SequenceRun:
+def sequence_run(session: Session) -> SequenceRun:
+    """What a finished session says."""
     assert session.state is SessionState.FINISHED
     stats = session.stats
     assert stats.finished_at is not None

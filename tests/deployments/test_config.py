@@ -38,7 +38,7 @@ def test_shipped_files_serve_all_three_commands(path: Path) -> None:
     assert application.args == file.args
     assert parse_config(application.args) == file.config
     names = _names(build(application.args))
-    assert names == {TARGET, GATEWAY} | ({DRAFTER} if path.name == "demo.yaml" else set())
+    assert names == {TARGET, GATEWAY} | ({DRAFTER} if file.config.topology == "actors" else set())
 
 
 def test_defaults_are_the_demo_pair_as_actors() -> None:

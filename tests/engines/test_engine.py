@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,7 +15,10 @@ from paceline.errors import InvalidArgument
 from paceline.methods import METHODS, VLLM_METHODS
 from paceline.sampling import SamplingParams
 from tests.core.prompts import code_prompts
-from tests.engines.conftest import HAS_VLLM, WITHOUT, DrafterProcess, Running
+from tests.engines.conftest import HAS_VLLM, WITHOUT, DrafterProcess, running
+
+if TYPE_CHECKING:
+    from deployments.engines.local import LocalVllm
 
 pytestmark = [pytest.mark.skipif(not HAS_VLLM, reason=WITHOUT), pytest.mark.timeout(900)]
 
@@ -38,33 +41,39 @@ def runs_in_vllm(name: str) -> bool:
 ROWS = [name for name in METHODS if runs_in_vllm(name)]
 
 
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[Running]:
-    running = Running(CONFIG)
-    yield running
-    running.stop()
+def by(method: str) -> list[SpeculationConfig]:
+    return [SpeculationConfig(method=method)]
 
 
 @pytest.fixture(scope="module")
-def prompts(vllm: Running) -> list[list[int]]:
+def vllm() -> Iterator[LocalVllm]:
+    engine = running(CONFIG)
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def prompts(vllm: LocalVllm) -> list[list[int]]:
     assert vllm.engine.tokenizer is not None
     return code_prompts(vllm.engine.tokenizer, NUM_PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def ar(vllm: Running, prompts: list[list[int]]) -> list[list[int]]:
+def ar(vllm: LocalVllm, prompts: list[list[int]]) -> list[list[int]]:
     """One after the other: nothing beside them in the batch."""
-    sessions = vllm.generate(prompts, GREEDY, "ar", concurrency=1)
+    sessions = vllm.generate(prompts, GREEDY, by("ar"), concurrency=1)
     assert not any(session.stats.num_drafted for session in sessions)
     return [session.output_ids for session in sessions]
 
 
 @pytest.mark.parametrize("method", ROWS)
 def test_every_drafter_has_the_tokens_of_ar(
-    vllm: Running, prompts: list[list[int]], ar: list[list[int]], method: str
+    vllm: LocalVllm, prompts: list[list[int]], ar: list[list[int]], method: str
 ) -> None:
-    given = (lambda i: ar[i]) if method.startswith("predicted_outputs") else (lambda i: ())
-    sessions = vllm.generate(prompts, GREEDY, method, prediction=given)
+    predictions: Sequence[Sequence[int]] = ar if METHODS[method].reads_prediction else ()
+    sessions = vllm.generate(
+        prompts, GREEDY, by(method), concurrency=8, predictions=predictions
+    )
     assert [session.output_ids for session in sessions] == ar
     drafted = sum(session.stats.num_drafted for session in sessions)
     accepted = sum(session.stats.num_accepted for session in sessions)
@@ -80,7 +89,7 @@ def test_every_drafter_has_the_tokens_of_ar(
 
 
 def test_requests_choose_for_themselves(
-    vllm: Running, prompts: list[list[int]], ar: list[list[int]]
+    vllm: LocalVllm, prompts: list[list[int]], ar: list[list[int]]
 ) -> None:
     """Methods and lengths, 0 included, side by side in one batch."""
     wishes = [
@@ -90,7 +99,7 @@ def test_requests_choose_for_themselves(
         SpeculationConfig(method="combined", drafters=("prompt_lookup", "draft_model")),
         SpeculationConfig(method="draft_model", length="goodput"),
     ]
-    sessions = vllm.generate(prompts, GREEDY, wishes)
+    sessions = vllm.generate(prompts, GREEDY, wishes, concurrency=8)
     assert [session.output_ids for session in sessions] == ar
     assert not any(s.stats.num_drafted for s in sessions[::5])
     three = sessions[1::5]
@@ -101,13 +110,13 @@ def test_requests_choose_for_themselves(
 def test_tokens_stay_when_sessions_are_preempted(
     prompts: list[list[int]], ar: list[list[int]]
 ) -> None:
-    running = Running(SMALL_KV)
+    small = running(SMALL_KV)
     try:
         wishes = [SpeculationConfig(method=m) for m in ("draft_model", "suffix_decoding", "ar")]
-        sessions = running.generate(prompts, GREEDY, wishes)
-        counters = running.engine.take_counters()
+        sessions = small.generate(prompts, GREEDY, wishes, concurrency=8)
+        counters = small.engine.take_counters()
     finally:
-        running.stop()
+        small.stop()
     assert counters.num_preemptions > 0
     assert [session.output_ids for session in sessions] == ar
 
@@ -120,26 +129,27 @@ def test_draft_actors_die_and_others_come(
     """Two replicas; both are killed in the middle of it, and a third takes over."""
     pool = [drafter_processes(), drafter_processes()]
     config = {**CONFIG, "vllm": {**EAGER, "draft_deadline_s": 0.5}}
-    running = Running(config, [drafter.address for drafter in pool])
+    remote = running(config, [drafter.address for drafter in pool])
 
     def kill(count: int) -> None:
         if count in (16, 24):
             pool[count == 24].kill()
 
     try:
-        method = "draft_model"
-        sessions = running.generate(prompts, GREEDY, method, on_done=kill)
+        sessions = remote.generate(
+            prompts, GREEDY, by("draft_model"), concurrency=8, on_done=kill
+        )
         assert [session.output_ids for session in sessions] == ar
         drafted = [session.stats.num_drafted > 0 for session in sessions]
         assert all(drafted[:8])
         assert not any(drafted[-8:])
         heir = drafter_processes()
-        running.run(running._connected([heir.address]), 30)
-        sessions = running.generate(prompts[:8], GREEDY, method)
+        remote.use_drafters([heir.address])
+        sessions = remote.generate(prompts[:8], GREEDY, by("draft_model"))
         assert [session.output_ids for session in sessions] == ar[:8]
         assert all(session.stats.num_drafted for session in sessions)
     finally:
-        running.stop()
+        remote.stop()
 
 
 def test_a_late_draft_is_not_waited_for(
@@ -148,24 +158,24 @@ def test_a_late_draft_is_not_waited_for(
     drafter_processes: Callable[..., DrafterProcess],
 ) -> None:
     slow = drafter_processes("--sleep", "1.0")
-    running = Running({**CONFIG, "vllm": {**EAGER, "draft_deadline_s": 0.02}}, [slow.address])
+    impatient = running({**CONFIG, "vllm": {**EAGER, "draft_deadline_s": 0.02}}, [slow.address])
     try:
-        sessions = running.generate(prompts[:8], GREEDY, "draft_model")
+        sessions = impatient.generate(prompts[:8], GREEDY, by("draft_model"))
         assert [session.output_ids for session in sessions] == ar[:8]
         assert not any(session.stats.num_accepted for session in sessions)
         # 40 steps that each waited for a second would be 40 seconds.
         assert max(s.stats.finished_at - s.stats.started_at for s in sessions) < 20  # type: ignore[operator]
     finally:
-        running.stop()
+        impatient.stop()
 
 
-def test_stops_logprobs_and_constraints(vllm: Running, prompts: list[list[int]]) -> None:
+def test_stops_logprobs_and_constraints(vllm: LocalVllm, prompts: list[list[int]]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     params = SamplingParams(
         max_tokens=40, json_schema=json.dumps({**schema, "additionalProperties": False})
     )
     plain, drafted = (
-        vllm.generate(prompts[:4], params, method) for method in ("ar", "draft_model")
+        vllm.generate(prompts[:4], params, by(method)) for method in ("ar", "draft_model")
     )
     assert [s.output_ids for s in drafted] == [s.output_ids for s in plain]
     for session in plain:
@@ -196,7 +206,7 @@ def test_stops_logprobs_and_constraints(vllm: Running, prompts: list[list[int]])
 
 
 def test_an_output_goes_on_from_its_first_tokens(
-    vllm: Running, prompts: list[list[int]], ar: list[list[int]]
+    vllm: LocalVllm, prompts: list[list[int]], ar: list[list[int]]
 ) -> None:
     """As when another replica has died in the middle of it."""
 
@@ -212,7 +222,7 @@ def test_an_output_goes_on_from_its_first_tokens(
     assert vllm.run(go_on()) == ar[1]
 
 
-def test_cancelled_sessions_leave_nothing(vllm: Running, prompts: list[list[int]]) -> None:
+def test_cancelled_sessions_leave_nothing(vllm: LocalVllm, prompts: list[list[int]]) -> None:
     async def cancel() -> str | None:
         ended = asyncio.Event()
         session = vllm.engine.submit(
@@ -238,7 +248,7 @@ def test_cancelled_sessions_leave_nothing(vllm: Running, prompts: list[list[int]
         ("warp", "method", "one of"),
     ],
 )
-def test_what_cannot_be_is_refused(vllm: Running, method: str, field: str, text: str) -> None:
+def test_what_cannot_be_is_refused(vllm: LocalVllm, method: str, field: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text) as caught:
         vllm.engine.submit([1, 2], GREEDY, SpeculationConfig(method=method)).result()
     assert caught.value.field == field
@@ -252,12 +262,13 @@ def test_its_own_methods(prompts: list[list[int]], ar: list[list[int]], method: 
     speculation = {"method": method, "num_speculative_tokens": 4}
     if method == "vllm_ngram":
         speculation |= {"ngram_min": 2, "ngram_max": 3}
-    running = Running({**CONFIG, "speculation": speculation})
+    own = running({**CONFIG, "speculation": speculation})
     try:
         with pytest.raises(InvalidArgument, match=method):
-            running.engine.submit([1, 2], GREEDY, SpeculationConfig(method="ar")).result()
-        sessions = running.generate(prompts, GREEDY, [running.engine._config.speculation])
+            own.engine.submit([1, 2], GREEDY, SpeculationConfig(method="ar")).result()
+        wanted = SpeculationConfig(**speculation)  # type: ignore[arg-type]
+        sessions = own.generate(prompts, GREEDY, [wanted], concurrency=8)
     finally:
-        running.stop()
+        own.stop()
     assert [session.output_ids for session in sessions] == ar
     assert sum(session.stats.num_accepted for session in sessions) > 0

@@ -23,7 +23,7 @@ def space(fields: dict[str, Any], **blocks: Any) -> Space:
 
 
 def test_the_spaces_that_ship() -> None:
-    assert SHIPPED == ["demo", "everything", "exit_layers", "split", "trees"]
+    assert SHIPPED == ["demo", "everything", "exit_layers", "split", "trees", "vllm"]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

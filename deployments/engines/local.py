@@ -1,0 +1,119 @@
+"""A VllmEngine for callers that have no event loop: benchmarks, sweeps, tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from deployments.config import DeploymentConfig
+from deployments.engines.vllm import VllmEngine
+from paceline.config import SpeculationConfig
+from paceline.engine import RoundEvent
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 600.0
+
+
+class LocalVllm:
+    """Starts the engine on an event loop of its own thread.
+
+    Args:
+        drafters: addresses of drafter replicas; it waits until all of them answer.
+
+    Raises:
+        what :class:`VllmEngine` raises; TimeoutError: drafters that do not answer.
+    """
+
+    def __init__(self, config: DeploymentConfig, drafters: Sequence[str] | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._num_sessions = 0
+        self.engine = VllmEngine(config, drafters)
+        try:
+            self.run(self.engine.start(), START_TIMEOUT_S)
+            if drafters:
+                self.use_drafters(drafters)
+        except BaseException:
+            self.stop()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """The result of a coroutine on the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def use_drafters(self, addresses: Sequence[str], timeout: float = 60.0) -> None:
+        """Draft with these replicas from now on; waits until they answer."""
+
+        async def connect() -> None:
+            while set(await self.engine.use_drafters(addresses)) != set(addresses):
+                await asyncio.sleep(0.1)  # noqa: ASYNC110 another process tells
+
+        self.run(connect(), timeout)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        speculation: Sequence[SpeculationConfig],
+        *,
+        concurrency: int | None = None,
+        predictions: Sequence[Sequence[int]] = (),
+        on_done: Callable[[int], None] = lambda count: None,
+    ) -> list[Session]:
+        """One session for each prompt, all of them finished.
+
+        Args:
+            speculation: of the prompts, in turn.
+            concurrency: sessions at a time; None: all.
+            predictions: of the prompts, for methods that draft them.
+            on_done: called on another thread with the number of sessions that have ended.
+
+        Raises:
+            what a session failed with, the first one.
+        """
+
+        async def all_of_them() -> list[Session]:
+            places = asyncio.Semaphore(concurrency or max(1, len(prompts)))
+            count = 0
+
+            async def one(i: int) -> Session:
+                nonlocal count
+                async with places:
+                    ended = asyncio.Event()
+
+                    def listen(event: RoundEvent) -> None:
+                        if event.finished:
+                            ended.set()
+
+                    self._num_sessions += 1
+                    session = self.engine.submit(
+                        prompts[i], params, speculation[i % len(speculation)],
+                        session_id=f"local-{self._num_sessions}", on_event=listen,
+                        prediction=predictions[i] if predictions else (),
+                    ).result()  # fmt: skip
+                    await ended.wait()
+                    count += 1
+                    await asyncio.to_thread(on_done, count)
+                    if session.error is not None:
+                        raise session.error
+                    return session
+
+            return list(await asyncio.gather(*map(one, range(len(prompts)))))
+
+        return self.run(all_of_them())
+
+    def forget(self) -> None:
+        """Drop what drafters have learnt from earlier prompts."""
+        self.run(self.engine.forget())
+
+    def stop(self) -> None:
+        """End vLLM's processes and the thread."""
+        self.engine.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)

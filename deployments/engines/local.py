@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -50,11 +51,11 @@ class LocalVllm:
     def use_drafters(self, addresses: Sequence[str], timeout: float = 60.0) -> None:
         """Draft with these replicas from now on; waits until they answer."""
 
-        async def connect() -> None:
-            while set(await self.engine.use_drafters(addresses)) != set(addresses):
-                await asyncio.sleep(0.1)  # noqa: ASYNC110 another process tells
-
-        self.run(connect(), timeout)
+        end = time.monotonic() + timeout
+        while set(self.run(self.engine.use_drafters(addresses))) != set(addresses):
+            if time.monotonic() > end:
+                raise TimeoutError(f"no answer from all of {', '.join(addresses)} in {timeout} s")
+            time.sleep(0.1)
 
     def generate(
         self,

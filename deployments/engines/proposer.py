@@ -245,9 +245,19 @@ class Proposer:
         token_ids_cpu: Tokens,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A chain for each row; an empty one is none."""
+        """A chain for each row; an empty one is none. A failure costs drafts, never the engine."""
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception:
+            logger.exception("drafting failed; it begins anew with the next step")
+            self.drafting.forget()
+            return [[] for _ in sampled_token_ids]
+
+    def _propose(
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, tokens: Tokens
+    ) -> list[list[int]]:
         if self._runner is None:
-            return self.drafting.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            return self.drafting.propose(sampled_token_ids, num_tokens_no_spec, tokens)
         owners = self._runner.input_batch.req_ids
         requests = self._runner.requests
 
@@ -255,7 +265,7 @@ class Proposer:
             return wishes_of(requests[owners[row]])
 
         return self.drafting.propose(
-            sampled_token_ids, num_tokens_no_spec, token_ids_cpu, owners, wishes,
+            sampled_token_ids, num_tokens_no_spec, tokens, owners, wishes,
             lambda owner: owner not in requests,
         )  # fmt: skip
 

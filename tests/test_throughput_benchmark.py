@@ -15,6 +15,7 @@ from benchmarks.throughput import METHODS, VERIFIED, judge
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_quick_run_measures_who_is_there_and_names_who_is_missing(tmp_path: Path) -> None:
     out, docs = tmp_path / "throughput.json", tmp_path / "docs"

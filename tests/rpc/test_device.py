@@ -323,7 +323,7 @@ def test_rows_that_need_the_target_beside_them_are_refused(
 
 def test_pearl_wants_a_drafter_that_goes_ahead() -> None:
     info = TargetInfo(vocab_size=VOCAB_SIZE, context_length=512)
-    config = SpeculationConfig(method="prompt_lookup", length="pearl")
+    config = SpeculationConfig(method="suffix_decoding", length="pearl")
     with pytest.raises(InvalidArgument, match="length"):
         DeviceClient(["127.0.0.1:1"], speculation=config, info=info)
     with pytest.raises(InvalidArgument, match="servers"):

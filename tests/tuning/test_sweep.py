@@ -316,6 +316,7 @@ def _without_confirmation(text: str) -> str:
     return json.dumps({**json.loads(text), "confirmed": None, "refused": None})
 
 
+@pytest.mark.nightly
 def test_a_trial_whose_process_dies_fails_alone(tmp_path: Path) -> None:
     results = Results(str(tmp_path / "sweep"))
     process = start(sweep_command(tmp_path / "sweep", "search.trials=5"))

@@ -6,8 +6,8 @@
 Each of vLLM's own methods needs an engine of its own; one more engine runs all of Paceline's
 drafters, and another one asks a drafter in another process, whose answers are delayed. An engine
 that is not measured is stopped (SIGSTOP), so that its waiting threads cost nobody time. Every
-prompt is decoded once by each, in random order: drafters that learn from requests have not seen the
-answer before. Tokens are compared with AR's.
+prompt is decoded once by each, in random order. Paceline's drafters forget what they have learnt
+before each prompt, as they share an engine; vLLM's keep it. Tokens are compared with AR's.
 
 The environment is that of `make test-vllm`.
 """
@@ -43,7 +43,9 @@ from paceline.sampling import SamplingParams
 ROOT = Path(__file__).resolve().parents[1]
 COPYING = ("copy_heavy_edits", "repeated_structure")
 """Where the best of Paceline's drafters is compared with the best of vLLM's."""
-PLAIN: dict[str, Any] = {"options": {"speculative_config": None}}
+PLAIN: dict[str, Any] = {
+    "options": {"speculative_config": None, "per_request_spec_decode_metrics": "none"}
+}
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class Engines:
         self._signal(system.engine, signal.SIGCONT)
         done = asyncio.Event()
         try:
+            if system.kind == "Paceline":  # its rows share drafters, and may not share answers
+                await engine.forget()
             session = engine.submit(
                 prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True),
                 SpeculationConfig(**system.speculation),
@@ -260,7 +264,9 @@ def show(summary: Mapping[str, Any], result: Mapping[str, Any], console: Console
     table = Table(title="times vLLM's AR, by category (geometric mean over prompts)", box=None)
     for column in ("system", "tok/s", "τ", *summary["categories"], "all", "tokens = AR"):
         table.add_column(
-            column.replace("_", " "), justify="left" if column == "system" else "right"
+            column.replace("_", " "),
+            justify="left" if column == "system" else "right",
+            no_wrap=column == "system",
         )
     for name, row in summary["systems"].items():
         table.add_row(

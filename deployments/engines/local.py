@@ -31,11 +31,11 @@ class LocalVllm:
     """
 
     def __init__(self, config: DeploymentConfig, drafters: Sequence[str] | None = None) -> None:
+        self.engine = VllmEngine(config, drafters)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._num_sessions = 0
-        self.engine = VllmEngine(config, drafters)
         try:
             self.run(self.engine.start(), START_TIMEOUT_S)
             if drafters:
@@ -50,7 +50,6 @@ class LocalVllm:
 
     def use_drafters(self, addresses: Sequence[str], timeout: float = 60.0) -> None:
         """Draft with these replicas from now on; waits until they answer."""
-
         end = time.monotonic() + timeout
         while set(self.run(self.engine.use_drafters(addresses))) != set(addresses):
             if time.monotonic() > end:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -126,7 +127,9 @@ class RemotePool:
     def use(self, addresses: Sequence[str]) -> None:
         """Draft with these replicas from now on."""
         for address in self._remotes.keys() - set(addresses):
-            self._remotes.pop(address).stop()
+            # It waits for its threads to end, which vLLM's next step must not.
+            gone = self._remotes.pop(address)
+            threading.Thread(target=gone.stop, name="remote-drafter-stop", daemon=True).start()
         for address in addresses:
             if address not in self._remotes:
                 self._remotes[address] = RemoteDrafter(
@@ -189,10 +192,6 @@ class RemotePool:
         self._places[session.session_id] = chosen
         return chosen
 
-    def stop(self) -> None:
-        """Close all connections."""
-        self.use(())
-
 
 class Proposer:
     """The object that vLLM's model runner asks for drafts.
@@ -202,7 +201,6 @@ class Proposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        check_vllm()
         settings = Settings.model_validate(vllm_config.additional_config.get("paceline", {}))
         model = vllm_config.model_config
         tls = None if settings.tls is None else ClientTls(**settings.tls)

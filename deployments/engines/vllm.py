@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deployments.engines.proposer import Settings, WorkerExtension, check_vllm
+from deployments.engines.proposer import Settings, WorkerExtension
 from deployments.engines.rows import chain_plan
 from paceline.config import SpeculationConfig
 from paceline.constraints import ConstraintCompiler
@@ -89,14 +89,12 @@ class VllmEngine:
             one, in vLLM's worker.
 
     Raises:
-        FailedPrecondition: no vLLM, or not the one that the proposer was written for.
         InvalidArgument: an option that vLLM does not know or refuses.
     """
 
     batch_invariant = False
 
     def __init__(self, config: DeploymentConfig, drafters: Sequence[str] | None = None) -> None:
-        check_vllm()
         folder = Path(config.target_folder)
         self._config = config
         self._remote = drafters is not None
@@ -503,7 +501,6 @@ def _engine_args(
         "worker_extension_cls": EXTENSION,
         "per_request_spec_decode_metrics": "detailed",
         "structured_outputs_config": {"backend": "guidance"},
-        "skip_tokenizer_init": False,
     }
     if vllm.max_model_len is not None:
         args["max_model_len"] = vllm.max_model_len

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from paceline.demo import TARGET_DIR
 from paceline.loading import limit_threads
+from paceline.loading import limit_threads
 from paceline.models import kernels
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
@@ -30,7 +31,7 @@ def test_the_kernels_are_built_here() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("outputs", [1, 15, 16, 17, 64, 258])
-@pytest.mark.parametrize("inputs", [2, 6, 64, 130])
+@pytest.mark.parametrize("inputs", [2, 6, 130, 2066])  # the last takes several chunks
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(inputs * outputs)
@@ -38,18 +39,20 @@ def test_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> No
     offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
     native = NativeOps(dtype)
     packed = native.pack(weight)
-    whole = torch.randn(37, inputs, generator=generator).to(dtype)
+    whole = torch.randn(101, inputs, generator=generator).to(dtype)
     expected = F.linear(
         whole.double(), weight.double(), None if offset is None else offset.double()
     )
     together = native.linear(whole, packed, offset)
-    assert together.shape == (37, outputs)
+    assert together.shape == (101, outputs)
     torch.testing.assert_close(
         together.double(), expected, atol=TOLERANCE[dtype] * inputs**0.5, rtol=TOLERANCE[dtype]
     )
-    for start, size in ((0, 1), (5, 2), (9, 7), (20, 17), (36, 1)):
-        part = native.linear(whole[start : start + size].contiguous(), packed, offset)
-        assert torch.equal(part, together[start : start + size])
+    for start, size in ((0, 1), (5, 2), (9, 7), (20, 17), (36, 1), (40, 60), (0, 101)):
+        for threads in (1, 2):
+            limit_threads(threads)
+            part = native.linear(whole[start : start + size].contiguous(), packed, offset)
+            assert torch.equal(part, together[start : start + size])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

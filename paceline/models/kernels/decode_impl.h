@@ -150,51 +150,50 @@ static void NAME(attend_any)(const ELEM *query, const ELEM *keys, const ELEM *va
  * Everything a row computes depends on that list alone, so the result is the same in any batch,
  * tree or chunk. */
 static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
-                           int heads, int kv_heads, int dim, const struct rows *rows, int window,
-                           float scale, int threads)
+                           int heads, int kv_heads, int dim, const struct rows *rows,
+                           const int32_t *blocks, int num_blocks, int window, float scale,
+                           int threads)
 {
     const size_t width = (size_t)kv_heads * dim;
     const int group = heads / kv_heads, stride = (heads + 2 * kv_heads) * dim;
     int failed = 0;
-#pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 20000)
+#pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 10000)
     {
         const size_t padded = ((size_t)rows->longest + 15) & ~(size_t)15;
         float *scores = aligned_alloc(64, padded * (sizeof(float) + sizeof(int32_t)));
         int32_t *slots = (int32_t *)(scores + padded);
         if (!scores)
             failed = 1;
-        /* Rows in the inner loop: the keys of a head stay in the cache for those that share them. */
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int first_row = 0; first_row < rows->count; first_row += 16)
-            for (int g = 0; g < kv_heads; g++) {
-                const int end = first_row + 16 < rows->count ? first_row + 16 : rows->count;
-                const ELEM *k = keys + g * dim, *v = values + g * dim;
-                for (int r = first_row; r < end && scores; r++) {
-                    const int prefix = rows->prefix_length[r];
-                    int length = prefix + rows->path_length[r];
-                    memcpy(slots, rows->prefix[r], prefix * sizeof(int32_t));
-                    memcpy(slots + prefix, rows->path[r], (length - prefix) * sizeof(int32_t));
-                    const int32_t *context = slots;
-                    if (window && length > window) {
-                        context += length - window;
-                        length = window;
-                    }
-                    for (int h = g * group; h < (g + 1) * group; h++) {
-                        const ELEM *query = qkv + (size_t)r * stride + h * dim;
-                        ELEM *o = out + ((size_t)r * heads + h) * dim;
+#pragma omp for schedule(dynamic)
+        for (int item = 0; item < num_blocks * kv_heads; item++) {
+            const int block = item / kv_heads, g = item % kv_heads;
+            const ELEM *k = keys + g * dim, *v = values + g * dim;
+            for (int r = blocks[block]; r < blocks[block + 1] && scores; r++) {
+                const int prefix = rows->prefix_length[r];
+                int length = prefix + rows->path_length[r];
+                memcpy(slots, rows->prefix[r], prefix * sizeof(int32_t));
+                memcpy(slots + prefix, rows->path[r], (length - prefix) * sizeof(int32_t));
+                const int32_t *context = slots;
+                if (window && length > window) {
+                    context += length - window;
+                    length = window;
+                }
+                for (int h = g * group; h < (g + 1) * group; h++) {
+                    const ELEM *query = qkv + (size_t)r * stride + h * dim;
+                    ELEM *o = out + ((size_t)r * heads + h) * dim;
 #define ATTEND(f, d) NAME(f)(query, k, v, o, context, length, width, scale, scores, d)
-                        if (dim == 32)
-                            ATTEND(attend_head, 32);
-                        else if (dim == 64)
-                            ATTEND(attend_head, 64);
-                        else if (dim == 128)
-                            ATTEND(attend_head, 128);
-                        else
-                            ATTEND(attend_any, dim);
+                    if (dim == 32)
+                        ATTEND(attend_head, 32);
+                    else if (dim == 64)
+                        ATTEND(attend_head, 64);
+                    else if (dim == 128)
+                        ATTEND(attend_head, 128);
+                    else
+                        ATTEND(attend_any, dim);
 #undef ATTEND
-                    }
                 }
             }
+        }
         free(scores);
     }
     return failed;
@@ -226,13 +225,20 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     const int attended_width = m->heads * m->dim;
     const size_t layer_size = (size_t)m->num_slots * m->kv_heads * m->dim;
     const size_t widest = (size_t)m->hidden * 2 + qkv_width + attended_width + 3 * (size_t)m->ffn;
-    ELEM *memory = aligned_alloc(64, (count * widest * sizeof(ELEM) + 63) & ~(size_t)63);
+    const size_t bytes = count * widest * sizeof(ELEM) + (count + 1) * sizeof(int32_t);
+    ELEM *memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
     if (!memory)
         return 1;
     ELEM *normed = memory, *delta = normed + (size_t)count * m->hidden;
     ELEM *qkv = delta + (size_t)count * m->hidden, *attended = qkv + (size_t)count * qkv_width;
     ELEM *gate_up = attended + (size_t)count * attended_width;
     ELEM *inner = gate_up + (size_t)count * 2 * m->ffn;
+    /* Up to 16 neighbouring rows of a sequence share the keys that attention brings into the cache. */
+    int32_t *blocks = (int32_t *)(inner + (size_t)count * m->ffn), num_blocks = 0;
+    for (int r = 0; r < count; r++)
+        if (r == 0 || rows->prefix[r] != rows->prefix[r - 1] || r - blocks[num_blocks - 1] == 16)
+            blocks[num_blocks++] = r;
+    blocks[num_blocks] = count;
     const ELEM *pending = NULL;
     int failed = 0;
     for (int i = first; i < last && !failed; i++) {
@@ -246,7 +252,7 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
         NAME(rope_store)(qkv, m->cos_sin, k, v, m->heads, m->kv_heads, m->dim, rows, l->q_norm,
                          l->k_norm, m->eps, m->threads);
         failed = NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows,
-                                 l->window, m->scale, m->threads);
+                                 blocks, num_blocks, l->window, m->scale, m->threads);
         NAME(linear)(attended, l->out, l->out_bias, delta, count, attended_width / PAIR, m->hidden,
                      m->threads);
         NAME(add_rmsnorm)(x, delta, l->post_norm, normed, count, m->hidden, m->eps, m->threads);

@@ -17,6 +17,15 @@
 
 #define MAX_ROWS 6 /* rows and panels of a block: their accumulators fill the vector registers */
 #define MAX_PANELS 4
+/* Steps of k that all rows take before the next ones: four panels of them and of the chunk that is
+ * fetched meanwhile stay in a core's own cache. Sums wait in memory between two chunks, which
+ * changes no bit of them. */
+#define CHUNK 512
+#define SPAN 96 /* rows whose sums wait at the same time */
+/* Sharing pays from here on: work for two wake-ups of a thread, or weights that one core's cache does
+ * not keep until the next forward. */
+#define SHARED_WORK 1e6
+#define SHARED_BYTES 1.5e6
 
 typedef uint32_t bits __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
@@ -38,94 +47,30 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
 #endif
 }
 
-#define BLOCK(SUFFIX, ELEM, LOADED, WORD, STORE)                                                 \
-    ALWAYS_INLINE void block_##SUFFIX(const ELEM *x, const WORD *weight, const ELEM *bias,       \
-                                      ELEM *out, int steps, int outputs, int first,              \
-                                      const int rows, const int panels)                          \
-    {                                                                                            \
-        vec acc[MAX_ROWS][MAX_PANELS];                                                           \
-        for (int r = 0; r < rows; r++)                                                           \
-            for (int p = 0; p < panels; p++)                                                     \
-                acc[r][p] = (vec){0};                                                            \
-        const size_t panel = (size_t)steps * WIDTH;                                              \
-        for (int k = 0; k < steps; k++) {                                                        \
-            LOADED w[MAX_PANELS];                                                                \
-            for (int p = 0; p < panels; p++) {                                                   \
-                const WORD *place = weight + p * panel + (size_t)k * WIDTH;                      \
-                w[p] = *(const LOADED *)place;                                                   \
-                /* The next block's weights; the processor's own prefetch ends at each page. */  \
-                __builtin_prefetch(place + panels * panel, 0, 2);                                \
-            }                                                                                    \
-            for (int r = 0; r < rows; r++) {                                                     \
-                WORD value;                                                                      \
-                memcpy(&value, (const WORD *)x + (size_t)r * steps + k, sizeof value);           \
-                for (int p = 0; p < panels; p++)                                                 \
-                    acc[r][p] = step_##SUFFIX(acc[r][p], w[p], value);                           \
-            }                                                                                    \
-        }                                                                                        \
-        for (int r = 0; r < rows; r++)                                                           \
-            for (int p = 0; p < panels; p++)                                                     \
-                for (int i = 0; i < WIDTH; i++) {                                                \
-                    const int o = first + p * WIDTH + i;                                         \
-                    if (o < outputs)                                                             \
-                        out[(size_t)r * outputs + o] =                                           \
-                            STORE(acc[r][p][i] + (bias ? LOAD_##SUFFIX(bias[o]) : 0.0f));        \
-                }                                                                                \
-    }                                                                                            \
-                                                                                                 \
-    ALWAYS_INLINE void rows_##SUFFIX(const ELEM *x, const WORD *weight, const ELEM *bias,        \
-                                     ELEM *out, int steps, int outputs, int first, int rows,     \
-                                     const int panels)                                           \
-    {                                                                                            \
-        switch (rows) {                                                                          \
-        case 1: block_##SUFFIX(x, weight, bias, out, steps, outputs, first, 1, panels); break;   \
-        case 2: block_##SUFFIX(x, weight, bias, out, steps, outputs, first, 2, panels); break;   \
-        case 3: block_##SUFFIX(x, weight, bias, out, steps, outputs, first, 3, panels); break;   \
-        case 4: block_##SUFFIX(x, weight, bias, out, steps, outputs, first, 4, panels); break;   \
-        case 5: block_##SUFFIX(x, weight, bias, out, steps, outputs, first, 5, panels); break;   \
-        default: block_##SUFFIX(x, weight, bias, out, steps, outputs, first, 6, panels);         \
-        }                                                                                        \
-    }                                                                                            \
-                                                                                                 \
-    /* x: [rows, k], out: [rows, outputs]; steps is k, or k / 2 for bfloat16; threads: at most. */\
-    EXPORT void linear_##SUFFIX(const ELEM *x, const WORD *weight, const ELEM *bias, ELEM *out,  \
-                                int rows, int steps, int outputs, int threads)                   \
-    {                                                                                            \
-        const int panels = (outputs + WIDTH - 1) / WIDTH;                                        \
-        const int groups = (panels + MAX_PANELS - 1) / MAX_PANELS;                               \
-        /* Few rows are shared out evenly: 7 as 4 + 3 cost less than as 6 + 1. */                \
-        const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;                                     \
-        /* Waking a thread pays for prompts, and for weights that do not fit a core's cache. */  \
-        const double weights = (double)steps * outputs, work = weights * rows;                   \
-        const int share = (rows >= 32 && work > 4e6) || weights > 2e6;                           \
-        _Pragma("omp parallel for schedule(static) num_threads(threads) if (share)")             \
-        for (int g = 0; g < groups; g++) {                                                       \
-            const int p = g * MAX_PANELS;                                                        \
-            const int width = panels - p < MAX_PANELS ? panels - p : MAX_PANELS;                 \
-            const WORD *w = weight + (size_t)p * steps * WIDTH;                                  \
-            for (int b = 0; b < blocks; b++) {                                                   \
-                const int even = rows <= 4 * MAX_ROWS;                                           \
-                const int r = even ? rows * b / blocks : b * MAX_ROWS;                           \
-                const int end = even ? rows * (b + 1) / blocks : r + MAX_ROWS;                   \
-                const int count = (end < rows ? end : rows) - r;                                 \
-                const ELEM *in = (const ELEM *)((const WORD *)x + (size_t)r * steps);            \
-                ELEM *o = out + (size_t)r * outputs;                                             \
-                switch (width) {                                                                 \
-                case 1: rows_##SUFFIX(in, w, bias, o, steps, outputs, p * WIDTH, count, 1);      \
-                    break;                                                                       \
-                case 2: rows_##SUFFIX(in, w, bias, o, steps, outputs, p * WIDTH, count, 2);      \
-                    break;                                                                       \
-                case 3: rows_##SUFFIX(in, w, bias, o, steps, outputs, p * WIDTH, count, 3);      \
-                    break;                                                                       \
-                default: rows_##SUFFIX(in, w, bias, o, steps, outputs, p * WIDTH, count, 4);     \
-                }                                                                                \
-            }                                                                                    \
-        }                                                                                        \
-    }
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
 
-#define LOAD_f32(x) (x)
-#define LOAD_bf16(x) bf16_load(x)
-#define KEEP(f) (f)
+#define ELEM float
+#define WORD float
+#define LOADED vec
+#define LOAD(x) (x)
+#define STORE(f) (f)
+#define STEP step_f32
+#define NAME(f) JOIN(f, f32)
+#include "matmul_impl.h"
+#undef ELEM
+#undef WORD
+#undef LOADED
+#undef LOAD
+#undef STORE
+#undef STEP
+#undef NAME
 
-BLOCK(f32, float, vec, float, KEEP)
-BLOCK(bf16, uint16_t, bits, uint32_t, bf16_store)
+#define ELEM uint16_t
+#define WORD uint32_t
+#define LOADED bits
+#define LOAD(x) bf16_load(x)
+#define STORE(f) bf16_store(f)
+#define STEP step_bf16
+#define NAME(f) JOIN(f, bf16)
+#include "matmul_impl.h"

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from paceline.demo import TARGET_DIR
 from paceline.loading import limit_threads
-from paceline.loading import limit_threads
 from paceline.models import kernels
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner

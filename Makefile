@@ -11,6 +11,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install
 PYTEST_ARGS ?=
+SOAK_S ?= 3600
 # A process for each core, but for the tests that start a Ray: they come one by one. Nothing collected
 # is no error here: PYTEST_ARGS may name a file of the other part.
 PYTEST_WORKERS ?= auto
@@ -76,6 +77,10 @@ test: $(STAMP) ## run the test suite (under 20 minutes on 2 cores)
 test-nightly: $(STAMP) ## run the long tests, which take hours
 	@$(PYTEST) -n $(PYTEST_WORKERS) --dist load -m "nightly and not serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(PYTEST) -m "nightly and serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+.PHONY: soak
+soak: $(STAMP) ## a server under all sorts of clients for SOAK_S seconds (an hour)
+	@PACELINE_SOAK_S=$(SOAK_S) $(PYTEST) -m nightly tests/nightly/test_soak.py
 
 # vLLM and what it needs are large, and pin other versions than ours: an environment of its own.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt

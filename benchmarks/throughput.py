@@ -699,6 +699,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     colours = {
         "paceline": "tab:blue", "transformers": "tab:orange", "vllm": "tab:green",
@@ -727,20 +729,29 @@ def plot(result: dict[str, Any], path: Path) -> None:
                     ]  # fmt: skip
                     rates.append(max(here, default=None))
                 if any(rates):
-                    label = f"{TITLES[system]}, {kind}"
-                    top.plot(names, rates, style, marker="o", color=colour, label=label)
+                    top.plot(names, rates, style, marker="o", color=colour)
             for each in result["verify"]:
                 if (each["size"], each["precision"], each["system"]) == (size, precision, system):
                     times = [1e3 * each["seconds"][str(n)] for n in VERIFIED]
-                    bottom.plot(VERIFIED, times, marker="o", color=colour, label=TITLES[system])
+                    bottom.plot(VERIFIED, times, marker="o", color=colour)
         top.set(title=f"{size}, {precision}", xscale="log", yscale="log", xticks=names)
         top.set(xticklabels=names, xlabel="concurrency", ylabel="tokens a second")
         bottom.set(xlabel="tokens in one forward", ylabel="ms", ylim=(0, None))
+        top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        top.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         for axis in (top, bottom):
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-            if axis.get_lines():
-                axis.legend(fontsize=7)
+    handles = [
+        Line2D([], [], color=colour, marker="o", label=TITLES[system])
+        for system, colour in colours.items()
+        if any(row["system"] == system for row in result["rows"])
+    ]
+    handles += [
+        Line2D([], [], color="0.3", linestyle=style, label=kind)
+        for kind, style in (("its best method", "-"), ("AR", "--"))
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -257,7 +257,9 @@ def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
     if "Paceline draft_model, remote" in table:
         verdict["remote_worst"] = table["Paceline draft_model, remote"]["worst_category"]
-    return {"systems": table, "categories": categories, "verdict": verdict}
+    fastest_first = sorted(table, key=lambda name: -table[name]["overall"])
+    systems = {name: table[name] for name in fastest_first}
+    return {"systems": systems, "categories": categories, "verdict": verdict}
 
 
 def show(summary: Mapping[str, Any], result: Mapping[str, Any], console: Console) -> None:

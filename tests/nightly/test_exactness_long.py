@@ -23,7 +23,7 @@ def suite(demo: Engine) -> Suite:
 
 @pytest.fixture(scope="module")
 def shorter_suite(demo: Engine) -> Suite:
-    return Suite(demo, 80, 128, batch=32)
+    return Suite(demo, 40, 64, batch=32)
 
 
 @pytest.mark.parametrize("batch", [1, 8])

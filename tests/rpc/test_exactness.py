@@ -43,7 +43,7 @@ def long_suite(demo: Engine) -> Suite:
 
 @pytest.fixture(scope="module")
 def shorter_suite(demo: Engine) -> Suite:
-    return Suite(demo, 80, 128, batch=32)
+    return Suite(demo, 40, 64, batch=32)
 
 
 @pytest.fixture(scope="module")
@@ -198,4 +198,4 @@ def test_more_tokens_of_every_row_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, shorter_suite: Suite, shorter_wire: Wire
 ) -> None:
     """Ten times the tokens of the everyday suite."""
-    check(shorter_suite, shorter_wire, method, variant, batch, 80)
+    check(shorter_suite, shorter_wire, method, variant, batch, 40)

@@ -854,7 +854,7 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="del",
             defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
-            needs=frozenset({Need.SHARED_MODEL, Need.LAYER_STATES}),
+            needs=frozenset({Need.SHARED_MODEL}),  # and, in some rounds, what its controller wants
         ),
         Method(
             name="s2d",

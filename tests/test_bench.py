@@ -40,6 +40,7 @@ ROW_FIELDS = {
     "p25": float,
     "p75": float,
     "speedup_vs_ar": float,
+    "workload_speedup_vs_ar": float,
     "speedup_p25": float,
     "speedup_p75": float,
     "decode_tokens_per_second": float | None,

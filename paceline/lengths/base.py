@@ -82,13 +82,16 @@ class LengthController(Protocol):
     """Decides how much to draft. One instance for each session; a depth of 0 is legal.
 
     Attributes:
-        needs: what it wants from the target's forwards, beside what the drafter wants.
         stop_rule: ends a draft of an expanding drafter early, on the machine that drafts; None
             where the length is known before drafting begins.
     """
 
-    needs: frozenset[Need]
     stop_rule: StopRule | None
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it wants from the target's next forward, beside what the drafter wants."""
+        ...
 
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth and nodes for the next round of ``session``."""

@@ -23,13 +23,13 @@ from paceline.types import Budget, Load, Need, Outcome
 if TYPE_CHECKING:
     from paceline.session import Session
 
-DECAY = 0.95  # weight of a round relative to the one after it
+DECAY = 0.9  # weight of a round whose shadow tokens are looked at relative to the next one
 COMMON_DECAY = 0.99  # the same, for what all sessions of an engine know
 DEEPEST_EXIT = 0.6  # share of the layers
 NUM_EXITS = 6  # each costs a head for every verified token, so not all layers are watched
 # Shadow tokens cost a head for each exit: after so many rounds only every so many are looked at.
-WATCH_ALL, WATCH_EVERY = 4, 2
-COST_MEMORY = 0.9  # of seconds, for each round
+WATCH_ALL, WATCH_EVERY = 4, 4
+COST_MEMORY = 0.99  # of seconds, for each round
 PRIOR_WEIGHT = 1.0  # tokens that the first guess of an acceptance rate counts as
 
 Floats = npt.NDArray[np.float64]
@@ -119,22 +119,23 @@ class Costs:
 
     def __init__(self, layers: float) -> None:
         self._guess = layers
-        self._draft = self._verify = 0.0  # seconds of a drafting layer, of a verification
+        # Decayed sums over rounds: drafting layers, their seconds; verifications, their seconds.
+        self._sums = np.zeros(4)
 
     @property
     def verification(self) -> float:
         """In layers of drafting."""
-        return self._verify / self._draft if self._draft and self._verify else self._guess
+        layers, draft, count, verify = self._sums
+        return float((verify / count) / (draft / layers)) if draft and verify else self._guess
 
     def observe(self, layers: float, draft_seconds: float, verify_seconds: float) -> None:
         """A round that drafted with so many layers in all."""
-        self._draft = _near(self._draft, draft_seconds / layers)
-        self._verify = _near(self._verify, verify_seconds)
-
-
-def _near(known: float, new: float) -> float:
-    """A moving average; a value far above it (somebody else had the machine) counts as twice it."""
-    return known + (1 - COST_MEMORY) * (min(new, 2 * known) - known) if known else new
+        known_layers, draft, count, verify = self._sums
+        if count:  # far above the average: somebody else had the machine
+            draft_seconds = min(draft_seconds, 3 * layers * draft / known_layers)
+            verify_seconds = min(verify_seconds, 3 * verify / count)
+        new = np.array([layers, draft_seconds, 1.0, verify_seconds])
+        self._sums = COST_MEMORY * self._sums + new
 
 
 class Del:
@@ -149,8 +150,6 @@ class Del:
         exit_layers: those that are watched.
     """
 
-    needs: frozenset[Need] = frozenset({Need.LAYER_STATES})
-
     def __init__(
         self, bounds: LengthBounds, exit_layers: Sequence[int] | None, context: LengthContext
     ) -> None:
@@ -164,13 +163,21 @@ class Del:
         # A session begins with what the engine's sessions before it found.
         self._common = context.shared(("del", self.exit_layers), lambda: Rates(guess, COMMON_DECAY))
         self._rates = Rates(self._common.values, DECAY)
-        # Of each exit that was taken: [wrong, right shadow tokens; sum of confidences, number].
-        self._confidence = np.zeros((2, 2, len(self.exit_layers)))
+        # Of the wrong shadow tokens of each exit that was taken: sum of confidences, number.
+        self._confidence = np.zeros((2, len(self.exit_layers)))
         self._rounds = self._asked = 0
+        self._choice: tuple[int, int] | None = None  # until other rates are known
         self._costs = context.shared(("del", bounds), lambda: Costs(context.num_layers))
         self._taken = 0  # place of the exit of this round
         self._stop = ConfidenceStop(bounds.shortest, 0.0)
         self.stop_rule: StopRule | None = self._stop
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Layer states in the rounds whose shadow tokens are looked at."""
+        number = self._rounds + 1
+        watched = number <= WATCH_ALL or number % WATCH_EVERY == 0
+        return frozenset({Need.LAYER_STATES}) if watched else frozenset()
 
     @property
     def acceptance(self) -> Floats:
@@ -181,10 +188,12 @@ class Del:
         self._temperature = session.params.temperature
         if not self.exit_layers or not self._num_layers:
             return Budget(0, 0)
-        exit_layer, depth = best_exit(
-            self.acceptance, self.exit_layers, self._costs.verification,
-            self._bounds.shortest, self._bounds.longest, self._head_layers,
-        )  # fmt: skip
+        if self._choice is None:
+            self._choice = best_exit(
+                self.acceptance, self.exit_layers, self._costs.verification,
+                self._bounds.shortest, self._bounds.longest, self._head_layers,
+            )  # fmt: skip
+        exit_layer, depth = self._choice
         self._taken = self.exit_layers.index(exit_layer)
         self._asked = depth
         self._stop.threshold = self.stop_threshold(exit_layer)
@@ -192,15 +201,14 @@ class Del:
         return Budget(budget.depth, budget.nodes, exit_layer if depth else None)
 
     def stop_threshold(self, exit_layer: int) -> float:
-        """Confidence halfway between an exit's wrong and its right tokens; 0 while unknown.
+        """How confident an exit is of its wrong tokens, on average; 0 while unknown.
 
-        0 as well above temperature 0, where a confidence is not that of the argmax.
+        Halfway to its right tokens is too eager: a draft ends that would have gone on right, and
+        a forward of the target costs as much as several drafted tokens. 0 as well above
+        temperature 0, where a confidence is not that of the argmax.
         """
-        place = self.exit_layers.index(exit_layer)
-        sums, counts = self._confidence[:, 0, place], self._confidence[:, 1, place]
-        if self._temperature or not counts.all():
-            return 0.0
-        return float((sums / counts).mean())
+        total, count = self._confidence[:, self.exit_layers.index(exit_layer)]
+        return 0.0 if self._temperature or not count else float(total / count)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         """Compare the shadow tokens of every exit with the target's, along the accepted path.
@@ -212,8 +220,9 @@ class Del:
         if drafted and drafted == self._asked:  # where a draft was stopped, its steps are not known
             loaded = drafted * (self.exit_layers[self._taken] + self._head_layers)
             self._costs.observe(loaded, draft_seconds, verify_seconds)
+        looked_at = bool(self.needs)
         self._rounds += 1
-        if self._rounds > WATCH_ALL and self._rounds % WATCH_EVERY:
+        if not looked_at:  # states may be there because others in the batch want them
             return
         verification = outcome.verification
         states = verification.extras.get(Need.LAYER_STATES)
@@ -233,15 +242,16 @@ class Del:
             right = logits.argmax(-1) == target.argmax(-1)[:, None]
             taken = logits[:, self._taken].softmax(-1).amax(-1)
             self._learn_confidence(_numpy(taken), _numpy(right[:, self._taken]))
+        self._choice = None
         found = _numpy(right.sum(0))
         self._rates.observe(found, len(rows))
         self._common.observe(found, len(rows))
 
     def _learn_confidence(self, confidence: Floats, right: Floats) -> None:
         """How sure the round's exit was of each shadow token.  # both [rows]"""
+        wrong = 1.0 - right
         self._confidence *= DECAY
-        for place, where in enumerate((1.0 - right, right)):
-            self._confidence[place, :, self._taken] += confidence @ where, where.sum()
+        self._confidence[:, self._taken] += confidence @ wrong, wrong.sum()
 
 
 def _numpy(values: torch.Tensor) -> Floats:

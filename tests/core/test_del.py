@@ -309,17 +309,30 @@ def test_bounds_of_the_length() -> None:
 # --- dynamic draft exiting ------------------------------------------------------------------------
 
 
-def test_the_threshold_lies_between_wrong_and_right_tokens(runner: LlamaRunner) -> None:
-    exits = (3,)
+def test_the_threshold_is_the_confidence_of_wrong_tokens(
+    runner: LlamaRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averaged over what the exit has said, the latest rounds weighing most."""
+    learn, seen = Del._learn_confidence, []
+
+    def watched(self: Del, confidence: Any, right: Any) -> None:
+        seen.append((confidence, right))
+        learn(self, confidence, right)
+
+    monkeypatch.setattr(Del, "_learn_confidence", watched)
+    params = replace(GREEDY, max_tokens=80)
     engine = Engine(ModelTarget(runner))
-    run = generate(
-        engine, PROMPTS[0], replace(GREEDY, max_tokens=80), exit_layers=exits, length_min=1
+    run = generate(engine, PROMPTS[0], params, exit_layers=(3,), length_min=1)
+    weights = DECAY ** np.arange(len(seen))[::-1]
+    total = sum(
+        w * confidence[right == 0].sum()
+        for w, (confidence, right) in zip(weights, seen, strict=True)
     )
+    count = sum(w * (right == 0).sum() for w, (_, right) in zip(weights, seen, strict=True))
     controller = run.session.length_controller
     assert isinstance(controller, Del)
-    (wrong, right) = controller._confidence[:, 0, 0] / controller._confidence[:, 1, 0]
-    assert controller.stop_threshold(3) == pytest.approx((wrong + right) / 2)
-    assert 0.0 < wrong < 1.0
+    assert controller.stop_threshold(3) == pytest.approx(total / count)
+    assert 0.0 < controller.stop_threshold(3) < 1.0
     assert run.session.stats.num_draft_nodes < 8 * run.session.stats.num_rounds
 
 

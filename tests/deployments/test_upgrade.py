@@ -162,7 +162,9 @@ class Clients:
         for name, count in self.done.items():
             assert count
             print(f"{name}: {count} generations, {self.moved[name]} moved")
-        assert all(moved for name, moved in self.moved.items() if not name.startswith("http"))
+        # Which client a change meets in the middle of a generation is chance.
+        for kind in ("grpc", "device"):
+            assert any(moved for name, moved in self.moved.items() if name.startswith(kind)), kind
 
     @property
     def num_done(self) -> int:

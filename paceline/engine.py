@@ -488,7 +488,8 @@ class Engine:
         prefill = self._choose_prefill()
         self._request_drafts()
         idle = not prefill and not self._has_ready()
-        if idle and not self._wait(min(wait_s, _HOLD_BACK_S)):
+        # A client drafts when it has heard of its last round: nothing comes from it before.
+        if idle and (self._owes_clients() or not self._wait(min(wait_s, _HOLD_BACK_S))):
             self._tell()
             self._wait(wait_s)
         self._collect_drafts()
@@ -536,6 +537,12 @@ class Engine:
             return bool(
                 self._arrival.wait_for(lambda: self._has_ready() or self.interrupted(), seconds)
             )
+
+    def _owes_clients(self) -> bool:
+        """Whether a session with drafts from a client has not been told of its last round."""
+        return any(
+            isinstance(self._drafter(event.session), ClientDrafter) for event in self._untold
+        )
 
     def _tell(self) -> None:
         """Hand the events of the last round to their listeners.

@@ -17,6 +17,7 @@ from paceline.acceptance.base import PathLogits
 from paceline.constraints import Constraint
 from paceline.drafters.base import Drafter, has_pseudo_tokens, reads_prompts
 from paceline.models.base import PseudoTokens
+from paceline.sampling import argmax_rows
 from paceline.session import Session
 from paceline.target import Target
 from paceline.tree import clip, depths, is_chain, subset
@@ -80,7 +81,7 @@ def decode_round(
     verifications = target.verify(sessions, in_order, wants, prefill, pseudo)
     for (session, _), read in zip(prefill, verifications[len(sessions) :], strict=True):
         _show_prompt(drafters, session, read)
-    argmaxes = _batched_argmax(sessions, verifications[: len(sessions)])
+    argmaxes = _argmaxes(sessions, verifications[: len(sessions)])
     verified = time.perf_counter()
 
     outcomes = []
@@ -229,12 +230,12 @@ def _permitted(draft: Draft, constraint: Constraint) -> Draft:
     return draft if len(keep) == len(tokens) else subset(draft, np.asarray(keep, np.int64))
 
 
-def _batched_argmax(
+def _argmaxes(
     sessions: Sequence[Session], verifications: Sequence[Verification]
 ) -> list[list[int] | None]:
     """Argmax of all rows of a session, for those whose tokens are nothing else."""
     return [
-        verification.logits.argmax(-1).tolist() if session.params.is_plain_argmax else None
+        argmax_rows(verification.logits) if session.params.is_plain_argmax else None
         for session, verification in zip(sessions, verifications, strict=True)
     ]
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.errors import InvalidArgument
+from paceline.sampling import argmax_rows
 from paceline.types import Budget, Load
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def _measure_target(
         def forward(count: int) -> None:
             ids = np.asarray(_tokens(count, runner.vocab_size), np.int64)
             result = runner.forward([Segment(sequence, ids) for sequence in sequences])
-            result.logits.argmax(-1).tolist()  # as the loop does; waits for a GPU
+            argmax_rows(result.logits)  # as the loop does; waits for a GPU
             for sequence in sequences:
                 runner.commit(sequence, ())
 

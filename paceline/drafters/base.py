@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.acceptance.base import PathLogits
 from paceline.lengths.base import ConfidenceStop, StopRule
-from paceline.sampling import coupled_sample
+from paceline.sampling import argmax_rows, coupled_sample
 from paceline.shapes.kary import chain
 from paceline.tree import align, path_to, subset
 from paceline.types import EMPTY_DRAFT, Budget, Draft, FloatArray, Need, Outcome, Verification
@@ -220,7 +220,7 @@ def target_tokens(session: Session, outcome: Outcome, nodes: Iterable[int]) -> l
     draft, params = outcome.draft, session.params
     logits = outcome.verification.logits
     if params.is_plain_argmax:
-        argmaxes = logits.argmax(-1).tolist()
+        argmaxes = argmax_rows(logits)
         return [argmaxes[node + 1] for node in nodes]
     history = session.token_ids[: session.length - len(outcome.token_ids)]
     target = PathLogits(logits, params, history, prompt_length=session.prompt_length)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from paceline.drafters.base import greedy_chain_depth
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.models.llama import LlamaRunner
+from paceline.sampling import argmax_rows
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class DraftModel:
             and depth > 1
         ):
             return None
-        first = self.root(sessions).argmax(-1).tolist()
+        first = argmax_rows(self.root(sessions))
         states = [self._states[session.session_id] for session in sessions]
         tokens = runner.greedy_chain([state.sequence for state in states], first, depth - 1)
         for i, state in enumerate(states):

@@ -10,6 +10,7 @@ import torch
 
 from paceline.drafters.base import greedy_chain_depth, grow
 from paceline.models.heads.base import Head, State
+from paceline.sampling import argmax_rows
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class HeadDrafter:
         depth = greedy_chain_depth(sessions, budgets)
         if not depth:
             return None
-        first = self.root(sessions).argmax(-1).tolist()
+        first = argmax_rows(self.root(sessions))
         chains = self._head.greedy_chains(self._states_of(sessions), first, depth)
         return [Draft.chain(chain) for chain in chains]
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.sampling import argmax_rows
 from paceline.tree import merge
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
@@ -116,7 +117,7 @@ class Lookahead:
         draft = outcome.draft
         edges = zip(draft.parent_indices.tolist(), draft.token_ids.tolist(), strict=True)
         place = {edge: node for node, edge in enumerate(edges)}
-        argmaxes = outcome.verification.logits.argmax(-1).tolist()
+        argmaxes = argmax_rows(outcome.verification.logits)
         new = list(state.levels[-1])  # a column that the draft had no room for stays as it is
         for j, path in enumerate(state.columns()):
             node: int | None = -1

@@ -552,6 +552,28 @@ def test_client_driven_sessions(
     small.assert_nothing_is_left()
 
 
+def test_a_client_hears_of_its_round_before_anybody_waits_for_its_draft(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts from what the round committed."""
+    small = small_engine(tiny_folder)
+    engine, client = small.engine, small.engine.drafters["client"]
+    heard: list[RoundEvent] = []
+    heard_at_waits: list[int] = []
+    monkeypatch.setattr(engine, "_wait", lambda seconds: heard_at_waits.append(len(heard)))
+    session = engine.submit(tokens(4), GREEDY, CLIENT, on_event=heard.append)
+    while session.state is not SessionState.DRAFTING:
+        engine.step(0)
+    for number in range(5):
+        client.offer(session.session_id, EMPTY_DRAFT)
+        engine.step(0)  # the round
+        heard_at_waits.clear()
+        engine.step(0)  # no draft has come
+        assert heard_at_waits == [number + 1]
+    engine.cancel(session.session_id)
+    small.assert_nothing_is_left()
+
+
 def test_nobody_waits_for_a_client(tiny_folder: Path, reference: Reference) -> None:
     small = small_engine(tiny_folder)
     waiting = small.engine.submit(tokens(4), GREEDY, CLIENT)

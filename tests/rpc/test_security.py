@@ -783,7 +783,7 @@ async def test_a_round_over_tls_costs_less_than_a_millisecond_more(
             for session, times in zip(sessions, seconds, strict=True):
                 started = time.perf_counter()
                 verified = await session.verify()
-                times.append(time.perf_counter() - started - verified.total_seconds)
+                times.append(time.perf_counter() - started - verified.verify_seconds)
         for session in sessions:
             await session.close()
     without, with_tls = (1e3 * median(times) for times in seconds)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.llama import LlamaConfig, LlamaRunner, load_tensors, read_config
 from paceline.models.ops import Weight
+from paceline.sampling import argmax_rows
 from paceline.types import IntArray, Need
 
 Frontier = Sequence[tuple[int, int, int]]
@@ -219,7 +220,7 @@ class Head(nn.Module, ABC):
         steps = [list(first)]
         for node in range(depth - 1):
             logits = self.expand(states, [[(node, token, node - 1)] for token in steps[-1]])
-            steps.append(logits.argmax(-1).tolist())
+            steps.append(argmax_rows(logits))
         return np.array(steps, np.int64).T
 
     # --- on disk -------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ MAKEFLAGS += --no-print-directory
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRITON_VENV ?= .venv-triton
+TRITON_STAMP := $(TRITON_VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install
@@ -82,6 +84,24 @@ test-nightly: $(STAMP) ## run the long tests, which take hours
 soak: $(STAMP) ## a server under all sorts of clients for SOAK_S seconds (an hour)
 	@PACELINE_SOAK_S=$(SOAK_S) $(PYTEST) -m nightly tests/nightly/test_soak.py
 
+# Triton is large and of no use to torch's builds for CPUs: it lies in an environment of its own, which
+# has everything else from .venv.
+$(TRITON_STAMP): $(STAMP)
+	@rm -rf "$(TRITON_VENV)"; pin=$$(grep '^triton==' constraints.txt); \
+	echo "[1/1] $(TRITON_VENV): $$pin (about 200 MB)"; \
+	$(BIN)/python -m venv --without-pip "$(TRITON_VENV)"; \
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" \
+	  > "$$($(TRITON_VENV)/bin/python -c "$$packages")/paceline.pth"; \
+	$(BIN)/python -m pip --disable-pip-version-check --no-input --python "$(TRITON_VENV)/bin/python" \
+	  install --no-deps "$$pin" $(QUIET) | $(PROGRESS); \
+	touch $@
+
+.PHONY: test-triton
+test-triton: $(TRITON_STAMP) ## run the kernels for CUDA devices on the CPU, in Triton's interpreter
+	@TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -p no:cacheprovider \
+	  tests/core/test_triton_kernels.py $(PYTEST_ARGS)
+
 # vLLM and what it needs are large, and pin other versions than ours: an environment of its own.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@start=$$SECONDS; rm -rf "$(VLLM_VENV)"; \
@@ -128,7 +148,8 @@ constraints: ## write constraints.txt anew from the ranges in pyproject.toml
 	@$(MAKE) build/constraints/bin/python VENV=build/constraints
 	@pin=$$(grep '^torch==' constraints.txt); pip="build/constraints/bin/python -m pip"; \
 	$$pip install -q "$$pin" "setuptools>=77"; \
-	$$pip install -q --no-build-isolation -e '.[dev,gguf,peers]'; \
+	$$pip install -q --no-build-isolation -e '.[dev,cuda,gguf,peers]' \
+	  "$$(grep '^triton==' constraints.txt)"; \
 	{ sed '/^torch==/q' constraints.txt; \
 	  $$pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//' | grep -v '^torch=='; \
 	} > build/constraints.txt; \
@@ -136,6 +157,6 @@ constraints: ## write constraints.txt anew from the ranges in pyproject.toml
 
 .PHONY: clean
 clean: ## remove .venv, caches and build results (not the trained weights or their checkpoints)
-	@rm -rf $(VENV) build/constraints build/lib build/bdist.* dist *.egg-info results \
+	@rm -rf $(VENV) $(TRITON_VENV) build/constraints build/lib build/bdist.* dist *.egg-info results \
 	  .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,12 +4,14 @@ One packed forward serves any mix of prompts, chains and trees of any number of 
 all of them lie behind one another; only attention knows where a row's context is. With
 ``batch_invariant`` the logits of a token have the same bits whatever is computed beside it. On a
 CPU with float32 or bfloat16 the C kernels give that for free (and so give it always); elsewhere
-the switch chooses a slower order of plain torch operations.
+the switch chooses a slower order of operations. On a CUDA device Triton kernels and CUDA graphs
+take part where they prove right when the model is loaded; plain torch runs everywhere.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +25,8 @@ import torch.nn.functional as F
 
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
+from paceline.models.cuda_graphs import Capture, ForwardGraphs
+from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.ops import (
@@ -221,6 +225,11 @@ class LlamaRunner:
         self._pool = KVPool(
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
         )
+        self._graphs: ForwardGraphs | None = None
+        if device.type == "cuda":
+            self._ops = fused_ops(self._stack, batch_invariant)
+            if os.environ.get("PACELINE_CUDA_GRAPHS", "on") != "off":
+                self._use_graphs()
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -304,6 +313,13 @@ class LlamaRunner:
                 warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
         return TorchOps(by_row=batch_invariant)
 
+    def _use_graphs(self, capture: Capture | None = None) -> None:
+        """Replay small forwards; plain torch's cannot be recorded, since it asks the host."""
+        if isinstance(self._ops, CudaOps):
+            self._graphs = ForwardGraphs(
+                self._forward_on_device, self.vocab_size, self.dtype, self.device, capture
+            )
+
     # --- sequences -----------------------------------------------------------------------------
 
     @property
@@ -358,7 +374,11 @@ class LlamaRunner:
         self, segments: Sequence[Segment], wants: frozenset[Need] = frozenset()
     ) -> ForwardResult:
         batch = self._pack(segments)
-        x = F.embedding(batch.tokens, self._embedding)
+        if not wants and (replayed := self._replay(batch)) is not None:
+            return ForwardResult(
+                replayed, batch.row_offsets, {}, batch.extra_offsets, batch.selected
+            )
+        x = F.embedding(torch.from_numpy(batch.tokens).to(self.device), self._embedding)
         stack, pool, count = self._stack, self._pool, len(self._stack.layers)
         states = None
         if Need.LAYER_STATES in wants or batch.exits:
@@ -386,6 +406,22 @@ class LlamaRunner:
             extras[Need.LAYER_STATES] = states.transpose(0, 1)
         logits = self._ops.linear(hidden, self._head).float()
         return ForwardResult(logits, batch.row_offsets, extras, batch.extra_offsets, selected)
+
+    def _replay(self, batch: _Batch) -> Tensor | None:
+        """The wanted rows' logits from a graph, where there is one for the batch."""
+        wants_logits = batch.row_offsets[-1] > 0
+        if self._graphs is None or batch.layers is not None or not wants_logits:
+            return None
+        logits = self._graphs.run(batch.tokens, batch.rows)
+        return logits if logits is None or batch.selected is None else logits[batch.selected]
+
+    def _forward_on_device(self, rows: DeviceRows) -> Tensor:
+        """Logits of all rows, from tokens that are on the device.  # [num_rows, vocab_size]"""
+        assert isinstance(self._ops, CudaOps)
+        stack, pool = self._stack, self._pool
+        x = F.embedding(rows.data[: rows.num_rows], self._embedding)
+        self._ops.run_on_device(stack, 0, len(stack.layers), x, pool.keys, pool.values, rows)
+        return self._ops.linear(self._ops.rmsnorm(x, self._final_norm, stack.eps), self._head)
 
     def _run_some(self, batch: _Batch, x: Tensor, states: Tensor | None) -> None:
         """As ``run_layers`` over all layers, but each row takes part in its own ones only."""
@@ -538,10 +574,7 @@ class LlamaRunner:
         index = None
         if len(selected) < count:
             index = torch.tensor(selected, dtype=torch.long, device=self.device)
-        batch = _Batch(
-            torch.from_numpy(tokens).to(self.device), rows, index, tuple(row_offsets),
-            tuple(extra_offsets),
-        )  # fmt: skip
+        batch = _Batch(tokens, rows, index, tuple(row_offsets), tuple(extra_offsets))
         if any(s.layers is not None or s.resume or s.pseudo is not None for s in segments):
             self._choose_layers(batch, segments)
         return batch
@@ -586,7 +619,7 @@ class _Batch:
         exits: segments that leave early, with the entries and the rows.
     """
 
-    tokens: Tensor
+    tokens: IntArray
     rows: Rows
     selected: Tensor | None
     row_offsets: tuple[int, ...]

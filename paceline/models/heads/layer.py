@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
+from paceline.models.cuda_ops import fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama import LlamaConfig, load_tensors, rope_table
@@ -170,6 +171,8 @@ class LayerStack:
             eps=config.rms_norm_eps,
             cos_sin=rope_table(config).to(weight.device).contiguous(),
         )
+        if weight.is_cuda:
+            self.ops = fused_ops(self.stack, by_row=False)
         # A tree has more nodes while it grows than the target has reserved room for.
         tokens = 2 * (kv_tokens or min(16 * config.context_length, 65536))
         self.pool = KVPool(

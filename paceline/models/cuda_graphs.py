@@ -25,9 +25,9 @@ Capture = Callable[[Callable[[], object]], Callable[[], object]]
 class ForwardGraphs:
     """Graphs of one model's forward, one for each padded number of rows.
 
-    Each is recorded when it is first needed, which takes about a second at the very first one, and
-    is compared with the forward that it records: where a bit differs, or recording fails, a warning
-    says so and :meth:`run` gives None from then on.
+    Each is recorded when it is first needed, and is compared with the forward that it records:
+    where a bit differs, or recording fails, a warning says so and :meth:`run` gives None from then
+    on. That forward takes several times as long as others.
 
     In ``batch_invariant`` mode a row has the same bits in every graph and outside of them: a kernel
     computes it by itself, and products are tiles of always the same number of rows, whatever

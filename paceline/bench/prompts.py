@@ -14,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,13 @@ def builtin_prompts() -> tuple[Prompt, ...]:
     """``PROMPTS_PER_CATEGORY`` prompts of each built-in category, in a fixed order."""
     from paceline.train.corpus import held_out_modules
 
-    modules = held_out_modules()
+    found: dict[str, list[tuple[str, list[str]]]] = {category: [] for category in _CATEGORIES}
+    for name, source in held_out_modules():
+        for category, find in _CATEGORIES.items():
+            found[category].append((name, list(find(source))))
     prompts = []
-    for category, find in _CATEGORIES.items():
-        found = [(name, list(find(source))) for name, source in modules]
-        for index, (name, text) in enumerate(_spread(found, PROMPTS_PER_CATEGORY)):
+    for category, texts in found.items():
+        for index, (name, text) in enumerate(_spread(texts, PROMPTS_PER_CATEGORY)):
             prompts.append(Prompt(f"{category}/{index}:{name}", category, text))
     return tuple(prompts)
 
@@ -124,14 +126,13 @@ def _spread(found: list[tuple[str, list[str]]], count: int) -> list[tuple[str, s
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _functions(source: str) -> Iterator[_Function]:
+@lru_cache(maxsize=1)  # each category asks for those of the same module
+def _functions(source: str) -> tuple[_Function, ...]:
     try:
         tree = ast.parse(source)
     except SyntaxError:  # lib2to3 and its kin keep files for other versions of Python
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, _Function):
-            yield node
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, _Function))
 
 
 def _ending_at(lines: list[str], end: int) -> str | None:
@@ -226,7 +227,7 @@ def _repeated_structure(source: str) -> Iterator[str]:
 
 def _repetition(text: str, following: str) -> float:
     """Share of the following text's 3-grams of words and signs that occur in ``text``."""
-    known, seen = _trigrams(text), _trigrams(following)
+    known, seen = set(_trigrams(text)), _trigrams(following)
     return sum(gram in known for gram in seen) / len(seen) if len(seen) >= 30 else 0.0
 
 

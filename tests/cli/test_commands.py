@@ -275,7 +275,11 @@ def test_ctrl_c_ends_cleanly() -> None:
     assert stderr == "interrupted\n"
 
 
-@pytest.mark.parametrize("arguments", [["methods"], ["methods", "--json"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["methods"], pytest.param(["methods", "--json"], marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
 def test_reader_that_goes_away(arguments: list[str]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -54,7 +54,7 @@ def test_json_document_on_the_demo_pair(cli: Cli) -> None:
     assert document["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("temperature", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_lossless_method_prints_the_tokens_of_ar(cli: Cli, temperature: float) -> None:
     options = ("-n", 24, "--temperature", temperature, "--seed", 5, "--ignore-eos")
     expected = generate(cli, PROMPT, "--method", "ar", *options)["token_ids"]

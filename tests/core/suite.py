@@ -55,6 +55,7 @@ CASES = [
 # The rows that all others are variations of, and the fakes: these run longest at night.
 CORE_ROWS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup", "speculative_sampling")
 CORE_CASES = [case for case in CASES if case[0] in (*CORE_ROWS, *FAKES)]
+FAKE_CASES = [case for case in CASES if case[0] in FAKES]
 OTHER_LOSSLESS_CASES = [case for case in CASES if case not in CORE_CASES]
 OTHER_CASES = [
     (name, variant)
@@ -63,6 +64,11 @@ OTHER_CASES = [
     if not same_tokens_as_ar(method, variant)
     and not (method.acceptance == "greedy" and variant == "sampled")  # refused
 ]
+
+
+def count_for(batch: int) -> int | None:
+    """How many prompts of a short suite: one at a time each of the sampling parameters once."""
+    return len(VARIANTS["greedy"]) if batch == 1 else None
 
 
 class Suite:

@@ -26,6 +26,7 @@ from tests.core.suite import (
     SAMPLED,
     VARIANTS,
     Suite,
+    count_for,
 )
 
 
@@ -37,7 +38,7 @@ def suite(demo: Engine) -> Suite:
 @pytest.fixture(scope="module")
 def short_suite(demo: Engine) -> Suite:
     """Each of the sampling parameters twice."""
-    return Suite(demo, 8, 28, batch=8)
+    return Suite(demo, 8, 20, batch=8)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -52,7 +53,7 @@ def test_tokens_of_every_row_are_those_of_ar(
     method: str, variant: str, batch: int, short_suite: Suite
 ) -> None:
     """`make test-nightly` has ten times the tokens and more."""
-    short_suite.check(method, variant, batch)
+    short_suite.check(method, variant, batch, count_for(batch))
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -61,7 +62,7 @@ def test_rows_with_other_tokens_run_to_the_end(
     method: str, variant: str, batch: int, short_suite: Suite
 ) -> None:
     """Lossy rows, and sampling rules that promise AR's law: tests of the rules show the law."""
-    short_suite.check_progress(method, variant, batch, 4 if batch == 1 else None)
+    short_suite.check_progress(method, variant, batch, count_for(batch))
 
 
 def test_no_row_is_forgotten() -> None:

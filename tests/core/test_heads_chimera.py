@@ -94,7 +94,7 @@ def test_the_predicted_states_get_better(one_depth: bool, tmp_path: Path) -> Non
         return float(head.loss(batch)[1]["hidden_error"])
 
     before, (loss, _) = error(), evaluate(head, batch)
-    train(head, batch, 90 if one_depth else 30)
+    train(head, batch, 50 if one_depth else 20)
     after, (trained_loss, agreement) = error(), evaluate(head, batch)
     assert after < 0.7 * before
     assert trained_loss < loss

@@ -165,7 +165,7 @@ def test_training_makes_drafts_that_the_target_accepts(unroll: int, tmp_path: Pa
     batch = read(demo_runner(), demo_texts())
     head = untrained("eagle", demo_target(), unroll=unroll)
     before, _ = evaluate(head, batch)
-    train(head, batch, 80 // unroll)
+    train(head, batch, 48 // unroll)
     after, agreement = evaluate(head, batch)
     assert after < before
     assert float(agreement[0]) > 0.2

@@ -392,7 +392,7 @@ def test_training_makes_guesses_right(kind: str, tmp_path: Path) -> None:
     head.bind(TARGET_DIR)
     assumed = head.accuracy.clone()
     before, _ = evaluate(head, batch)
-    train(head, batch, 30, rows=4, rate=1e-2 if kind == "ppd" else 3e-3)
+    train(head, batch, 15, rows=4, rate=1e-2 if kind == "ppd" else 3e-3)
     after, agreement = evaluate(head, batch)
     assert after < 0.8 * before
     assert agreement.shape == (3,)

@@ -71,7 +71,7 @@ def small(tiny_folder: Path) -> Iterator[Small]:
     small.assert_nothing_is_left()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(arrivals, limits)
 def test_any_schedule_of_arrivals_and_cancellations(
     small: Small, reference: Reference, plan: list[Arrival], limits: EngineLimits

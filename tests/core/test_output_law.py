@@ -245,14 +245,14 @@ def tables(vocab: int, seed: int) -> tuple[Table, Table]:
     ("method", "vocab", "support"),
     [
         ("speculative_sampling", 4, 4),
-        ("speculative_sampling", 16, 16),
+        pytest.param("speculative_sampling", 16, 16, marks=pytest.mark.nightly),
         ("speculative_sampling", 16, 5),
-        ("speculative_sampling", 64, 64),
+        pytest.param("speculative_sampling", 64, 64, marks=pytest.mark.nightly),
         ("speculative_sampling", 64, 12),
         ("block_verification", 4, 4),
         ("block_verification", 16, 5),
         ("draft_model", 4, 4),
-        ("draft_model", 16, 16),
+        pytest.param("draft_model", 16, 16, marks=pytest.mark.nightly),
         ("draft_model", 64, 64),
     ],
 )
@@ -305,7 +305,7 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
         ("k_seq", "iid"),
     ],
 )
-@pytest.mark.parametrize("support", [4, 3])
+@pytest.mark.parametrize("support", [pytest.param(4, marks=pytest.mark.nightly), 3])
 def test_rounds_one_after_another_keep_the_targets_law(rule: str, shape: str, support: int) -> None:
     """Three tokens in two or three rounds: no noise may count in two of them."""
     p, q = tables(4, seed=2)

@@ -193,7 +193,7 @@ def test_random_sessions_in_little_memory(tiny_folder: Path, reference: Referenc
     draw = random.Random(5)
     methods = ("ar", "draft_model", "draft_model_tree", "prompt_lookup")
     running: list[tuple[Session, list[int], SamplingParams]] = []
-    for i in range(40):
+    for i in range(25):
         prompt = tokens(draw.randint(1, 50), draw.randint(0, 5))
         params = replace(SAMPLED, max_tokens=draw.randint(1, 220), seed=draw.randint(0, 3))
         config = SpeculationConfig(method=draw.choice(methods))

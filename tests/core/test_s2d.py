@@ -123,8 +123,20 @@ def test_a_sub_model_is_the_first_layers_with_the_shared_norm_and_head(
     assert used == set(range(layers)), "no other layer was computed"
 
 
-@pytest.mark.parametrize("threshold", [0.1, 0.25])
-@pytest.mark.parametrize("exits", [(1, 4), (2, 3, 4)])
+@pytest.mark.parametrize(
+    ("drafter", "exits", "threshold"),
+    [
+        pytest.param(
+            loader, exits, threshold,
+            # torch's row-by-row attention takes long.
+            marks=[pytest.mark.nightly] * (loader == "torch" and threshold < 0.25),
+        )
+        for loader in LOADERS
+        for exits in ((1, 4), (2, 3, 4))
+        for threshold in (0.1, 0.25)
+    ],
+    indirect=["drafter"],
+)  # fmt: skip
 def test_a_token_comes_from_the_shallowest_exit_that_is_sure(
     exits: tuple[int, ...], threshold: float, drafter: LlamaRunner, target: LlamaRunner
 ) -> None:

@@ -117,9 +117,13 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
         assert len(pids) == 2
         with Client(up["gateway"], timeout=60) as client, client.open_session([1, 2, 3]):
 
+            def started() -> bool:
+                return sum("ServeReplica" in _name(p) for p in _descendants(up["pid"])) == 3
+
             def grown() -> bool:
                 return len(_status()["deployments"]["target"]["replicas"]) == 2
 
+            assert eventually(started, 90.0), _status()  # a look at it costs no process
             assert eventually(grown, 90.0), _status()
 
         with pytest.raises(local.ClusterError, match="up already"):
@@ -215,6 +219,13 @@ def test_demo_cleans_up_after_ctrl_c() -> None:
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert eventually(lambda: not any(map(_alive, children)), 20.0)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def _descendants(pid: int) -> list[int]:

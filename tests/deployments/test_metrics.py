@@ -63,6 +63,8 @@ def test_the_endpoint_has_exactly_what_the_requests_had(app: App) -> None:
     everyone = [completion.statistics for each in done.values() for completion in each]
     rounds = sum(stats.num_rounds for stats in everyone)
     assert reported(app, "ray_paceline_rounds_total", rounds, before)
+    ended = "ray_paceline_e2e_request_latency_seconds_count"  # perhaps one report later
+    assert reported(app, ended, len(everyone), before)
 
     new = scrape(app, "method") - by_method
     for method, completions in done.items():

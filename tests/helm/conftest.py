@@ -11,6 +11,8 @@ import pytest
 import yaml
 from helm_python.chart import Chart
 
+from tests.helm.schemas import Loader
+
 CHART = Path(__file__).parents[2] / "helm" / "paceline"
 
 
@@ -44,7 +46,7 @@ def render(chart: Chart, values: dict[str, Any]) -> list[dict[str, Any]]:
         document
         for path, text in sorted(files.items())
         if not path.endswith(".txt")
-        for document in yaml.safe_load_all(text)
+        for document in yaml.load_all(text, Loader=Loader)
         if document
     ]
 

@@ -16,7 +16,14 @@ from rpc.draft_service import DraftServicer, served_with
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer
-from tests.core.suite import CORE_CASES, OTHER_CASES, OTHER_LOSSLESS_CASES, Suite
+from tests.core.suite import (
+    CORE_CASES,
+    FAKE_CASES,
+    OTHER_CASES,
+    OTHER_LOSSLESS_CASES,
+    Suite,
+    count_for,
+)
 from tests.fakes import WITH_FAKES
 from tests.rpc.serving import serving
 
@@ -33,7 +40,7 @@ def suite(demo: Engine) -> Suite:
 
 @pytest.fixture(scope="module")
 def short_suite(demo: Engine) -> Suite:
-    return Suite(demo, 8, 28, batch=8)
+    return Suite(demo, 8, 20, batch=8)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +96,8 @@ class Wire:
         drafters: dict[str, RemoteDrafter] = {}
         if remote:
             vocab_size = suite.demo.target.vocab_size
-            drafter = RemoteDrafter(self._drafter_address, vocab_size=vocab_size)
+            # On a machine that does much else at once a draft may take seconds.
+            drafter = RemoteDrafter(self._drafter_address, vocab_size=vocab_size, deadline_s=30.0)
             stack.callback(drafter.stop)
             assert drafter.wait_ready(10)
             rows = (row for row in WITH_FAKES.values() if served_with(row, "draft_model"))
@@ -131,7 +139,7 @@ def shorter_wire(shorter_suite: Suite, drafter_server: RpcServer) -> Iterator[Wi
 
 
 def complete(
-    suite: Suite, wire: Wire, method: str, variant: str, batch: int, count: int
+    suite: Suite, wire: Wire, method: str, variant: str, batch: int, count: int | None = None
 ) -> list[Completion]:
     """Generate over gRPC for the first ``count`` prompts, ``batch`` calls at a time."""
     client, speculation = wire.client(method, variant), suite.speculation(method)
@@ -148,7 +156,9 @@ def complete(
     return completions
 
 
-def check(suite: Suite, wire: Wire, method: str, variant: str, batch: int, count: int) -> None:
+def check(
+    suite: Suite, wire: Wire, method: str, variant: str, batch: int, count: int | None = None
+) -> None:
     """Compare every token id with AR's."""
     completions = complete(suite, wire, method, variant, batch, count)
     assert [list(c.token_ids) for c in completions] == suite.expected(variant)[:count]
@@ -157,19 +167,19 @@ def check(suite: Suite, wire: Wire, method: str, variant: str, batch: int, count
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("method", "variant"), CORE_CASES)
+@pytest.mark.parametrize(("method", "variant"), [c for c in CORE_CASES if c not in FAKE_CASES])
 def test_tokens_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, suite: Suite, wire: Wire
 ) -> None:
-    check(suite, wire, method, variant, batch, 16)
+    check(suite, wire, method, variant, batch)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
+@pytest.mark.parametrize(("method", "variant"), [*FAKE_CASES, *OTHER_LOSSLESS_CASES])
 def test_tokens_of_every_row_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, short_suite: Suite, short_wire: Wire
 ) -> None:
-    check(short_suite, short_wire, method, variant, batch, 8)
+    check(short_suite, short_wire, method, variant, batch, count_for(batch))
 
 
 @pytest.mark.parametrize(("method", "variant"), OTHER_CASES)
@@ -177,7 +187,7 @@ def test_rows_with_other_tokens_run_over_grpc(
     method: str, variant: str, short_suite: Suite, short_wire: Wire
 ) -> None:
     """Lossy rows, and sampling rules that promise AR's law."""
-    complete(short_suite, short_wire, method, variant, 8, 8)
+    complete(short_suite, short_wire, method, variant, 8)
 
 
 @pytest.mark.nightly
@@ -187,7 +197,7 @@ def test_rows_with_other_tokens_run_over_grpc(
 def test_many_tokens_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, long_suite: Suite, long_wire: Wire
 ) -> None:
-    check(long_suite, long_wire, method, variant, batch, 256)
+    check(long_suite, long_wire, method, variant, batch)
 
 
 @pytest.mark.nightly
@@ -198,4 +208,4 @@ def test_more_tokens_of_every_row_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, shorter_suite: Suite, shorter_wire: Wire
 ) -> None:
     """Ten times the tokens of the everyday suite."""
-    check(shorter_suite, shorter_wire, method, variant, batch, 40)
+    check(shorter_suite, shorter_wire, method, variant, batch)

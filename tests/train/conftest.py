@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.train import trainer
 from paceline.train.data import Text, load_text
 from paceline.train.early_exit import ExitsTask
 from paceline.train.trainer import Batch, TrainOptions, TrainResult, train
@@ -16,6 +17,18 @@ from paceline.types import IntArray
 from tests.modelzoo import make_model
 
 LENGTH = 32
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than most trainings of this folder; who looks asks for ``picture``."""
+    if "picture" not in request.fixturenames:
+        monkeypatch.setattr(trainer, "plot", lambda history, file, title: None)
+
+
+@pytest.fixture
+def picture() -> None:
+    """Trainings draw."""
 
 
 @pytest.fixture(scope="session")

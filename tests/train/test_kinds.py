@@ -69,7 +69,7 @@ def test_aligning_raises_the_acceptance(target: Path, text_file: Path, tmp_path:
         "align", target=target, data=[text_file], length=LENGTH, held_out_rows=16, layers=1
     )
     assert task.settings["divergence"] == "tvdpp" and task.settings["data_source"] == "target"
-    result = fit(task, tmp_path, steps=100, eval_every=50)
+    result = fit(task, tmp_path, steps=40, eval_every=40)
     assert gain(result) > 0.05, result.history.evaluations
 
 
@@ -166,6 +166,7 @@ def test_mixed_rows_come_in_the_wanted_share(target: Path, text: Text, mix: floa
     assert torch.equal(written[~own], rows[~own])
 
 
+@pytest.mark.nightly
 def test_on_policy_and_fixed_text_at_equal_steps(target: Path, text: Text, tmp_path: Path) -> None:
     """The trend that DistillSpec reports, printed. What holds at any size: both learn."""
     gains = {}

@@ -108,6 +108,24 @@ def test_a_folder_behind_a_url(cli: Cli) -> None:
     assert result.stdout.strip() == "memory://behind/url/report.html"
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("space.exit_leyer=3", "space.exit_leyer"),
+        ("workload.categories=[poems]", "workload.categories"),
+        ("space={}", "space: got {}"),
+    ],
+)
+def test_a_bad_file_is_one_line_and_leaves_nothing(
+    cli: Cli, tmp_path: Path, change: str, named: str
+) -> None:
+    run = cli("sweep", "run", "--space", "demo", "--result", tmp_path / "sweep", "--set", change)
+    assert run.exit_code == 2
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith(f"error: {named}")
+    assert not (tmp_path / "sweep").exists()
+
+
 @pytest.mark.parametrize("command", ["show", "report"])
 @pytest.mark.parametrize(
     ("result", "message"),

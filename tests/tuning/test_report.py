@@ -381,7 +381,15 @@ def report_file(full: Results) -> str:
     return write_report(full)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (390, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.nightly),
+        pytest.param(390, "light", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_browser_shows_every_picture(
     width: int, scheme: str, chromium: Any, report_file: str
 ) -> None:
@@ -417,7 +425,7 @@ def test_pictures_follow_the_colour_scheme(chromium: Any, report_file: str) -> N
         fill = "getComputedStyle(document.querySelector('#lengths .xtitle')).fill"
         before = opened.page.evaluate(fill)
         opened.page.emulate_media(color_scheme="dark")
-        opened.page.wait_for_function(f"{fill} !== '{before}'", timeout=5000)
+        opened.page.wait_for_function(f"{fill} !== '{before}'")
 
 
 def test_a_click_on_a_heading_sorts_the_trials(chromium: Any, report_file: str) -> None:

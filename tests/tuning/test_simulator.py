@@ -27,7 +27,7 @@ from tuning.results import Point
 from tuning.simulator import Rounds, Simulator
 from tuning.traces import Traces, record
 
-GREEDY = SamplingParams(max_tokens=36, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=5)
 
 

@@ -75,7 +75,7 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 test test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test
-test: $(STAMP) ## run the test suite (under 15 minutes on 2 cores)
+test: $(STAMP) ## run the test suite (some 16 minutes on 2 cores)
 	@$(PYTEST) -n $(PYTEST_WORKERS) --dist loadfile -m "not serve and not nightly" $(PYTEST_ARGS) \
 	  || [ $$? -eq 5 ]
 	@$(PYTEST) -m "serve and not nightly" $(or $(PYTEST_ARGS),$(SERVE_FILES)) || [ $$? -eq 5 ]

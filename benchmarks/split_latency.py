@@ -2,9 +2,9 @@
 
 One device and one target replica, with the demo target's real forwards. The link's delay is made by
 a proxy (`benchmarks/netem.py`). The drafter is simulated, on both sides alike: it is right with
-probability rho at each token and takes `--draft-ms` for one (`benchmarks.scripted.SlowMix`). Each
-way to get tokens is pinned in turn. Then the device chooses by itself: first for `--learn` seconds
-without knowing anything, then for as long again, which is what counts.
+probability rho at each token and takes `--draft-ms` for one (`benchmarks.scripted.SlowMix`). A device
+that chooses by itself has `--learn` seconds without knowing anything. Then it takes turns with devices
+that are pinned to one way to get tokens each, which is what counts.
 """
 
 from __future__ import annotations
@@ -132,10 +132,9 @@ def measure(
         chooser = Device(proxy.address, LADDER, truth, rho, options.draft_s)
         first = chooser.rate(options.learn)
         chooser.in_mode = dict.fromkeys(chooser.in_mode, 0)
-        for _ in range(options.repeats):
-            for name, device in pinned.items():
+        for _ in range(options.repeats):  # in turns: the machine's speed drifts
+            for name, device in [*pinned.items(), (AUTO, chooser)]:
                 rates.setdefault(name, []).append(device.rate(options.seconds))
-            rates.setdefault(AUTO, []).append(chooser.rate(options.learn))
         for device in (*pinned.values(), chooser):
             device.close()
     finally:
@@ -203,10 +202,9 @@ def main() -> None:
     parser.add_argument("--draft-ms", type=float, default=1.0, help="of a drafted token")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a measurement")
     parser.add_argument(
-        "--learn", type=float, default=6.0,
-        help="seconds that the choosing device has to learn, and to be measured after it",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=1)
+        "--learn", type=float, default=6.0, help="seconds that the choosing device has to learn"
+    )
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--add", type=Path, help="cells of an earlier run (JSON), to go on from")
     parser.add_argument("--plot", type=Path, help="PNG file")

@@ -37,7 +37,8 @@ from tests.core.prompts import code_prompts
 def stops_at(rule: StopRule, chances: list[float]) -> int:
     """Length of a draft whose tokens the drafter gives these probabilities."""
     for depth, chance in enumerate(chances, 1):
-        scores = np.log(np.array([chance, 1 - chance + 1e-6], np.float32))
+        with np.errstate(divide="ignore"):
+            scores = np.log(np.array([chance, 1 - chance + 1e-6], np.float32))
         if rule.stop_after(DraftStep(depth, 0, scores, torch.tensor([chance]))):
             return depth
     return len(chances)

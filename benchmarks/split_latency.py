@@ -2,9 +2,9 @@
 
 One device and one target replica, with the demo target's real forwards. The link's delay is made by
 a proxy (`benchmarks/netem.py`). The drafter is simulated, on both sides alike: it is right with
-probability rho at each token and takes `--draft-ms` for one (`benchmarks.scripted.SlowMix`). A device
-that chooses by itself has `--learn` seconds without knowing anything. Then it takes turns with devices
-that are pinned to one way to get tokens each, which is what counts.
+probability rho at each token and takes `--draft-ms` for one (`benchmarks.scripted.SlowMix`). A
+device that chooses by itself has `--learn` seconds without knowing anything. Then it takes turns
+with devices that are pinned to one way to get tokens each, which is what counts.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ part of a round took, and a stream without drafts has one token each such time.
 
 The rung with the best rate is taken. Another one is tried now and then, since texts and networks
 change; how often depends on what trying it has cost, so that all trials of a rung together cost no
-more than a small share of the time.
+more than a small share of the time that generations take.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ PROMISING = 0.8  # AR is not tried when it should give less than this share
 TRIAL_SHARE = 0.03  # of the time that trials of a rung may cost
 FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 160.0  # until another rung is tried
 PAUSE_S = 5.0  # between trials of a rung, doubling
+ELSEWHERE_S = 600.0  # without a generation: the network may be another one
 
 
 class Ladder:
@@ -53,11 +54,20 @@ class Ladder:
         now = clock()
         self._try_at = dict.fromkeys(self._rungs, now + FIRST_TRY_S)
         self._pauses = dict.fromkeys(self._rungs, PAUSE_S / 2)
+        self._seen = now  # when the last round came
         self.begin()
 
     def begin(self) -> None:
-        """A generation begins, or a rung: the next round pays for the prompt and the connection."""
-        self._began = self._started = self._clock()
+        """A generation begins, or a rung: the next round pays for the prompt and the connection.
+
+        Pauses between trials go on where they were when the last generation ended: a client that
+        generates for a second in each minute would be busy with trials otherwise.
+        """
+        now = self._clock()
+        idle, self._seen = now - self._seen, now
+        if idle < ELSEWHERE_S:
+            self._try_at = {mode: at + idle for mode, at in self._try_at.items()}
+        self._began = self._started = now
         self._tokens = self._rounds = 0
         self._settled = False
 
@@ -68,8 +78,9 @@ class Ladder:
             tokens: committed by the round.
             server_seconds: the server's own time for it; 0 where it is not known.
         """
+        self._seen = self._clock()
         if not self._settled:
-            self._started = self._clock()
+            self._started = self._seen
             self._settled = True
             return self.mode
         self._tokens += tokens

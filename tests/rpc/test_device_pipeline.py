@@ -387,6 +387,24 @@ def test_the_choice_costs_little_in_the_long_run(device: int, server: int) -> No
     assert tokens / spent > 0.94 * best
 
 
+@pytest.mark.parametrize(("idle", "least", "most"), [(30.0, 1, 4), (1000.0, 20, 100)])
+def test_pauses_between_trials_are_spent_generating(idle: float, least: int, most: int) -> None:
+    """Unless so much time has gone by that the network may be another one."""
+    rates = {Mode.DEVICE: 20.0, Mode.SERVER: 60.0, Mode.AR: 30.0}
+    clock = Clock()
+    ladder = Ladder(LADDER, clock=clock)
+    tries = 0
+    for _ in range(60):  # of a second or two
+        ladder.begin()
+        for _ in range(60):
+            before = ladder.mode
+            clock.now += 1.0 / rates[before]
+            ladder.observe(1, 1 / 30)
+            tries += ladder.mode is Mode.DEVICE is not before
+        clock.now += idle
+    assert least <= tries <= most
+
+
 def test_the_ladder_in_the_field() -> None:
     """A drafter that is never right, far away: the server alone is faster, the tokens the same."""
     count = 160

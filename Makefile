@@ -14,12 +14,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install
 PYTEST_ARGS ?=
 SOAK_S ?= 3600
-# A process for each core, but for the tests that start a Ray: they come one by one. Nothing collected
-# is no error here: PYTEST_ARGS may name a file of the other part.
-PYTEST_WORKERS ?= auto
+# Processes for the tests that start no Ray. By default one for each core at night, and one more by day,
+# when they share the machine with the tests that start one.
+PYTEST_WORKERS ?=
 PYTEST := $(BIN)/python -m pytest
-# Only these are imported for the second part; the first of them start the Ray that others share.
-SERVE_FILES = $(sort $(shell grep -rl 'mark\.serve' tests --include='test_*.py'))
 BENCH_ARGS ?=
 DEMO_MODEL_ARGS ?=
 
@@ -76,13 +74,11 @@ test test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test
 test: $(STAMP) ## run the test suite (some 16 minutes on 2 cores)
-	@$(PYTEST) -n $(PYTEST_WORKERS) --dist loadfile -m "not serve and not nightly" $(PYTEST_ARGS) \
-	  || [ $$? -eq 5 ]
-	@$(PYTEST) -m "serve and not nightly" $(or $(PYTEST_ARGS),$(SERVE_FILES)) || [ $$? -eq 5 ]
+	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
 .PHONY: test-nightly
 test-nightly: $(STAMP) ## run the long tests, which take hours
-	@$(PYTEST) -n $(PYTEST_WORKERS) --dist load -m "nightly and not serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(PYTEST) -n $(or $(PYTEST_WORKERS),auto) --dist load -m "nightly and not serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(PYTEST) -m "nightly and serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: soak

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from paceline.config import MAX_NODES
 from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
 from rpc.audit import Audit
-from rpc.errors import PermissionDenied, Unauthenticated, row_of, shape_of
+from rpc.errors import EpochFenced, PermissionDenied, Unauthenticated, row_of, shape_of
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.streams import within
 from rpc.tenants import Quotas, Tenant, Tenants, digest_of
@@ -446,7 +446,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]
 _Read = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
 # Answers that a client can have by the thousand at no cost of its own.
-_CHEAP = (QuotaExceeded, Unauthenticated, PermissionDenied, SessionNotFound)
+CHEAP = (
+    QuotaExceeded, Unauthenticated, PermissionDenied, SessionNotFound, InvalidArgument, EpochFenced
+)  # fmt: skip
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
@@ -494,7 +496,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             try:
                 await self._let_in(context, method)
                 return await behavior(await read(requests), context)
-            except _CHEAP:
+            except CHEAP:
                 await self._gate.slow_down()
                 raise
 
@@ -508,7 +510,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
                 replies = behavior(await read(requests), context)
                 async for reply in replies:
                     yield reply
-            except _CHEAP:
+            except CHEAP:
                 await self._gate.slow_down()
                 raise
             finally:

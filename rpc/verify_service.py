@@ -25,7 +25,7 @@ from paceline.sampling import CONSTRAINTS, SamplingParams
 from paceline.session import Session
 from paceline.tree import depths
 from paceline.types import Draft
-from rpc.access import Admission, Gate, QuotaExceeded
+from rpc.access import CHEAP, Admission, Gate, QuotaExceeded
 from rpc.bridge import hand_over, on_engine
 from rpc.errors import (
     Cancelled,
@@ -185,7 +185,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 except EpochFenced:
                     raise
                 except (InvalidArgument, FailedPrecondition, QuotaExceeded) as error:
-                    if isinstance(error, QuotaExceeded):
+                    if isinstance(error, CHEAP):
                         await self._gate.slow_down()
                     yield verify_pb2.VerifyReply(error=to_status(error))
         finally:

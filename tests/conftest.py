@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -69,6 +70,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         for outcome in ("passed", "failed", "error", "xfailed", "xpassed", "skipped")
     }
+    path = os.environ.get("PACELINE_TEST_COUNTS")  # of tests/run.py
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a") as file:
+            file.write(json.dumps(counts) + "\n")
     ran = sum(count for outcome, count in counts.items() if outcome != "skipped")
     details = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     terminalreporter.write_line(f"tests run: {ran}" + (f" ({details})" if details else ""))

@@ -30,7 +30,7 @@ PUBLIC_PATHS = frozenset(("/health", *PLAYGROUND_PATHS))
 everywhere, and asks its reader for the token."""
 BODY_TIMEOUT_S = 30.0
 """A client that sends half of a request holds a socket; honest ones take milliseconds."""
-_CHEAP = frozenset((401, 403, 404, 405, 429))
+_CHEAP = frozenset((400, 401, 403, 404, 405, 429))
 """Answers that a client can have by the thousand at no cost of its own."""
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
           404: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip

@@ -61,14 +61,16 @@ class Wire:
     """One connection, and calls of one method on it.
 
     Args:
+        source: the address to call from.
         stalls: the messages of its calls never come.
     """
 
     def __init__(
-        self, address: str, ca: str, token: str | None, method: str, *, stalls: bool = False
-    ) -> None:
+        self, address: str, ca: str, token: str | None, method: str, *, source: str = "",
+        stalls: bool = False,
+    ) -> None:  # fmt: skip
         host, _, port = address.rpartition(":")
-        plain = socket.create_connection((host, int(port)), 5)
+        plain = socket.create_connection((host, int(port)), 5, (source, 0))
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = ssl.create_default_context(cafile=ca)
         context.set_alpn_protocols(["h2"])
@@ -192,7 +194,7 @@ class Attack:
     def flood(self) -> None:
         """Opens, ``--rate`` of them a second."""
         options = self.options
-        wire = Wire(options.address, options.ca, options.token, "Open")
+        wire = Wire(options.address, options.ca, options.token, "Open", source=options.source)
         self.begin()
         busy, last = 0.0, time.monotonic()
         while self.goes_on:
@@ -283,6 +285,7 @@ def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--ca", required=True)
     parser.add_argument("--token")
+    parser.add_argument("--source", default="", help="address that the flood comes from")
     parser.add_argument("--rate", type=float, default=10_000, help="of the flood, opens a second")
     parser.add_argument("--heedless", action="store_true")
     parser.add_argument("--session", default="", help="id of somebody else's session")

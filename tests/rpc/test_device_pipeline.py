@@ -129,6 +129,7 @@ def params(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, ignore_eos=True)
 
 
+@pytest.mark.alone
 def test_a_round_takes_the_longer_of_drafting_and_the_round_trip_not_the_sum() -> None:
     """Drafting 5 tokens takes 50 ms, the round trip with verification 60 ms."""
     drafting, travel, verify = 0.05, 0.05, 0.01

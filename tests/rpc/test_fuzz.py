@@ -41,6 +41,12 @@ REFUSALS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals come at once: test_attacker.py has the queue."""
+    monkeypatch.setattr("rpc.access.REFUSALS_PER_SECOND", 1e6)
+
+
 def good_generate() -> Message:
     request = generate_pb2.GenerateRequest(text="import ")
     request.sampling.max_tokens = 4

@@ -762,6 +762,7 @@ def test_no_secret_is_written_anywhere(
 # --- cost ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 async def test_a_round_over_tls_costs_less_than_a_millisecond_more(
     engine: EngineThread, certs: Path, tenants_file: Path
 ) -> None:

@@ -1,0 +1,109 @@
+"""What `make test` runs: tests that start a Ray and the others at the same time.
+
+Tests with a Ray come one by one and wait for much of their time: for processes to start, and for
+Ray to notice things. The others, in several processes, use what that leaves of the machine, at a
+lower priority, so that Ray's own limits on time are kept. Those that compare times come last, with
+nothing beside them. The output of the tests with a Ray is shown when the others have ended.
+
+    python tests/run.py [pytest's arguments, for all of them]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PYTEST = (sys.executable, "-m", "pytest")
+NOTHING_COLLECTED = 5  # pytest's status; no error where the arguments name a file of another part
+BACKGROUND = 10  # niceness of the tests without a Ray
+# Ray's own limits are meant for a machine that does nothing else.
+PATIENT = {"RAY_raylet_start_wait_time_s": "180", "RAY_worker_niceness": "0"}
+
+
+def files_with(mark: str) -> list[str]:
+    """The only ones to import for a part; sorted, so that those that share a Ray come together."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return sorted(str(p.relative_to(ROOT)) for p in files if f"mark.{mark}" in p.read_text())
+
+
+def chosen(mark: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments for a part: with its files, unless they name others."""
+    named = any((ROOT / argument.partition("::")[0]).exists() for argument in arguments)
+    return [*arguments, *([] if named else files_with(mark))]
+
+
+def step_back() -> None:
+    """In the child: a lower priority, also where the kernel compares sessions and not processes."""
+    os.setsid()
+    os.nice(BACKGROUND)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(BACKGROUND))
+
+
+def wait(parts: Iterable[subprocess.Popen[Any]]) -> list[int]:
+    """The statuses; Ctrl-C is passed on, since the parts have sessions of their own."""
+    parts = list(parts)
+    try:
+        return [part.wait() for part in parts]
+    except KeyboardInterrupt:
+        for part in parts:
+            with suppress(ProcessLookupError):
+                os.killpg(part.pid, signal.SIGINT)
+        return [part.wait() for part in parts]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all parts; the status of the worst."""
+    begun = time.monotonic()
+    # One more than there are cores: many tests wait for a network that is slow on purpose.
+    workers = os.environ.get("PYTEST_WORKERS") or str(len(os.sched_getaffinity(0)) + 1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.NamedTemporaryFile("r") as counts, tempfile.TemporaryFile("w+") as held:
+        environment = {**os.environ, "PACELINE_TEST_COUNTS": counts.name}
+        many = subprocess.Popen(
+            [*PYTEST, "-n", workers, "--dist", "loadfile",
+             "-m", "not serve and not nightly and not alone", *arguments],
+            cwd=ROOT, env=environment, preexec_fn=step_back,
+        )  # fmt: skip
+        serve = subprocess.Popen(
+            [*PYTEST, "-m", "serve and not nightly", *chosen("serve", arguments)],
+            cwd=ROOT, env={**PATIENT, **environment}, start_new_session=True,
+            stdout=held, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        codes = wait([many, serve])
+        held.seek(0)
+        print(held.read(), flush=True)
+        if pytest_ended(codes):
+            alone = subprocess.Popen(
+                [*PYTEST, "-m", "alone and not nightly", *chosen("alone", arguments)],
+                cwd=ROOT, env=environment, start_new_session=True,
+            )  # fmt: skip
+            codes += wait([alone])
+        outcomes: Counter[str] = Counter()
+        for line in counts:
+            outcomes.update(json.loads(line))
+    ran = sum(number for outcome, number in outcomes.items() if outcome != "skipped")
+    details = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items() if number)
+    print(f"tests run in all: {ran} ({details}) in {time.monotonic() - begun:.0f} s")
+    found = [code for code in codes if code != NOTHING_COLLECTED]
+    return max(found, default=NOTHING_COLLECTED, key=abs)
+
+
+def pytest_ended(codes: Sequence[int]) -> bool:
+    """Not interrupted, and not ended by a wrong argument."""
+    return all(code in (0, 1, NOTHING_COLLECTED) for code in codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

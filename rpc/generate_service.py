@@ -121,10 +121,6 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         # The id is chosen here, so that a call cancelled before submit returns can be undone too.
         session_id = secrets.token_urlsafe(16)
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
-        drafts = None
-        if request.return_draft:
-            before = [*prompt_ids, *request.committed_token_ids]
-            drafts = RoundDrafts(self._thread.engine.tokenizer, before, len(prompt_ids))
         loop = asyncio.get_running_loop()
         finished = False
         submitted = self._thread.submit(
@@ -140,6 +136,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         )
         try:
             session = await asyncio.wrap_future(submitted)
+            drafts = None
+            if request.return_draft:  # the engine has checked these tokens
+                before = [*prompt_ids, *request.committed_token_ids]
+                drafts = RoundDrafts(self._thread.engine.tokenizer, before, len(prompt_ids))
             if span is not None:
                 span.session = session
             admission.opened(session_id)

@@ -208,10 +208,12 @@ def test_a_stopping_server_ends_its_sessions(engine: EngineThread) -> None:
      ([258], "prompt_token_ids[0]"), ([1] * 512, "prompt"), ([2**40], "prompt.token_ids")],
 )  # fmt: skip
 def test_bad_prompts(server: RpcServer, prompt: str | list[int], field: str) -> None:
-    with Client(server.address) as client, pytest.raises(InvalidArgument) as caught:
-        client.complete(prompt)
-    assert caught.value.field == field
-    assert caught.value.allowed
+    with Client(server.address) as client:
+        for return_draft in (False, True):
+            with pytest.raises(InvalidArgument) as caught:
+                list(client.generate(prompt, return_draft=return_draft))
+            assert caught.value.field == field
+            assert caught.value.allowed
 
 
 def test_bad_parameters_are_named_by_the_server(server: RpcServer) -> None:

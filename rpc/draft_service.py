@@ -161,8 +161,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         result.error.CopyFrom(to_status(draft))
                 reply.draft_seconds = time.perf_counter() - started
                 yield reply
-                asked = (mirrors.get(item.session_id) for item in frame.items if not item.close)
-                self._draft_ahead(mirror for mirror in asked if mirror is not None)
+                named = {item.session_id for item in frame.items}
+                self._draft_ahead(mirrors[session_id] for session_id in named & mirrors.keys())
         finally:
             for session_id in list(mirrors):
                 self._drop(mirrors, session_id)
@@ -174,11 +174,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         results: list[Draft | Exception] = [EMPTY_DRAFT] * len(items)
         asking: list[tuple[int, _Mirror, Budget]] = []
         observed: list[tuple[Session, Outcome]] = []
+        named: set[str] = set()
         for i, item in enumerate(items):
             try:
+                if item.session_id in named:
+                    name = f"items[{i}].session_id"
+                    raise InvalidArgument(name, item.session_id, "each session once in a frame")
                 if item.close:
                     self._drop(mirrors, item.session_id)
                     continue
+                named.add(item.session_id)
                 mirror = self._apply(item, mirrors, stream, observed)
                 budget = self._budget(item, mirror)
                 if budget.depth <= 0:

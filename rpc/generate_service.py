@@ -115,6 +115,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             speculation = speculation_from_message(request.speculation)
         else:
             speculation = self._default_speculation(bool(prediction))
+        if speculation.method == "client":
+            raise InvalidArgument(
+                "speculation.method", "client", "another one: drafts of yours go to VerifyService"
+            )
         if params.constraint is not None:
             # A grammar may take a second: then the engine finds it ready.
             await asyncio.to_thread(self._thread.engine.constraints.compile, params)

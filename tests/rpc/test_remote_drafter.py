@@ -546,7 +546,7 @@ def test_bad_unary_opens(stub: Any, values: dict[str, Any], field: str) -> None:
 
 
 def test_bad_items_fail_alone(stub: Any) -> None:
-    """One frame, five sessions, four of them wrong in their own ways."""
+    """One frame, four sessions, four items wrong in their own ways; and one in the next frame."""
     good = draft_pb2.ProposeItem(
         session_id="good", open=draft_pb2.OpenDraft(), new_token_ids=[1, 2], max_depth=2,
         max_nodes=2,
@@ -561,11 +561,15 @@ def test_bad_items_fail_alone(stub: Any) -> None:
         draft_pb2.ProposeItem(session_id="good", base_length=99),
     ]  # fmt: skip
     frame = draft_pb2.ProposeFrame(round=7, items=[*bad[:3], good, bad[3]])
-    (reply,) = list(stub.Propose(iter([frame])))
+    later = draft_pb2.ProposeFrame(round=8, items=bad[3:])
+    reply, last = stub.Propose(iter([frame, later]))
     assert reply.round == 7
-    kinds = [type(from_status(r.error)) for r in reply.results if r.HasField("error")]
-    assert kinds == [SessionNotFound, InvalidArgument, InvalidArgument, PrefixDiverged]
+    errors = [from_status(r.error) for r in reply.results if r.HasField("error")]
+    kinds = [SessionNotFound, InvalidArgument, InvalidArgument, InvalidArgument]
+    assert [type(error) for error in errors] == kinds
+    assert "items[4].session_id: got 'good', expected each session once in a frame" in str(errors[3])
     assert len(reply.results[3].draft.token_ids) == 2
+    assert isinstance(from_status(last.results[0].error), PrefixDiverged)
 
 
 def test_idle_unary_sessions_are_closed() -> None:

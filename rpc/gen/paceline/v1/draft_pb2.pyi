@@ -29,7 +29,9 @@ class ProposeFrame(_message.Message):
     round: _builtins.int
     """Frames of a stream count 1, 2, ...; the reply carries the same number."""
     @_builtins.property
-    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeItem]: ...
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeItem]:
+        """Each session once; one that is closed may be opened again after it."""
+
     def __init__(
         self,
         *,

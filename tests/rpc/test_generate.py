@@ -248,9 +248,9 @@ def test_bad_parameters_are_named_by_the_server(server: RpcServer) -> None:
 
 
 def test_drafts_of_a_client_have_a_service_of_their_own(server: RpcServer) -> None:
-    with Client(server.address, timeout=5) as client:
-        with pytest.raises(InvalidArgument, match=r"speculation\.method: got 'client'.*VerifyServ"):
-            client.complete(PROMPT, None, SpeculationConfig(method="client"))
+    match = r"speculation\.method: got 'client'.*VerifyService"
+    with Client(server.address, timeout=5) as client, pytest.raises(InvalidArgument, match=match):
+        client.complete(PROMPT, None, SpeculationConfig(method="client"))
 
 
 def test_unknown_method_lists_the_known_ones(server: RpcServer) -> None:

@@ -567,7 +567,7 @@ def test_bad_items_fail_alone(stub: Any) -> None:
     errors = [from_status(r.error) for r in reply.results if r.HasField("error")]
     kinds = [SessionNotFound, InvalidArgument, InvalidArgument, InvalidArgument]
     assert [type(error) for error in errors] == kinds
-    assert "items[4].session_id: got 'good', expected each session once in a frame" in str(errors[3])
+    assert "items[4].session_id: got 'good', expected each session once" in str(errors[3])
     assert len(reply.results[3].draft.token_ids) == 2
     assert isinstance(from_status(last.results[0].error), PrefixDiverged)
 

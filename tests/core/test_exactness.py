@@ -38,7 +38,7 @@ def suite(demo: Engine) -> Suite:
 @pytest.fixture(scope="module")
 def short_suite(demo: Engine) -> Suite:
     """Each of the sampling parameters twice."""
-    return Suite(demo, 8, 20, batch=8)
+    return Suite(demo, 8, 16, batch=8)
 
 
 @pytest.mark.parametrize("batch", [1, 8])

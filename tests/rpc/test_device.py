@@ -70,11 +70,14 @@ def test_tokens_of_every_kind_of_row_are_those_of_ar(
     draft_runner: ModelRunner,
 ) -> None:  # fmt: skip
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
-    with DeviceClient(
-        [server.address], {"draft_model": DraftModel(draft_runner)},
-        speculation=SpeculationConfig(method=method),
-        modes=DEVICE_ONLY,
-    ) as client:  # fmt: skip
+    with (
+        Netem(server.address, Link(rtt=0.01)) as netem,  # time to draft ahead, on any machine
+        DeviceClient(
+            [netem.address], {"draft_model": DraftModel(draft_runner)},
+            speculation=SpeculationConfig(method=method),
+            modes=DEVICE_ONLY,
+        ) as client,
+    ):  # fmt: skip
         result = client.complete(PROMPT, params)
     assert result.token_ids == ar(runner, params)
     assert result.finish_reason == "length"

@@ -420,7 +420,7 @@ class Relay:
         except grpc.RpcError as error:
             raise await self._failure(error, lease) from None
         except asyncio.CancelledError:
-            if lease.lost:  # it was on_lost that cancelled the call, not the client
+            if not _client_left():
                 raise _gone(lease) from None
             raise
         finally:
@@ -445,7 +445,7 @@ class Relay:
         except grpc.RpcError as error:
             raise await self._failure(error, lease) from None
         except asyncio.CancelledError:
-            if lease.lost:
+            if not _client_left():
                 raise _gone(lease) from None
             raise
         finally:
@@ -473,6 +473,16 @@ class Relay:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+
+
+def _client_left() -> bool:
+    """Whether it was the handler that was cancelled, and not its call to the target.
+
+    The call alone is when the target is lost: by the lease, or by another call that noticed first
+    and closed their connection. gRPC would answer nothing to a handler that ends as cancelled.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _metadata(admission: Admission, span: Span | None = None) -> Metadata:

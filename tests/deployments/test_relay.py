@@ -173,3 +173,28 @@ def test_a_full_target_is_waited_for_after_a_loss(
         assert leases.count > 2
 
     asyncio.run(run())
+
+
+async def test_a_connection_that_another_call_closed_is_a_loss_and_no_cancellation() -> None:
+    """gRPC answers nothing to a call whose handler ends as cancelled: its client would wait."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1024):
+            pass
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        relay = Relay(Leases(address), idle_timeout_s=60, resume_s=1.0, gate=Gate())
+        lost = asyncio.create_task(relay.get_model(b"", 20.0))
+        await asyncio.sleep(0.2)
+        await relay._channels.pop(address).close()  # as after another call's UNAVAILABLE
+        with pytest.raises(TargetGone, match="gone"):
+            await lost
+        left = asyncio.create_task(relay.get_model(b"", 20.0))
+        await asyncio.sleep(0.2)
+        left.cancel()  # as gRPC does when the client leaves
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert relay.num_calls == 0
+        await relay.close()

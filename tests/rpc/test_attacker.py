@@ -168,7 +168,7 @@ def test_an_honest_client_keeps_its_latency(name: str, server: Server) -> None:
     arguments, expected = ATTACKS[name]
     honest, owned = Honest(server.client), server.client.open_session(PROMPT)
     if arguments[0] == "other":
-        arguments = (*arguments, "--session", owned.prefix.session_id)
+        arguments = (*arguments, f"--session={owned.prefix.session_id}")  # it may begin with -
     calm: list[float] = []
     attacked: list[float] = []
     attacker = Attacker(server, *arguments)

@@ -265,8 +265,8 @@ class Relay:
                         route.admission.opened(session_id)
                         route.admission.charge(message.open.committed_length)
                     await stream.pass_on(reply, message)
-            except asyncio.CancelledError:
-                if stream.error is not None:  # the client sent what ends the stream
+            except (asyncio.CancelledError, TargetGone):
+                if stream.error is not None:  # the target is there: the sender ended the call
                     raise stream.error from None
                 raise
             finally:

@@ -8,9 +8,10 @@ from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import pytest
 
-from deployments.gateway import MAX_TRIES, Relay, TargetGone
+from deployments.gateway import MAX_TRIES, VERIFY, Relay, TargetGone
 from deployments.lease import Lease
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, EngineThread
@@ -19,9 +20,9 @@ from paceline.loading import load_runner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from rpc.access import Gate
-from rpc.gen.paceline.v1 import generate_pb2
+from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from rpc.messages import sampling_to_message, speculation_to_message
-from rpc.server import RpcServer
+from rpc.server import RpcServer, start_server
 from tests.deployments.conftest import free_port
 from tests.deployments.http_serving import DirectLease
 from tests.modelzoo import make_model
@@ -198,3 +199,21 @@ async def test_a_connection_that_another_call_closed_is_a_loss_and_no_cancellati
             await left
         assert relay.num_calls == 0
         await relay.close()
+
+
+async def test_a_frame_that_cannot_be_read_is_the_clients_error(servers: list[RpcServer]) -> None:
+    """The gateway ends the call to the target, which is not lost."""
+    gate = Gate()
+    relay = Relay(Leases(servers[0].address), idle_timeout_s=60, resume_s=1.0, gate=gate)
+    opened = verify_pb2.OpenRequest(token_ids=PROMPT, sampling=sampling_to_message(LONG))
+    async with (
+        await start_server(register=relay.register, gate=gate) as gateway,
+        grpc.aio.insecure_channel(gateway.address) as channel,
+    ):
+        call = cast(Any, channel).stream_stream(f"/{VERIFY}/Session")()
+        await call.write(verify_pb2.VerifyFrame(open=opened).SerializeToString())
+        assert verify_pb2.VerifyReply.FromString(await call.read()).HasField("open")
+        await call.write(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "VerifyFrame" in await call.details()
+    await relay.close()

@@ -10,12 +10,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.errors import InvalidArgument
+
+if TYPE_CHECKING:  # clients of a server get along without it
+    import torch
 
 IntArray = npt.NDArray[np.int64]
 IndexArray = npt.NDArray[np.int32]

@@ -3,7 +3,8 @@
 Tests with a Ray come one by one and wait for much of their time: for processes to start, and for
 Ray to notice things. The others, in several processes, use what that leaves of the machine, at a
 lower priority, so that Ray's own limits on time are kept. Those that compare times come last, with
-nothing beside them. The output of the tests with a Ray is shown when the others have ended.
+nothing beside them. The output of each part is shown when it has ended, that of the largest while
+it runs.
 
     python tests/run.py [pytest's arguments, for all of them]
 """
@@ -18,10 +19,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
@@ -51,16 +52,20 @@ def step_back() -> None:
         Path("/proc/self/autogroup").write_text(str(BACKGROUND))
 
 
-def wait(parts: Iterable[subprocess.Popen[Any]]) -> list[int]:
-    """The statuses; Ctrl-C is passed on, since the parts have sessions of their own."""
-    parts = list(parts)
+def wait(part: subprocess.Popen[Any], *others: subprocess.Popen[Any]) -> int:
+    """Its status; Ctrl-C is passed on to all, since they have sessions of their own."""
     try:
-        return [part.wait() for part in parts]
+        return part.wait()
     except KeyboardInterrupt:
-        for part in parts:
+        for one in (part, *others):
             with suppress(ProcessLookupError):
-                os.killpg(part.pid, signal.SIGINT)
-        return [part.wait() for part in parts]
+                os.killpg(one.pid, signal.SIGINT)
+        return part.wait()
+
+
+def show(output: IO[str]) -> None:
+    output.seek(0)
+    print(output.read(), flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,7 +74,11 @@ def main(arguments: Sequence[str]) -> int:
     # One more than there are cores: many tests wait for a network that is slow on purpose.
     workers = os.environ.get("PYTEST_WORKERS") or str(len(os.sched_getaffinity(0)) + 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.NamedTemporaryFile("r") as counts, tempfile.TemporaryFile("w+") as held:
+    with (
+        tempfile.NamedTemporaryFile("r") as counts,
+        tempfile.TemporaryFile("w+") as held,
+        tempfile.TemporaryFile("w+") as held_last,
+    ):
         environment = {**os.environ, "PACELINE_TEST_COUNTS": counts.name}
         many = subprocess.Popen(
             [*PYTEST, "-n", workers, "--dist", "loadfile",
@@ -81,15 +90,22 @@ def main(arguments: Sequence[str]) -> int:
             cwd=ROOT, env={**PATIENT, **environment}, start_new_session=True,
             stdout=held, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        codes = wait([many, serve])
-        held.seek(0)
-        print(held.read(), flush=True)
+        codes = [wait(serve, many)]
+        ready, start = os.pipe()
+        # It imports and collects while the rest of the others run, and then waits (conftest.py).
+        alone = subprocess.Popen(
+            [*PYTEST, "-m", "alone and not nightly", *chosen("alone", arguments)],
+            cwd=ROOT, env={**environment, "PACELINE_TEST_START": str(ready)}, pass_fds=[ready],
+            start_new_session=True, stdout=held_last, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        codes.append(wait(many, alone))
+        show(held)
         if pytest_ended(codes):
-            alone = subprocess.Popen(
-                [*PYTEST, "-m", "alone and not nightly", *chosen("alone", arguments)],
-                cwd=ROOT, env=environment, start_new_session=True,
-            )  # fmt: skip
-            codes += wait([alone])
+            os.close(start)
+            codes.append(wait(alone))
+            show(held_last)
+        else:
+            alone.kill()
         outcomes: Counter[str] = Counter()
         for line in counts:
             outcomes.update(json.loads(line))

@@ -138,6 +138,11 @@ def test_import_is_light() -> None:
     assert python(f"import sys, paceline; print({heavy!r} & set(sys.modules))") == "set()"
 
 
+def test_a_client_of_a_server_needs_no_torch() -> None:
+    """Which takes a second to import, and 200 MB."""
+    python("import sys; sys.modules.update(torch=None, transformers=None); import rpc.client")
+
+
 def test_library_without_ray_and_grpc() -> None:
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -1,8 +1,9 @@
 """An attacker, in a process of its own: prints how often it called and what it was answered.
 
-    python -m tests.rpc.attacker KIND ADDRESS --ca FILE --token TOKEN
+    python -m tests.rpc.attacker <<< "KIND ADDRESS --ca FILE --token TOKEN"
 
-It begins with a line on its input and ends with the next one. Its priority is the lowest: a real
+The first line of its input says what to do, so that it can be started ahead. It begins with the
+next line and ends with one more. Its priority is the lowest: a real
 attacker does not share the server's processors. ``flood`` speaks HTTP/2 by hand and repeats
 prepared frames, because a gRPC client in Python makes two thousand calls a second at most and needs
 a core for it; with ``--heedless`` it ignores how many calls the server allows at a time.
@@ -15,6 +16,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import socket
 import ssl
 import struct
@@ -264,13 +266,23 @@ class Attack:
     async def replay(self, stub: Any) -> list[Any]:
         """Repeat what was said before another stream took the session over."""
         said = bearer(self.options.token)
-        opened = await stub.Open(verify_pb2.OpenRequest(token_ids=PROMPT), metadata=said)
+
+        async def open_(request: verify_pb2.OpenRequest) -> verify_pb2.OpenResult:
+            while True:
+                try:
+                    result: verify_pb2.OpenResult = await stub.Open(request, metadata=said)
+                    return result
+                except grpc.RpcError as error:  # an attack before has used up the quota
+                    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        raise
+                    await asyncio.sleep(0.2)
+
+        opened = await open_(verify_pb2.OpenRequest(token_ids=PROMPT))
         first = verify_pb2.VerifyRequest(
             session_id=opened.session_id, epoch=opened.epoch, round=1, base_length=len(PROMPT)
         )
         await stub.Verify(first, metadata=said)
-        resume = verify_pb2.OpenRequest(resume_session_id=opened.session_id)
-        await stub.Open(resume, metadata=said)
+        await open_(verify_pb2.OpenRequest(resume_session_id=opened.session_id))
         return [(stub.Verify, first)]
 
     async def oversized(self, stub: Any) -> list[Any]:
@@ -290,8 +302,8 @@ def main() -> None:
     parser.add_argument("--heedless", action="store_true")
     parser.add_argument("--session", default="", help="id of somebody else's session")
     parser.add_argument("--max-message-bytes", type=int, default=MAX_MESSAGE_BYTES)
-    options = parser.parse_args()
     os.nice(19)
+    options = parser.parse_args(shlex.split(sys.stdin.readline()))
     attack = Attack(options)
     if options.kind in ("flood", "loris"):
         getattr(attack, options.kind)()

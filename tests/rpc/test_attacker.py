@@ -8,6 +8,7 @@ rounds as much as the others.
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -104,20 +105,22 @@ class Honest:
 class Attacker:
     """``attacker.py``, which attacks while it is not paused."""
 
-    def __init__(self, server: Server, kind: str, *options: str) -> None:
-        command = [sys.executable, "-m", "tests.rpc.attacker", kind, server.address]
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [*command, "--ca", str(server.ca), *options],
+            [sys.executable, "-m", "tests.rpc.attacker"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+
+    def begin(self, server: Server, kind: str, *options: str) -> None:
+        self._say(shlex.join([kind, server.address, "--ca", str(server.ca), *options]))
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n", "the attacker did not start"
         self._say()
         self.pause()
 
-    def _say(self) -> None:
+    def _say(self, line: str = "") -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def pause(self) -> None:
@@ -137,6 +140,15 @@ class Attacker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def attackers() -> Iterator[list[Attacker]]:
+    """One for each test, started together: that takes them a second of a core each."""
+    started = [Attacker() for _ in ATTACKS]
+    yield started.copy()
+    for attacker in started:
+        attacker.kill()
 
 
 ATTACKS: dict[str, tuple[tuple[str, ...], set[str]]] = {
@@ -164,15 +176,18 @@ ATTACKS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_honest_client_keeps_its_latency(name: str, server: Server) -> None:
+def test_an_honest_client_keeps_its_latency(
+    name: str, attackers: list[Attacker], server: Server
+) -> None:
     arguments, expected = ATTACKS[name]
     honest, owned = Honest(server.client), server.client.open_session(PROMPT)
     if arguments[0] == "other":
         arguments = (*arguments, f"--session={owned.prefix.session_id}")  # it may begin with -
     calm: list[float] = []
     attacked: list[float] = []
-    attacker = Attacker(server, *arguments)
+    attacker = attackers.pop()
     try:
+        attacker.begin(server, *arguments)
         for _ in range(WINDOWS):
             attacker.pause()
             calm += honest.rounds(WINDOW_S)

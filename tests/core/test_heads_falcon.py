@@ -188,7 +188,7 @@ def test_glancing_shows_fewer_true_pairs_as_training_goes_on() -> None:
     assert shown[-1] == 1.0 and int(head.steps_seen) == 6
 
 
-@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_training_makes_drafts_right(block: int, tmp_path: Path) -> None:
     batch = read(demo_runner(), texts())
     torch.manual_seed(0)

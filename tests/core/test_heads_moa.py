@@ -208,7 +208,7 @@ def test_layers_that_the_target_does_not_give(count: int, allowed: str, target: 
         MixtureOfAttentions(replace(target, folder=None), MixtureOptions(target_layers=count))
 
 
-@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_training_makes_drafts_right(count: int, tmp_path: Path) -> None:
     batch = read(demo_runner(), texts())
     torch.manual_seed(0)

@@ -179,7 +179,7 @@ def test_coupled_sampling_has_the_targets_law(vocab: int, over: str) -> None:
             coupled_sample(logits, replace(params, seed=i), 9)
             if over == "seeds"
             else coupled_sample(logits, replace(params, seed=5), i)
-            for i in range(6000)
+            for i in range(4000)
         ]
         counts = np.bincount(tokens, minlength=vocab)
         assert chi_square_p(counts, probabilities(logits, params)) > ALPHA
@@ -260,7 +260,7 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
     """Also with a truncated q: the rule must see the distribution that was drawn from."""
     p, q = tables(vocab, seed=1)
     sampled = method != "draft_model"
-    count = 5000
+    count = 3000
     knobs = {"draft_support": support} if sampled else {}
     first, second = np.zeros(vocab, int), np.zeros((vocab, vocab), int)
     accepted = 0

@@ -251,7 +251,13 @@ class Attack:
                         except grpc.RpcError as error:
                             self.answers[error.code().name] += 1
 
-            await asyncio.gather(*(caller() for _ in range(8)))
+            callers = [asyncio.create_task(caller()) for _ in range(8)]
+            await asyncio.to_thread(self._over.wait)
+            ended, waiting = await asyncio.wait(callers, timeout=0.5)  # refusals queue for longer
+            for task in waiting:
+                task.cancel()
+            for task in ended:
+                task.result()
 
     async def other(self, stub: Any) -> list[Any]:
         """Use a session of another tenant."""
@@ -266,23 +272,13 @@ class Attack:
     async def replay(self, stub: Any) -> list[Any]:
         """Repeat what was said before another stream took the session over."""
         said = bearer(self.options.token)
-
-        async def open_(request: verify_pb2.OpenRequest) -> verify_pb2.OpenResult:
-            while True:
-                try:
-                    result: verify_pb2.OpenResult = await stub.Open(request, metadata=said)
-                    return result
-                except grpc.RpcError as error:  # an attack before has used up the quota
-                    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                        raise
-                    await asyncio.sleep(0.2)
-
-        opened = await open_(verify_pb2.OpenRequest(token_ids=PROMPT))
+        opened = await stub.Open(verify_pb2.OpenRequest(token_ids=PROMPT), metadata=said)
         first = verify_pb2.VerifyRequest(
             session_id=opened.session_id, epoch=opened.epoch, round=1, base_length=len(PROMPT)
         )
         await stub.Verify(first, metadata=said)
-        await open_(verify_pb2.OpenRequest(resume_session_id=opened.session_id))
+        resume = verify_pb2.OpenRequest(resume_session_id=opened.session_id)
+        await stub.Open(resume, metadata=said)
         return [(stub.Verify, first)]
 
     async def oversized(self, stub: Any) -> list[Any]:

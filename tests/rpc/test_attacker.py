@@ -29,7 +29,8 @@ from paceline.types import Draft
 from rpc.client import Client
 from tests.rpc.serving import ROOT, ReplicaProcess
 
-ALICE, MALLORY = (f"{name}-token-of-many-characters" for name in ("alice", "mallory"))
+ALICE = "alice-token-of-many-characters"
+MALLORY = "{kind}-token-of-many-characters"  # for each kind of attack a tenant: refusals queue
 PROMPT = list(range(5, 37))
 MAX_MESSAGE_BYTES = 65_536
 IDLE_TIMEOUT_S = 4.0  # longer than the windows together
@@ -50,10 +51,13 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("attacked")
     make_certificates(folder)
-    tenants = {
+    tenants: dict[str, Any] = {
         "alice": {"token": ALICE},
-        "mallory": {"token": MALLORY, "quotas": {"opens_per_second": 5, "max_sessions": 2}},
     }
+    for arguments, _ in ATTACKS.values():
+        kind = arguments[0]
+        quotas = {"opens_per_second": 5, "max_sessions": 2}
+        tenants[kind] = {"token": MALLORY.format(kind=kind), "quotas": quotas}
     (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
     ca = folder / "ca.crt"
     with (
@@ -180,6 +184,7 @@ def test_an_honest_client_keeps_its_latency(
     name: str, attackers: list[Attacker], server: Server
 ) -> None:
     arguments, expected = ATTACKS[name]
+    arguments = tuple(argument.format(kind=arguments[0]) for argument in arguments)
     honest, owned = Honest(server.client), server.client.open_session(PROMPT)
     if arguments[0] == "other":
         arguments = (*arguments, f"--session={owned.prefix.session_id}")  # it may begin with -

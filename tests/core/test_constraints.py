@@ -116,7 +116,8 @@ def exact_methods(demo: Engine) -> list[str]:
 def test_every_exact_row_has_the_textbook_tokens(
     demo: Engine, prompt: list[int], kind: str, sampling: dict[str, float]
 ) -> None:
-    params = SamplingParams(max_tokens=40, **CONSTRAINTS[kind], **sampling)
+    max_tokens = 40 if kind == "schema" else 24  # which it takes to its end
+    params = SamplingParams(max_tokens=max_tokens, **CONSTRAINTS[kind], **sampling)
     expected, _ = textbook(demo, prompt, params)
     sessions = generate(demo, prompt, params, exact_methods(demo))
     for method, session in sessions.items():

@@ -38,12 +38,13 @@ def suite(demo: Engine) -> Suite:
 @pytest.fixture(scope="module")
 def short_suite(demo: Engine) -> Suite:
     """Each of the sampling parameters twice."""
-    return Suite(demo, 8, 16, batch=8)
+    return Suite(demo, 8, 12, batch=8)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("method", "variant"), CORE_CASES)
+@pytest.mark.parametrize(("method", "variant"), [case for case in CORE_CASES if case[0] != "mix_8"])
 def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Suite) -> None:
+    """`make test-nightly` has 256 prompts of 128 tokens, and the fake that is right more often."""
     suite.check(method, variant, batch)
 
 

@@ -19,6 +19,7 @@ from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_runner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
+from paceline.tokenizer import load_tokenizer
 from rpc.access import Gate
 from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from rpc.messages import sampling_to_message, speculation_to_message
@@ -27,6 +28,7 @@ from tests.deployments.conftest import free_port
 from tests.deployments.http_serving import DirectLease
 from tests.modelzoo import make_model
 from tests.rpc.serving import eventually, serving
+from tests.rpc.test_fuzz import TARGET_CALLS, complaints, fuzz, plain
 
 PROMPT = list(b"def fibonacci(n):\n    ")
 LONG = SamplingParams(max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
@@ -217,3 +219,37 @@ async def test_a_frame_that_cannot_be_read_is_the_clients_error(servers: list[Rp
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "VerifyFrame" in await call.details()
     await relay.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(21, 25))
+async def test_many_hostile_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """Through the gateway: test_security.py sends some to one on Ray Serve."""
+    monkeypatch.setattr("rpc.access.REFUSALS_PER_SECOND", 1e6)
+    folder = make_model("llama", tmp_path)
+    runner = load_runner(folder, kv_tokens=4096)
+    engine = Engine(ModelTarget(runner), tokenizer=load_tokenizer(folder))
+    thread, gate = EngineThread(engine).start(), Gate()
+    async with await start_server(engine=thread, idle_timeout_s=1.0) as target:
+        relay = Relay(Leases(target.address), idle_timeout_s=1.0, resume_s=1.0, gate=gate)
+        async with await start_server(register=relay.register, gate=gate) as gateway:
+            codes = await fuzz(plain(gateway.address), TARGET_CALLS, 5000, seed)
+
+            def idle() -> bool:
+                relay.sweep()
+                return not (relay.num_calls or relay._routes or thread.engine.sessions)
+
+            for _ in range(300):
+                if idle():
+                    break
+                await asyncio.sleep(0.1)
+            assert idle()
+            assert gate.num_sessions == 0
+        await relay.close()
+    thread.stop()
+    assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(codes)
+    assert not complaints(caplog)
+    assert runner.num_free == runner.kv_capacity

@@ -41,7 +41,7 @@ def suite(demo: Engine) -> Suite:
 @pytest.fixture(scope="module")
 def short_suite(demo: Engine) -> Suite:
     """In one process (tests/core) each row has more tokens: the wire is the same for all."""
-    return Suite(demo, 8, 12, batch=8)
+    return Suite(demo, 8, 8, batch=8)
 
 
 @pytest.fixture(scope="module")

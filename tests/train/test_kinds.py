@@ -54,7 +54,9 @@ def test_distilling_raises_the_acceptance(
     assert gain(result, "agreement") > 0.1
 
 
-@pytest.mark.parametrize("source", ["target", "on_policy", "mixed"])
+@pytest.mark.parametrize(
+    "source", ["target", "on_policy", pytest.param("mixed", marks=pytest.mark.nightly)]
+)
 def test_each_source_of_text_raises_the_acceptance(
     target: Path, text: Text, tmp_path: Path, source: str
 ) -> None:
@@ -235,7 +237,10 @@ def test_a_target_of_another_architecture(text: Text, zoo: Path) -> None:
 # --- early exits ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("curriculum", ["rotational", "gradual", "all"])
+@pytest.mark.parametrize(
+    "curriculum",
+    ["rotational", *(pytest.param(c, marks=pytest.mark.nightly) for c in ("gradual", "all"))],
+)
 def test_exits_learn_and_the_last_layer_forgets_nothing(
     target: Path, text: Text, tmp_path: Path, curriculum: str
 ) -> None:

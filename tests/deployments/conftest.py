@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,15 @@ TRACES = Path(tempfile.mkdtemp(prefix="paceline-traces-"))
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that stays free until it is used.
+
+    The system gives those from 32768 on to whoever asks for any, and Ray those below 20000.
+    """
+    while True:
+        port = secrets.choice(range(20_000, 32_000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
 
 
 def config_file(topology: str, name: str, port: int) -> ConfigFile:

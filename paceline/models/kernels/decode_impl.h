@@ -74,7 +74,6 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, const ELEM *keys, const 
     vec q[MAX_HEAD_DIM / WIDTH];
     for (int d = 0; d < dim / WIDTH; d++)
         q[d] = VLOAD(query + d * WIDTH) * scale;
-    float top = -INFINITY;
     for (int j = 0; j < length; j += WIDTH) {
         vec products[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
@@ -88,8 +87,15 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, const ELEM *keys, const 
         const vec dots = sum_each(products);
         memcpy(scores + j, &dots, sizeof dots);
     }
-    for (int j = 0; j < length; j++)
-        top = scores[j] > top ? scores[j] : top;
+    /* Lane by lane: a loop with one maximum compares one score at a time. */
+    float tops[WIDTH], top = -INFINITY;
+    for (int i = 0; i < WIDTH; i++)
+        tops[i] = -INFINITY;
+    for (int j = 0; j < length; j += WIDTH)
+        for (int i = 0; i < WIDTH; i++)
+            tops[i] = scores[j + i] > tops[i] ? scores[j + i] : tops[i];
+    for (int i = 0; i < WIDTH; i++)
+        top = tops[i] > top ? tops[i] : top;
     float total = 0.0f;
     for (int j = 0; j < length; j++) {
         scores[j] = fast_exp(scores[j] - top);

@@ -479,7 +479,8 @@ def _client_left() -> bool:
     """Whether it was the handler that was cancelled, and not its call to the target.
 
     The call alone is when the target is lost: by the lease, or by another call that noticed first
-    and closed their connection. gRPC would answer nothing to a handler that ends as cancelled.
+    and closed their connection; or by a session's own sender, which leaves its error in the
+    _Stream. gRPC would answer nothing to a handler that ends as cancelled.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

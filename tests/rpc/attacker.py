@@ -3,10 +3,10 @@
     python -m tests.rpc.attacker <<< "KIND ADDRESS --ca FILE --token TOKEN"
 
 The first line of its input says what to do, so that it can be started ahead. It begins with the
-next line and ends with one more. Its priority is the lowest: a real
-attacker does not share the server's processors. ``flood`` speaks HTTP/2 by hand and repeats
-prepared frames, because a gRPC client in Python makes two thousand calls a second at most and needs
-a core for it; with ``--heedless`` it ignores how many calls the server allows at a time.
+next line and ends with one more. Its priority is the lowest: a real attacker does not share the
+server's processors. ``flood`` speaks HTTP/2 by hand and repeats prepared frames, because a gRPC
+client in Python makes two thousand calls a second at most and needs a core for it; with
+``--heedless`` it ignores how many calls the server allows at a time.
 """
 
 from __future__ import annotations

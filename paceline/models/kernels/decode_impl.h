@@ -77,7 +77,7 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, const ELEM *keys, const 
     for (int j = 0; j < length; j += WIDTH) {
         vec products[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
-            /* Beyond the end the last key stands in; its scores are not used. */
+            /* Beyond the end the last key stands in, which changes no maximum. */
             const ELEM *key = keys + context[j + i < length ? j + i : length - 1] * width;
             vec sum = q[0] * VLOAD(key);
             for (int d = 1; d < dim / WIDTH; d++)

@@ -147,6 +147,8 @@ class Weight:
 
     data: Tensor
     num_outputs: int
+    num_inputs: int
+    narrow: bool = False  # bfloat16 for the kernels' matrix tiles, whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -245,7 +247,7 @@ class TorchOps:
         self.by_row = by_row
 
     def pack(self, weight: Tensor) -> Weight:
-        return Weight(weight, len(weight))
+        return Weight(weight, *weight.shape)
 
     def unpack(self, weight: Weight) -> Tensor:
         return weight.data
@@ -359,13 +361,23 @@ class _Model(ctypes.Structure):
     ]
 
 
-class _Layer(ctypes.Structure):
-    """``struct layer``: the fields of :class:`Layer` in order, as addresses."""
+class _Weight(ctypes.Structure):
+    """``struct weight``."""
 
-    _fields_ = [
-        *((f.name, ctypes.c_void_p) for f in fields(Layer) if f.name != "window"),
-        ("window", ctypes.c_int64),
-    ]
+    _fields_ = [("packed", ctypes.c_void_p), ("narrow", ctypes.c_int64)]  # noqa: RUF012
+
+    @classmethod
+    def of(cls, weight: Weight) -> _Weight:
+        return cls(weight.data.data_ptr(), weight.narrow)
+
+
+_C_TYPES = {"Weight": _Weight, "int | None": ctypes.c_int64}
+
+
+class _Layer(ctypes.Structure):
+    """``struct layer``: the fields of :class:`Layer` in order, tensors as addresses."""
+
+    _fields_ = [(f.name, _C_TYPES.get(str(f.type), ctypes.c_void_p)) for f in fields(Layer)]
 
 
 class NativeOps:
@@ -374,6 +386,7 @@ class NativeOps:
     _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # noqa: RUF012
     _MAX_HEAD_DIM = 256
     _WIDTH = 16  # outputs in a panel of packed weights
+    _TILE_INPUTS = 32  # for matrix tiles, inputs are padded to a multiple of this
 
     @classmethod
     def supports(cls, dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
@@ -397,34 +410,42 @@ class NativeOps:
 
         self._run_layers = function("run_layers", "ppiippppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
-        self._linear = function("linear", "ppppiiii")
+        self._linear = function("linear", "ppippiiii")
         self._greedy_chain = function("greedy_chain", "ppipppipppiippppppp")
-        self._pair = 2 if dtype is torch.bfloat16 else 1
+        self._dtype = dtype
+        self._tiles = kernels.has_tiles()
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
 
     def pack(self, weight: Tensor) -> Weight:
         outputs, inputs = weight.shape
-        panels = F.pad(weight, (0, 0, 0, -outputs % self._WIDTH))
-        panels = panels.view(-1, self._WIDTH, inputs // self._pair, self._pair)
-        return Weight(panels.transpose(1, 2).contiguous(), outputs)
+        narrow = self._tiles and bool(weight.bfloat16().eq(weight).all())
+        data = weight.bfloat16() if narrow else weight
+        pair = 2 if data.dtype is torch.bfloat16 else 1
+        fill = -inputs % self._TILE_INPUTS if narrow else 0
+        panels = F.pad(data, (0, fill, 0, -outputs % self._WIDTH))
+        panels = panels.view(-1, self._WIDTH, (inputs + fill) // pair, pair)
+        return Weight(panels.transpose(1, 2).contiguous(), outputs, inputs, narrow)
 
     def unpack(self, weight: Weight) -> Tensor:
-        rows = weight.data.transpose(1, 2).flatten(2)  # [panels, WIDTH, inputs]
-        return rows.flatten(0, 1)[: weight.num_outputs].contiguous()
+        rows = weight.data.transpose(1, 2).flatten(2).flatten(0, 1)  # [outputs, inputs], padded
+        return rows[: weight.num_outputs, : weight.num_inputs].to(self._dtype).contiguous()
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         rows, inputs = x.shape
         out = x.new_empty(rows, weight.num_outputs)
-        self._linear(
+        failed = self._linear(
             x.data_ptr(),
             weight.data.data_ptr(),
+            weight.narrow,
             _address(bias),
             out.data_ptr(),
             rows,
-            inputs // self._pair,
+            inputs,
             weight.num_outputs,
             kernels.num_threads(),
         )
+        if failed:
+            raise MemoryError("no memory for a product")
         return out
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -497,13 +518,19 @@ class NativeOps:
         paths = _path_addresses(rows)
         packed = _packed(steps * count, rows, paths)
         lengths = np.full(count, steps, np.int32)
+        head_weight, fusing = _Weight.of(head), (None, None, None)
+        if fuse is not None:
+            fuse_weight = _Weight.of(fuse.weight)
+            fusing = (
+                ctypes.addressof(fuse_weight), _address(fuse.bias), fuse.features.data_ptr(),
+            )  # fmt: skip
         failed = self._greedy_chain(
             ctypes.addressof(model),
             ctypes.addressof(layers),
             num_layers,
             embedding.data_ptr(),
             _address(final_norm),
-            head.data.data_ptr(),
+            ctypes.addressof(head_weight),
             head.num_outputs,
             keys.data_ptr(),
             values.data_ptr(),
@@ -512,7 +539,7 @@ class NativeOps:
             steps,
             tokens.ctypes.data,
             _address(states),
-            *((None, None, None) if fuse is None else map(_address, fuse)),
+            *fusing,
             None if stop_below is None else stop_below.ctypes.data,
             lengths.ctypes.data,
         )
@@ -539,7 +566,11 @@ class NativeOps:
             for place, layer in zip(layers, stack.layers, strict=True):
                 for f in fields(Layer):
                     value = getattr(layer, f.name)
-                    setattr(place, f.name, value or 0 if f.name == "window" else _address(value))
+                    if isinstance(value, Weight):
+                        value = _Weight.of(value)
+                    elif isinstance(value, Tensor):
+                        value = value.data_ptr()
+                    setattr(place, f.name, 0 if value is None else value)
             self._tables[id(stack)] = (stack, model, layers)
         model, layers = self._tables[id(stack)][1:]
         model.threads = kernels.num_threads()
@@ -564,7 +595,5 @@ def _packed(count: int, rows: Rows, paths: npt.NDArray[np.int64]) -> _Rows:
     )
 
 
-def _address(value: Tensor | Weight | None) -> int | None:
-    if value is None:
-        return None
-    return (value.data if isinstance(value, Weight) else value).data_ptr()
+def _address(value: Tensor | None) -> int | None:
+    return None if value is None else value.data_ptr()

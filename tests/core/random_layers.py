@@ -24,7 +24,7 @@ def random_stack(
 
     def matrix(outputs: int, inputs: int) -> Weight:
         values = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
-        return Weight(values.to(device, dtype), outputs)
+        return Weight(values.to(device, dtype), outputs, inputs)
 
     def vector(size: int, around: float) -> torch.Tensor:
         return (around + 0.2 * torch.randn(size, generator=generator)).to(device, dtype)

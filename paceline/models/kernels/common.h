@@ -7,7 +7,8 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define WIDTH 16 /* floats in a vector */
 
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+/* Also for arrays of floats, wherever they begin. */
+typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 ALWAYS_INLINE float bf16_load(uint16_t x)
 {

@@ -28,40 +28,68 @@ struct model {
     const float *cos_sin; /* [positions, dim] */
 };
 
+struct weight {
+    const void *packed;
+    int64_t narrow; /* packed for tiles, see matmul.c */
+};
+
 struct layer {
-    const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *post_norm;
-    const void *gate_up, *gate_up_bias, *down, *down_bias;
+    const void *input_norm;
+    struct weight qkv;
+    const void *qkv_bias, *q_norm, *k_norm;
+    struct weight out;
+    const void *out_bias, *post_norm;
+    struct weight gate_up;
+    const void *gate_up_bias;
+    struct weight down;
+    const void *down_bias;
     int64_t window; /* 0: full attention */
 };
 
 /* matmul.c */
-void linear_f32(const float *x, const float *weight, const float *bias, float *out, int rows,
-                int steps, int outputs, int threads);
-void linear_bf16(const uint16_t *x, const uint32_t *weight, const uint16_t *bias, uint16_t *out,
-                 int rows, int steps, int outputs, int threads);
+int linear_f32(const float *x, const void *packed, int narrow, const float *bias, float *out, int rows,
+               int k, int outputs, int threads);
+int linear_bf16(const uint16_t *x, const void *packed, int narrow, const uint16_t *bias, uint16_t *out,
+                int rows, int k, int outputs, int threads);
 
 #define MAX_HEAD_DIM 256
+#define BLOCK_ROWS 16 /* neighbouring rows of a sequence for which attention reads keys and values once */
+#define VALUES 64 /* slots whose values all rows of a block take before the next ones */
 #define MANY_ROWS 32 /* from here on, row by row work is shared by threads */
 
 typedef uint32_t vec_bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t vec_half __attribute__((vector_size(2 * WIDTH), aligned(2)));
 
-/* exp(x) for float32, within 2 units in the last place for x <= 0 down to underflow. Written out
- * so that compilers turn the loops around it into vector code; polynomial: Cephes expf. */
-ALWAYS_INLINE float fast_exp(float x)
+typedef int32_t vec_int __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+/* Element by element: yes where the mask has all bits, else no. */
+ALWAYS_INLINE vec choose(vec_int mask, vec yes, vec no)
 {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    const float n = floorf(x * 1.44269504f + 0.5f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
+    return (vec)((mask & (vec_int)yes) | (~mask & (vec_int)no));
+}
+
+/* exp(x) for float32, within 2 units in the last place for x <= 0 down to underflow; polynomial:
+ * Cephes expf. On whole vectors, because compilers do not make vector code of the same for a number. */
+ALWAYS_INLINE vec exp_each(vec x)
+{
+    x = choose(x < -87.0f, (vec){0} - 87.0f, x);
+    x = choose(x > 88.0f, (vec){0} + 88.0f, x);
+    /* Towards zero, which is downwards here. */
+    const vec_int n = __builtin_convertvector(x * 1.44269504f + 128.5f, vec_int) - 128;
+    const vec whole = __builtin_convertvector(n, vec);
+    const vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
+    return p * (vec)((n + 127) << 23);
+}
+
+ALWAYS_INLINE float exp_one(float x)
+{
+    return exp_each((vec){0} + x)[0];
 }
 
 #define HALVES(v, low, high) v = __builtin_shufflevector low + __builtin_shufflevector high
@@ -86,10 +114,33 @@ ALWAYS_INLINE vec sum_each(const vec *v)
     return sums;
 }
 
+/* Scores become weights, not yet divided by their sum, which is returned. Scores beyond the length, up
+ * to a multiple of WIDTH, are none that would be a new maximum. */
+static float weigh(float *scores, int length)
+{
+    vec tops = *(const vec *)scores, totals = {0};
+    for (int j = WIDTH; j < length; j += WIDTH) {
+        const vec next = *(const vec *)(scores + j);
+        tops = choose(next > tops, next, tops);
+    }
+    float top = tops[0], total = 0.0f;
+    for (int i = 1; i < WIDTH; i++)
+        top = tops[i] > top ? tops[i] : top;
+    for (int j = length; j % WIDTH; j++)
+        scores[j] = -INFINITY;
+    for (int j = 0; j < length; j += WIDTH) {
+        const vec weights = exp_each(*(const vec *)(scores + j) - top);
+        *(vec *)(scores + j) = weights;
+        totals += weights;
+    }
+    for (int i = 0; i < WIDTH; i++)
+        total += totals[i];
+    return total;
+}
+
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 
-#define PAIR 1
 #define ELEM float
 #define LOAD(x) (x)
 #define VLOAD(p) (*(const vec *)(p))
@@ -102,8 +153,6 @@ ALWAYS_INLINE vec sum_each(const vec *v)
 #undef STORE
 #undef NAME
 
-#undef PAIR
-#define PAIR 2
 #define ELEM uint16_t
 #define LOAD(x) bf16_load(x)
 #define VLOAD(p) ((vec)(__builtin_convertvector(*(const vec_half *)(p), vec_bits) << 16))

@@ -66,63 +66,88 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
     }
 }
 
-/* One query head over a context, for head dimensions that are a multiple of 16. */
-ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, const ELEM *keys, const ELEM *values,
-                                     ELEM *out, const int32_t *context, int length, size_t width,
-                                     float scale, float *scores, const int dim)
+/* Scores of one query for WIDTH slots. */
+ALWAYS_INLINE vec NAME(score)(const ELEM *query, const ELEM *keys, const int32_t *slots,
+                              size_t width, float scale, const int dim)
 {
-    vec q[MAX_HEAD_DIM / WIDTH];
+    vec q[MAX_HEAD_DIM / WIDTH], products[WIDTH];
     for (int d = 0; d < dim / WIDTH; d++)
         q[d] = VLOAD(query + d * WIDTH) * scale;
-    for (int j = 0; j < length; j += WIDTH) {
-        vec products[WIDTH];
-        for (int i = 0; i < WIDTH; i++) {
-            /* Beyond the end the last key stands in, which changes no maximum. */
-            const ELEM *key = keys + context[j + i < length ? j + i : length - 1] * width;
-            vec sum = q[0] * VLOAD(key);
-            for (int d = 1; d < dim / WIDTH; d++)
-                sum += q[d] * VLOAD(key + d * WIDTH);
-            products[i] = sum;
-        }
-        const vec dots = sum_each(products);
-        memcpy(scores + j, &dots, sizeof dots);
+    for (int i = 0; i < WIDTH; i++) {
+        const ELEM *key = keys + slots[i] * width;
+        vec sum = q[0] * VLOAD(key);
+        for (int d = 1; d < dim / WIDTH; d++)
+            sum += q[d] * VLOAD(key + d * WIDTH);
+        products[i] = sum;
     }
-    /* Lane by lane: a loop with one maximum compares one score at a time. */
-    float tops[WIDTH], top = -INFINITY;
-    for (int i = 0; i < WIDTH; i++)
-        tops[i] = -INFINITY;
-    for (int j = 0; j < length; j += WIDTH)
-        for (int i = 0; i < WIDTH; i++)
-            tops[i] = scores[j + i] > tops[i] ? scores[j + i] : tops[i];
-    for (int i = 0; i < WIDTH; i++)
-        top = tops[i] > top ? tops[i] : top;
-    float total = 0.0f;
-    for (int j = 0; j < length; j++) {
-        scores[j] = fast_exp(scores[j] - top);
-        total += scores[j];
-    }
-    /* Four accumulators hide the latency of the additions; which one a position goes to depends
-     * on the position alone. */
+    return sum_each(products);
+}
+
+/* Adds weighted values of the slots [from, to) to sums, [4][dim]: four of them hide the latency of the
+ * additions; which one a position goes to depends on the position alone. */
+ALWAYS_INLINE void NAME(add_values)(const float *weights, const ELEM *values, const int32_t *slots,
+                                    size_t width, int from, int to, vec *sums, const int dim)
+{
     vec acc[4][MAX_HEAD_DIM / WIDTH];
-    for (int d = 0; d < dim / WIDTH; d++)
-        acc[0][d] = acc[1][d] = acc[2][d] = acc[3][d] = (vec){0};
-    int j = 0;
-    for (; j + 4 <= length; j += 4)
-        for (int i = 0; i < 4; i++) {
-            const ELEM *value = values + context[j + i] * width;
-            for (int d = 0; d < dim / WIDTH; d++)
-                acc[i][d] += scores[j + i] * VLOAD(value + d * WIDTH);
-        }
-    for (; j < length; j++) {
-        const ELEM *value = values + context[j] * width;
+    for (int i = 0; i < 4; i++)
         for (int d = 0; d < dim / WIDTH; d++)
-            acc[0][d] += scores[j] * VLOAD(value + d * WIDTH);
+            acc[i][d] = sums[i * (dim / WIDTH) + d];
+    int j = from;
+    for (; j + 4 <= to; j += 4)
+        for (int i = 0; i < 4; i++) {
+            const ELEM *value = values + slots[j + i] * width;
+            for (int d = 0; d < dim / WIDTH; d++)
+                acc[i][d] += weights[j + i] * VLOAD(value + d * WIDTH);
+        }
+    for (; j < to; j++) {
+        const ELEM *value = values + slots[j] * width;
+        for (int d = 0; d < dim / WIDTH; d++)
+            acc[0][d] += weights[j] * VLOAD(value + d * WIDTH);
     }
-    for (int d = 0; d < dim / WIDTH; d++) {
-        const vec sum = ((acc[0][d] + acc[1][d]) + (acc[2][d] + acc[3][d])) / total;
-        for (int i = 0; i < WIDTH; i++)
-            out[d * WIDTH + i] = STORE(sum[i]);
+    for (int i = 0; i < 4; i++)
+        for (int d = 0; d < dim / WIDTH; d++)
+            sums[i * (dim / WIDTH) + d] = acc[i][d];
+}
+
+/* One query head of several rows over their contexts, for head dimensions that are a multiple of 16.
+ * Neighbouring rows have most of a context in common: all take a few keys before the next ones, which
+ * a core's nearest cache then reads once. What a row computes does not depend on the others.
+ * query, out: of the first row, the others follow after a stride; contexts, scores: [rows][padded]; a
+ * context's last slot is repeated up to a multiple of WIDTH. */
+ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELEM *keys,
+                                     const ELEM *values, ELEM *out, size_t out_stride,
+                                     const int32_t *contexts, const int *lengths, size_t padded,
+                                     int rows, size_t width, float scale, float *scores,
+                                     const int dim)
+{
+    int longest = 0;
+    for (int r = 0; r < rows; r++)
+        longest = lengths[r] > longest ? lengths[r] : longest;
+    for (int j = 0; j < longest; j += WIDTH)
+        for (int r = 0; r < rows; r++)
+            if (j < lengths[r])
+                *(vec *)(scores + r * padded + j) = NAME(score)(
+                    query + r * stride, keys, contexts + r * padded + j, width, scale, dim);
+    float totals[BLOCK_ROWS];
+    vec sums[BLOCK_ROWS][4 * MAX_HEAD_DIM / WIDTH];
+    for (int r = 0; r < rows; r++) {
+        totals[r] = weigh(scores + r * padded, lengths[r]);
+        for (int i = 0; i < 4 * dim / WIDTH; i++)
+            sums[r][i] = (vec){0};
     }
+    for (int j = 0; j < longest; j += VALUES)
+        for (int r = 0; r < rows; r++)
+            if (j < lengths[r])
+                NAME(add_values)(scores + r * padded, values, contexts + r * padded, width, j,
+                                 lengths[r] - j < VALUES ? lengths[r] : j + VALUES, sums[r], dim);
+    for (int r = 0; r < rows; r++)
+        for (int d = 0; d < dim / WIDTH; d++) {
+            const vec *s = sums[r] + d;
+            const int n = dim / WIDTH;
+            const vec sum = ((s[0] + s[n]) + (s[2 * n] + s[3 * n])) / totals[r];
+            for (int i = 0; i < WIDTH; i++)
+                out[r * out_stride + d * WIDTH + i] = STORE(sum[i]);
+        }
 }
 
 /* The same for any head dimension. */
@@ -142,7 +167,7 @@ static void NAME(attend_any)(const ELEM *query, const ELEM *keys, const ELEM *va
     float total = 0.0f, acc[MAX_HEAD_DIM] = {0};
     for (int j = 0; j < length; j++) {
         const ELEM *value = values + context[j] * width;
-        const float weight = fast_exp(scores[j] - top);
+        const float weight = exp_one(scores[j] - top);
         total += weight;
         for (int d = 0; d < dim; d++)
             acc[d] += weight * LOAD(value[d]);
@@ -160,44 +185,55 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                            const int32_t *blocks, int num_blocks, int window, float scale,
                            int threads)
 {
-    const size_t width = (size_t)kv_heads * dim;
-    const int group = heads / kv_heads, stride = (heads + 2 * kv_heads) * dim;
+    const size_t width = (size_t)kv_heads * dim, out_stride = (size_t)heads * dim;
+    const size_t stride = (size_t)(heads + 2 * kv_heads) * dim;
+    const int group = heads / kv_heads;
     int failed = 0;
 #pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 10000)
     {
-        const size_t padded = ((size_t)rows->longest + 15) & ~(size_t)15;
-        float *scores = aligned_alloc(64, padded * (sizeof(float) + sizeof(int32_t)));
-        int32_t *slots = (int32_t *)(scores + padded);
+        const size_t padded = ((size_t)rows->longest + WIDTH - 1) / WIDTH * WIDTH;
+        const int most = rows->count < BLOCK_ROWS ? rows->count : BLOCK_ROWS;
+        float *scores = aligned_alloc(64, most * padded * (sizeof(float) + sizeof(int32_t)));
+        int32_t *contexts = (int32_t *)(scores + most * padded);
         if (!scores)
             failed = 1;
 #pragma omp for schedule(dynamic)
         for (int item = 0; item < num_blocks * kv_heads; item++) {
             const int block = item / kv_heads, g = item % kv_heads;
+            const int from = blocks[block], count = scores ? blocks[block + 1] - from : 0;
+            int lengths[BLOCK_ROWS];
+            for (int r = 0; r < count; r++) {
+                const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
+                const int hidden = window && prefix + path > window ? prefix + path - window : 0;
+                const int skipped = hidden < prefix ? hidden : prefix;
+                int32_t *context = contexts + r * padded;
+                memcpy(context, rows->prefix[from + r] + skipped,
+                       (prefix - skipped) * sizeof(int32_t));
+                memcpy(context + prefix - skipped, rows->path[from + r] + (hidden - skipped),
+                       (path - (hidden - skipped)) * sizeof(int32_t));
+                lengths[r] = prefix + path - hidden;
+                for (int j = lengths[r]; j % WIDTH; j++)
+                    context[j] = context[lengths[r] - 1];
+            }
             const ELEM *k = keys + g * dim, *v = values + g * dim;
-            for (int r = blocks[block]; r < blocks[block + 1] && scores; r++) {
-                const int prefix = rows->prefix_length[r];
-                int length = prefix + rows->path_length[r];
-                memcpy(slots, rows->prefix[r], prefix * sizeof(int32_t));
-                memcpy(slots + prefix, rows->path[r], (length - prefix) * sizeof(int32_t));
-                const int32_t *context = slots;
-                if (window && length > window) {
-                    context += length - window;
-                    length = window;
-                }
-                for (int h = g * group; h < (g + 1) * group; h++) {
-                    const ELEM *query = qkv + (size_t)r * stride + h * dim;
-                    ELEM *o = out + ((size_t)r * heads + h) * dim;
-#define ATTEND(f, d) NAME(f)(query, k, v, o, context, length, width, scale, scores, d)
-                    if (dim == 32)
-                        ATTEND(attend_head, 32);
-                    else if (dim == 64)
-                        ATTEND(attend_head, 64);
-                    else if (dim == 128)
-                        ATTEND(attend_head, 128);
-                    else
-                        ATTEND(attend_any, dim);
+            for (int h = g * group; h < (g + 1) * group; h++) {
+                const ELEM *query = qkv + from * stride + h * dim;
+                ELEM *o = out + from * out_stride + h * dim;
+#define ATTEND(d)                                                                                  \
+    NAME(attend_head)(query, stride, k, v, o, out_stride, contexts, lengths, padded, count, width, \
+                      scale, scores, d)
+                if (dim == 32)
+                    ATTEND(32);
+                else if (dim == 64)
+                    ATTEND(64);
+                else if (dim == 128)
+                    ATTEND(128);
+                else
+                    for (int r = 0; r < count; r++)
+                        NAME(attend_any)(query + r * stride, k, v, o + r * out_stride,
+                                         contexts + r * padded, lengths[r], width, scale, scores,
+                                         dim);
 #undef ATTEND
-                }
             }
         }
         free(scores);
@@ -205,19 +241,34 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
     return failed;
 }
 
-/* out = silu(gate) * up, from the fused [rows, 2 * dim] projection. */
+/* out = silu(gate) * up, for at most WIDTH numbers. */
+ALWAYS_INLINE void NAME(silu_block)(const ELEM *gate, const ELEM *up, ELEM *out, const int count)
+{
+    vec g = {0};
+    for (int i = 0; i < count; i++)
+        g[i] = LOAD(gate[i]);
+    const vec activated = g / (1.0f + exp_each(-g));
+    for (int i = 0; i < count; i++)
+        out[i] = STORE(LOAD(STORE(activated[i])) * LOAD(up[i]));
+}
+
+/* The same from the fused [rows, 2 * dim] projection. */
 static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, int threads)
 {
 #pragma omp parallel for num_threads(threads) if (rows >= MANY_ROWS)
     for (int r = 0; r < rows; r++) {
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
         ELEM *o = out + (size_t)r * dim;
-        for (int i = 0; i < dim; i++) {
-            const float g = LOAD(gate[i]);
-            o[i] = STORE(LOAD(STORE(g / (1.0f + fast_exp(-g)))) * LOAD(up[i]));
-        }
+        int i = 0;
+        for (; i + WIDTH <= dim; i += WIDTH)
+            NAME(silu_block)(gate + i, up + i, o + i, WIDTH);
+        NAME(silu_block)(gate + i, up + i, o + i, dim - i);
     }
 }
+
+#define MULTIPLY(x, name, out, inputs, outputs)                                                    \
+    NAME(linear)(x, l->name.packed, (int)l->name.narrow, l->name##_bias, out, count, inputs, outputs, \
+                 m->threads)
 
 /* Layers [first, last) on x: [rows, hidden], in place, without the final norm: x is the residual
  * stream afterwards. states: what it was after each of these layers, [last - first, rows, hidden],
@@ -239,10 +290,9 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     ELEM *qkv = delta + (size_t)count * m->hidden, *attended = qkv + (size_t)count * qkv_width;
     ELEM *gate_up = attended + (size_t)count * attended_width;
     ELEM *inner = gate_up + (size_t)count * 2 * m->ffn;
-    /* Up to 16 neighbouring rows of a sequence share the keys that attention brings into the cache. */
     int32_t *blocks = (int32_t *)(inner + (size_t)count * m->ffn), num_blocks = 0;
     for (int r = 0; r < count; r++)
-        if (r == 0 || rows->prefix[r] != rows->prefix[r - 1] || r - blocks[num_blocks - 1] == 16)
+        if (r == 0 || rows->prefix[r] != rows->prefix[r - 1] || r - blocks[num_blocks - 1] == BLOCK_ROWS)
             blocks[num_blocks++] = r;
     blocks[num_blocks] = count;
     const ELEM *pending = NULL;
@@ -253,20 +303,16 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
         NAME(add_rmsnorm)(x, pending, l->input_norm, normed, count, m->hidden, m->eps, m->threads);
         if (states && i > first)
             memcpy(states + (i - first - 1) * state_size, x, state_size * sizeof(ELEM));
-        NAME(linear)(normed, l->qkv, l->qkv_bias, qkv, count, m->hidden / PAIR, qkv_width,
-                     m->threads);
+        failed = MULTIPLY(normed, qkv, qkv, m->hidden, qkv_width);
         NAME(rope_store)(qkv, m->cos_sin, k, v, m->heads, m->kv_heads, m->dim, rows, l->q_norm,
                          l->k_norm, m->eps, m->threads);
-        failed = NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows,
-                                 blocks, num_blocks, l->window, m->scale, m->threads);
-        NAME(linear)(attended, l->out, l->out_bias, delta, count, attended_width / PAIR, m->hidden,
-                     m->threads);
+        failed |= NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows, blocks,
+                                  num_blocks, l->window, m->scale, m->threads);
+        failed |= MULTIPLY(attended, out, delta, attended_width, m->hidden);
         NAME(add_rmsnorm)(x, delta, l->post_norm, normed, count, m->hidden, m->eps, m->threads);
-        NAME(linear)(normed, l->gate_up, l->gate_up_bias, gate_up, count, m->hidden / PAIR,
-                     2 * m->ffn, m->threads);
+        failed |= MULTIPLY(normed, gate_up, gate_up, m->hidden, 2 * m->ffn);
         NAME(silu_mul)(gate_up, inner, count, m->ffn, m->threads);
-        NAME(linear)(inner, l->down, l->down_bias, delta, count, m->ffn / PAIR, m->hidden,
-                     m->threads);
+        failed |= MULTIPLY(inner, down, delta, m->ffn, m->hidden);
         pending = delta;
     }
     if (pending)
@@ -277,6 +323,8 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     free(memory);
     return failed;
 }
+
+#undef MULTIPLY
 
 /* Continues `count` sequences by `steps` tokens each: every token is the argmax after the one
  * before. One call instead of one for each token, because a small model takes less time than the
@@ -290,11 +338,11 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
  * less, and lengths ([count], given as `steps`) is how many tokens it got.
  * Returns non-zero when memory runs out. */
 EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
-                              const ELEM *embedding, const ELEM *final_norm, const ELEM *head,
-                              int vocab, ELEM *keys, ELEM *values, const struct rows *rows,
-                              int count, int steps, int64_t *tokens, ELEM *states,
-                              const ELEM *fuse, const ELEM *fuse_bias, const ELEM *features,
-                              const float *stop_below, int32_t *lengths)
+                              const ELEM *embedding, const ELEM *final_norm,
+                              const struct weight *head, int vocab, ELEM *keys, ELEM *values,
+                              const struct rows *rows, int count, int steps, int64_t *tokens,
+                              ELEM *states, const struct weight *fuse, const ELEM *fuse_bias,
+                              const ELEM *features, const float *stop_below, int32_t *lengths)
 {
     const size_t hidden = m->hidden;
     ELEM *x = aligned_alloc(64, (count * (4 * hidden + vocab) * sizeof(ELEM) + 63) & ~(size_t)63);
@@ -319,14 +367,14 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
                 memcpy(x + r * hidden, token, hidden * sizeof(ELEM));
         }
         if (fuse)
-            NAME(linear)((const void *)both, (const void *)fuse, (const void *)fuse_bias,
-                         (void *)x, count, 2 * m->hidden / PAIR, m->hidden, m->threads);
-        failed = NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step,
-                                  states ? states + at * hidden * num_layers : NULL);
+            failed = NAME(linear)(both, fuse->packed, (int)fuse->narrow, fuse_bias, x, count,
+                                  2 * m->hidden, m->hidden, m->threads);
+        failed |= NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step,
+                                   states ? states + at * hidden * num_layers : NULL);
         if (final_norm)
             NAME(add_rmsnorm)(x, NULL, final_norm, normed, count, m->hidden, m->eps, 1);
-        NAME(linear)((const void *)(final_norm ? normed : x), (const void *)head, NULL,
-                     (void *)logits, count, m->hidden / PAIR, vocab, m->threads);
+        failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->narrow, NULL, logits,
+                               count, m->hidden, vocab, m->threads);
         for (int r = 0; r < count; r++) {
             const ELEM *row = logits + (size_t)r * vocab;
             float best = LOAD(row[0]);
@@ -339,7 +387,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             if (stop_below && lengths[r] == steps) {
                 float sum = 0.0f;
                 for (int i = 0; i < vocab; i++)
-                    sum += fast_exp(LOAD(row[i]) - best);
+                    sum += exp_one(LOAD(row[i]) - best);
                 if (1.0f / sum < stop_below[at + r]) {
                     lengths[r] = s + 1;
                     left--;

@@ -6,13 +6,27 @@
  * the compiler may not reorder the sums either.
  *
  * Weights are packed in panels of 16 outputs: [panels][k][16] for float32, [panels][k / 2][16][2]
- * for bfloat16 (two neighbouring k in 32 bits, as the dot-product instruction wants them). */
+ * for bfloat16 (two neighbouring k in 32 bits, as the dot-product instructions want them).
+ *
+ * Where the processor has matrix tiles (AMX), one instruction takes 16 rows, 16 outputs and 32 steps
+ * of k, and few rows cost hardly more than one. It multiplies bfloat16 only. Float32 inputs go
+ * through it as the sum of three bfloat16 numbers, which is exact, if the weights are bfloat16
+ * numbers themselves, as those of a checkpoint in bfloat16 are: every product is exact, sums are
+ * float32, and half as many bytes of weights are read. */
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "common.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAS_TILES 0
 #endif
 
 #define MAX_ROWS 6 /* rows and panels of a block: their accumulators fill the vector registers */
@@ -47,10 +61,129 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
 #endif
 }
 
+#define TILE_ROWS 16
+#define TILE_STEPS 32 /* k is padded to a multiple of this in weights for tiles */
+
+/* Whether the processor has tiles and the system lets this process use them; asked for once, before
+ * the first product. */
+EXPORT int allow_tiles(void)
+{
+#if HAS_TILES
+    const int request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return 0;
+#endif
+}
+
+#if HAS_TILES
+
+/* The compilers' own functions for these do not say that they touch memory. */
+#define TILE_LOAD(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((long)(stride)) : "memory")
+#define TILE_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((long)(stride)) : "memory")
+
+/* For this thread: tiles 0 to 3 are sums of up to four panels, 4 weights, 5 to 7 inputs. */
+static void configure_tiles(int rows)
+{
+    struct {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shapes.bytes[i] = 64;
+        shapes.rows[i] = (uint8_t)(i == 4 ? TILE_ROWS : rows);
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+#define PANEL(tile)                                                                               \
+    if (panels > tile) {                                                                          \
+        const uint32_t *w = weight + tile * panel + (size_t)k * (WIDTH / 2);                      \
+        TILE_LOAD(4, w, 64);                                                                      \
+        if (fetch)                                                                                \
+            for (int line = 0; line < TILE_ROWS; line++)                                          \
+                __builtin_prefetch(w + ahead + line * WIDTH, 0, 2);                               \
+        _tile_dpbf16ps(tile, 5, 4);                                                               \
+        if (pieces == 3) {                                                                        \
+            _tile_dpbf16ps(tile, 6, 4);                                                           \
+            _tile_dpbf16ps(tile, 7, 4);                                                           \
+        }                                                                                         \
+    }
+
+/* A block of at most TILE_ROWS rows and up to four panels into sums, [rows][panels].
+ * x: [pieces][...][inputs], a piece `piece` numbers behind the one before. ahead: words to what comes
+ * next, of which block `turn` of `turns` fetches its share. */
+ALWAYS_INLINE void tile_block(const uint16_t *x, size_t piece, const int pieces,
+                              const uint32_t *weight, ptrdiff_t ahead, vec *sums, int inputs,
+                              int turn, int turns, const int panels)
+{
+    const size_t panel = (size_t)inputs * (WIDTH / 2), stride = (size_t)inputs * sizeof *x;
+    _tile_zero(0);
+    if (panels > 1)
+        _tile_zero(1);
+    if (panels > 2)
+        _tile_zero(2);
+    if (panels > 3)
+        _tile_zero(3);
+    for (int k = 0; k < inputs; k += TILE_STEPS) {
+        const int fetch = turn-- == 0;
+        turn = fetch ? turns - 1 : turn;
+        TILE_LOAD(5, x + k, stride);
+        if (pieces == 3) {
+            TILE_LOAD(6, x + piece + k, stride);
+            TILE_LOAD(7, x + 2 * piece + k, stride);
+        }
+        PANEL(0)
+        PANEL(1)
+        PANEL(2)
+        PANEL(3)
+    }
+    const int width = panels * WIDTH * sizeof(float);
+    TILE_STORE(0, sums, width);
+    if (panels > 1)
+        TILE_STORE(1, sums + 1, width);
+    if (panels > 2)
+        TILE_STORE(2, sums + 2, width);
+    if (panels > 3)
+        TILE_STORE(3, sums + 3, width);
+}
+
+#undef PANEL
+
+/* x, [rows, k], as bfloat16 numbers that add up to it: [pieces][rows][inputs], zeros behind k. */
+static void pieces_f32(const float *x, uint16_t *out, int rows, int k, int inputs)
+{
+    const size_t piece = (size_t)rows * inputs;
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < inputs; i += WIDTH) {
+            const int left = k - i < 0 ? 0 : k - i < WIDTH ? k - i : WIDTH;
+            __m512 rest = _mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1), x + (size_t)r * k + i);
+            for (int p = 0; p < 3; p++) {
+                const __m256i half = (__m256i)_mm512_cvtneps_pbh(rest);
+                _mm256_storeu_si256((__m256i *)(out + p * piece + (size_t)r * inputs + i), half);
+                rest -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+            }
+        }
+}
+
+static void pieces_bf16(const uint16_t *x, uint16_t *out, int rows, int k, int inputs)
+{
+    for (int r = 0; r < rows; r++) {
+        memcpy(out + (size_t)r * inputs, x + (size_t)r * k, k * sizeof *x);
+        memset(out + (size_t)r * inputs + k, 0, (inputs - k) * sizeof *x);
+    }
+}
+
+#endif
+
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 
 #define ELEM float
+#define PIECES 3 /* bfloat16 numbers that make one */
 #define WORD float
 #define LOADED vec
 #define LOAD(x) (x)
@@ -59,6 +192,7 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
 #define NAME(f) JOIN(f, f32)
 #include "matmul_impl.h"
 #undef ELEM
+#undef PIECES
 #undef WORD
 #undef LOADED
 #undef LOAD
@@ -67,6 +201,7 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
 #undef NAME
 
 #define ELEM uint16_t
+#define PIECES 1 /* bfloat16 numbers that make one */
 #define WORD uint32_t
 #define LOADED bits
 #define LOAD(x) bf16_load(x)

@@ -103,9 +103,6 @@ static void configure_tiles(int rows)
     if (panels > tile) {                                                                          \
         const uint32_t *w = weight + tile * panel + (size_t)k * (WIDTH / 2);                      \
         TILE_LOAD(4, w, 64);                                                                      \
-        if (fetch)                                                                                \
-            for (int line = 0; line < TILE_ROWS; line++)                                          \
-                __builtin_prefetch(w + ahead + line * WIDTH, 0, 2);                               \
         _tile_dpbf16ps(tile, 5, 4);                                                               \
         if (pieces == 3) {                                                                        \
             _tile_dpbf16ps(tile, 6, 4);                                                           \
@@ -114,11 +111,9 @@ static void configure_tiles(int rows)
     }
 
 /* A block of at most TILE_ROWS rows and up to four panels into sums, [rows][panels].
- * x: [pieces][...][inputs], a piece `piece` numbers behind the one before. ahead: words to what comes
- * next, of which block `turn` of `turns` fetches its share. */
+ * x: [pieces][...][inputs], a piece `piece` numbers behind the one before. */
 ALWAYS_INLINE void tile_block(const uint16_t *x, size_t piece, const int pieces,
-                              const uint32_t *weight, ptrdiff_t ahead, vec *sums, int inputs,
-                              int turn, int turns, const int panels)
+                              const uint32_t *weight, vec *sums, int inputs, const int panels)
 {
     const size_t panel = (size_t)inputs * (WIDTH / 2), stride = (size_t)inputs * sizeof *x;
     _tile_zero(0);
@@ -129,8 +124,6 @@ ALWAYS_INLINE void tile_block(const uint16_t *x, size_t piece, const int pieces,
     if (panels > 3)
         _tile_zero(3);
     for (int k = 0; k < inputs; k += TILE_STEPS) {
-        const int fetch = turn-- == 0;
-        turn = fetch ? turns - 1 : turn;
         TILE_LOAD(5, x + k, stride);
         if (pieces == 3) {
             TILE_LOAD(6, x + piece + k, stride);

@@ -99,7 +99,7 @@ ALWAYS_INLINE void NAME(group)(const WORD *x, const WORD *weight, const WORD *af
 #if HAS_TILES
 
 #define PANELS(n)                                                                                 \
-    tile_block(in, (size_t)rows * inputs, PIECES, w, n * panel, sums, inputs, turn, turns, n);    \
+    tile_block(in, (size_t)rows * inputs, PIECES, w, sums, inputs, n);                            \
     NAME(store)(sums, add, o, count, outputs, width, n)
 
 /* The product with tiles: weights are bfloat16. Returns non-zero when memory runs out. */
@@ -108,7 +108,6 @@ static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, 
 {
     const int inputs = (k + TILE_STEPS - 1) / TILE_STEPS * TILE_STEPS;
     const int all = (outputs + WIDTH - 1) / WIDTH, groups = (all + MAX_PANELS - 1) / MAX_PANELS;
-    const int turns = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const size_t panel = (size_t)inputs * (WIDTH / 2);
     static const ELEM none[MAX_PANELS * WIDTH];
     const uint16_t *pieces = (const void *)x;
@@ -131,7 +130,7 @@ static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, 
             const int width = outputs - first < panels * WIDTH ? outputs - first : panels * WIDTH;
             const uint32_t *w = weight + p * panel;
             const ELEM *add = bias ? bias + first : none;
-            for (int turn = 0, r = 0; r < rows; turn++, r += TILE_ROWS) {
+            for (int r = 0; r < rows; r += TILE_ROWS) {
                 const int count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
                 if (count != configured)
                     configure_tiles(configured = count);

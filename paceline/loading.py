@@ -56,6 +56,7 @@ def load_runner(
     batch_invariant: bool | None = None,
     kv_tokens: int | None = None,
     general: bool | None = None,
+    int8: bool = False,
 ) -> ModelRunner:
     """A model from a Hugging Face folder.
 
@@ -66,6 +67,7 @@ def load_runner(
         general: force (True) or forbid (False) the general path through transformers; ``None``
             takes the fast path for the model types that it knows. Encoder-decoder models are on
             the general path too (:mod:`paceline.models.seq2seq` says what their prompts are).
+        int8: a model that drafts may compute its products in eight bits, where that is faster.
 
     Raises:
         ModelNotFound: the folder, or something in it, is missing or damaged.
@@ -95,7 +97,7 @@ def load_runner(
         )  # fmt: skip
     return LlamaRunner(
         folder, dtype=DTYPES[dtype], device=device, kv_tokens=kv_tokens,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, int8=int8,
     )  # fmt: skip
 
 
@@ -147,7 +149,9 @@ def _load_draft_runner(
         return GgufRunner(path, kv_tokens=kv_tokens, gpu=pick_device(device) != "cpu")
     if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_bfloat16():
         dtype = "bfloat16"
-    return load_runner(path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens)
+    return load_runner(
+        path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens, int8=True
+    )
 
 
 def _config(path: str | Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -141,6 +142,14 @@ def append_chains(pool: KVPool, sequences: Sequence[PooledSequence], num_steps: 
     )  # fmt: skip
 
 
+class Packing(IntEnum):
+    """``enum packing`` of kernels/matmul.c."""
+
+    PLAIN = 0  # in the model's dtype
+    TILES = 1  # bfloat16 for matrix tiles
+    BYTES = 2  # int8, each output with a scale
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """A weight matrix in the layout that its ops want."""
@@ -148,7 +157,7 @@ class Weight:
     data: Tensor
     num_outputs: int
     num_inputs: int
-    narrow: bool = False  # bfloat16 for the kernels' matrix tiles, whatever the model's dtype
+    packing: Packing = Packing.PLAIN
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -364,11 +373,11 @@ class _Model(ctypes.Structure):
 class _Weight(ctypes.Structure):
     """``struct weight``."""
 
-    _fields_ = [("packed", ctypes.c_void_p), ("narrow", ctypes.c_int64)]  # noqa: RUF012
+    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]  # noqa: RUF012
 
     @classmethod
     def of(cls, weight: Weight) -> _Weight:
-        return cls(weight.data.data_ptr(), weight.narrow)
+        return cls(weight.data.data_ptr(), weight.packing)
 
 
 _C_TYPES = {"Weight": _Weight, "int | None": ctypes.c_int64}
@@ -381,7 +390,12 @@ class _Layer(ctypes.Structure):
 
 
 class NativeOps:
-    """The C kernels, for CPU tensors in float32 or bfloat16."""
+    """The C kernels, for CPU tensors in float32 or bfloat16.
+
+    Args:
+        int8: round weights to eight bits, output by output, and inputs of products, row by row, where
+            the processor multiplies those faster. Only for models that draft: what they say changes.
+    """
 
     _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # noqa: RUF012
     _MAX_HEAD_DIM = 256
@@ -399,7 +413,7 @@ class NativeOps:
             and all(width % 2 == 0 for width in widths)
         )
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, int8: bool = False) -> None:
         library, suffix = kernels.load(), self._DTYPES[dtype]
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 
@@ -413,21 +427,46 @@ class NativeOps:
         self._linear = function("linear", "ppippiiii")
         self._greedy_chain = function("greedy_chain", "ppipppipppiippppppp")
         self._dtype = dtype
-        self._tiles = kernels.has_tiles()
+        self._tiles, self._int8 = kernels.has_tiles(), int8 and kernels.has_int8()
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
 
     def pack(self, weight: Tensor) -> Weight:
-        outputs, inputs = weight.shape
-        narrow = self._tiles and bool(weight.bfloat16().eq(weight).all())
-        data = weight.bfloat16() if narrow else weight
-        pair = 2 if data.dtype is torch.bfloat16 else 1
-        fill = -inputs % self._TILE_INPUTS if narrow else 0
-        panels = F.pad(data, (0, fill, 0, -outputs % self._WIDTH))
-        panels = panels.view(-1, self._WIDTH, (inputs + fill) // pair, pair)
-        return Weight(panels.transpose(1, 2).contiguous(), outputs, inputs, narrow)
+        if self._int8:
+            return Weight(self._pack_bytes(weight), *weight.shape, Packing.BYTES)
+        if self._tiles and bool(weight.bfloat16().eq(weight).all()):
+            panels = self._panels(weight.bfloat16(), 2, self._TILE_INPUTS)
+            return Weight(panels, *weight.shape, Packing.TILES)
+        pair = 2 if self._dtype is torch.bfloat16 else 1
+        return Weight(self._panels(weight, pair, pair), *weight.shape)
+
+    def _panels(self, weight: Tensor, together: int, multiple: int) -> Tensor:
+        """The weight, padded, with some neighbouring inputs of an output together.
+
+        # [outputs, inputs] -> [panels, inputs / together, WIDTH, together]
+        """
+        padded = F.pad(weight, (0, -weight.shape[1] % multiple, 0, -len(weight) % self._WIDTH))
+        panels = padded.view(-1, self._WIDTH, padded.shape[1] // together, together)
+        return panels.transpose(1, 2).contiguous()
+
+    def _pack_bytes(self, weight: Tensor) -> Tensor:
+        """``struct byte_panel`` of kernels/matmul.c, one for each row of the result."""
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        whole = (weight.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)).round()
+        panels = self._panels(whole.to(torch.int8), 4, 4).flatten(1)
+        shift = F.pad(128 * whole.sum(1), (0, -len(weight) % self._WIDTH)).to(torch.int32)
+        scales = F.pad(scale[:, 0], (0, -len(weight) % self._WIDTH))
+        header = [part.view(-1, self._WIDTH).view(torch.int8) for part in (scales, shift)]
+        return torch.cat([*header, panels], 1)
 
     def unpack(self, weight: Weight) -> Tensor:
-        rows = weight.data.transpose(1, 2).flatten(2).flatten(0, 1)  # [outputs, inputs], padded
+        data, scale = weight.data, None
+        if weight.packing is Packing.BYTES:
+            header = 2 * 4 * self._WIDTH
+            scale = data[:, : header // 2].contiguous().view(torch.float32).flatten()
+            data = data[:, header:].reshape(len(data), -1, self._WIDTH, 4)
+        rows = data.transpose(1, 2).flatten(2).flatten(0, 1)  # [outputs, inputs], padded
+        if scale is not None:
+            rows = rows * scale[:, None]
         return rows[: weight.num_outputs, : weight.num_inputs].to(self._dtype).contiguous()
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -436,7 +475,7 @@ class NativeOps:
         failed = self._linear(
             x.data_ptr(),
             weight.data.data_ptr(),
-            weight.narrow,
+            weight.packing,
             _address(bias),
             out.data_ptr(),
             rows,

@@ -88,6 +88,11 @@ def has_tiles() -> bool:
     return os.environ.get("PACELINE_KERNELS") != "vectors" and bool(load().allow_tiles())
 
 
+def has_int8() -> bool:
+    """Whether the kernels work here and the processor multiplies int8 natively (VNNI)."""
+    return status()[0] and bool(load().takes_bytes())
+
+
 _num_threads = 0
 
 

@@ -30,7 +30,7 @@ struct model {
 
 struct weight {
     const void *packed;
-    int64_t narrow; /* packed for tiles, see matmul.c */
+    int64_t packing; /* see matmul.c */
 };
 
 struct layer {
@@ -47,9 +47,9 @@ struct layer {
 };
 
 /* matmul.c */
-int linear_f32(const float *x, const void *packed, int narrow, const float *bias, float *out, int rows,
+int linear_f32(const float *x, const void *packed, int packing, const float *bias, float *out, int rows,
                int k, int outputs, int threads);
-int linear_bf16(const uint16_t *x, const void *packed, int narrow, const uint16_t *bias, uint16_t *out,
+int linear_bf16(const uint16_t *x, const void *packed, int packing, const uint16_t *bias, uint16_t *out,
                 int rows, int k, int outputs, int threads);
 
 #define MAX_HEAD_DIM 256

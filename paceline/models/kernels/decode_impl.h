@@ -267,7 +267,7 @@ static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, in
 }
 
 #define MULTIPLY(x, name, out, inputs, outputs)                                                    \
-    NAME(linear)(x, l->name.packed, (int)l->name.narrow, l->name##_bias, out, count, inputs, outputs, \
+    NAME(linear)(x, l->name.packed, (int)l->name.packing, l->name##_bias, out, count, inputs, outputs, \
                  m->threads)
 
 /* Layers [first, last) on x: [rows, hidden], in place, without the final norm: x is the residual
@@ -367,13 +367,13 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
                 memcpy(x + r * hidden, token, hidden * sizeof(ELEM));
         }
         if (fuse)
-            failed = NAME(linear)(both, fuse->packed, (int)fuse->narrow, fuse_bias, x, count,
+            failed = NAME(linear)(both, fuse->packed, (int)fuse->packing, fuse_bias, x, count,
                                   2 * m->hidden, m->hidden, m->threads);
         failed |= NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step,
                                    states ? states + at * hidden * num_layers : NULL);
         if (final_norm)
             NAME(add_rmsnorm)(x, NULL, final_norm, normed, count, m->hidden, m->eps, 1);
-        failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->narrow, NULL, logits,
+        failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->packing, NULL, logits,
                                count, m->hidden, vocab, m->threads);
         for (int r = 0; r < count; r++) {
             const ELEM *row = logits + (size_t)r * vocab;

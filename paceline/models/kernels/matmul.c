@@ -12,7 +12,10 @@
  * of k, and few rows cost hardly more than one. It multiplies bfloat16 only. Float32 inputs go
  * through it as the sum of three bfloat16 numbers, which is exact, if the weights are bfloat16
  * numbers themselves, as those of a checkpoint in bfloat16 are: every product is exact, sums are
- * float32, and half as many bytes of weights are read. */
+ * float32, and half as many bytes of weights are read.
+ *
+ * Weights may also be int8, each output with a scale, for models whose results need not be exact, as
+ * drafts: inputs are then rounded to eight bits, row by row. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -36,10 +39,6 @@
  * changes no bit of them. */
 #define CHUNK 512
 #define SPAN 96 /* rows whose sums wait at the same time */
-/* Sharing pays from here on: work for two wake-ups of a thread, or weights that one core's cache does
- * not keep until the next forward. */
-#define SHARED_WORK 1e6
-#define SHARED_BYTES 1.5e6
 
 typedef uint32_t bits __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
@@ -60,6 +59,20 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
     return acc + (vec)(w & 0xffff0000u) * high;
 #endif
 }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_BYTES 1
+#include <immintrin.h>
+#else
+#define HAS_BYTES 0
+#endif
+
+enum packing { PLAIN, TILES, BYTES }; /* of weights; as in ops.py */
+
+/* Sharing pays from here on: multiplications for two wake-ups of a thread, or weights that one core's
+ * cache does not keep until the next forward. */
+static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 8e6, [BYTES] = 2e6};
+#define SHARED_BYTES 1.5e6
 
 #define TILE_ROWS 16
 #define TILE_STEPS 32 /* k is padded to a multiple of this in weights for tiles */
@@ -169,6 +182,76 @@ static void pieces_bf16(const uint16_t *x, uint16_t *out, int rows, int k, int i
         memset(out + (size_t)r * inputs + k, 0, (inputs - k) * sizeof *x);
     }
 }
+
+#endif
+
+/* Whether linear takes int8 weights. */
+EXPORT int takes_bytes(void)
+{
+    return HAS_BYTES;
+}
+
+#if HAS_BYTES
+
+/* 16 outputs with int8 weights, and what stands behind the header: [k / 4][16][4], k padded. */
+struct byte_panel {
+    float scale[WIDTH];  /* of an output's weights */
+    int32_t shift[WIDTH]; /* 128 * their sum: inputs are shifted by 128, since they have no sign */
+    int8_t weights[];
+};
+
+ALWAYS_INLINE __m512 load_f32(const float *x, int count)
+{
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), x);
+}
+
+ALWAYS_INLINE __m512 load_bf16(const uint16_t *x, int count)
+{
+    const __m256i half = _mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), x);
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
+/* Sums of a block of rows and panels, [rows][panels]. */
+ALWAYS_INLINE void byte_block(const uint8_t *x, int inputs, const char *panel, size_t bytes,
+                              __m512i *sums, const int rows, const int panels)
+{
+    __m512i acc[MAX_ROWS][MAX_PANELS];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++)
+            acc[r][p] = _mm512_setzero_si512();
+    for (int k = 0; k < inputs; k += 4) {
+        __m512i w[MAX_PANELS];
+        for (int p = 0; p < panels; p++)
+            w[p] = _mm512_loadu_si512(((const struct byte_panel *)(panel + p * bytes))->weights +
+                                      (size_t)k * WIDTH);
+        for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, x + (size_t)r * inputs + k, sizeof four);
+            for (int p = 0; p < panels; p++)
+                acc[r][p] = _mm512_dpbusd_epi32(acc[r][p], _mm512_set1_epi32(four), w[p]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++)
+            sums[r * panels + p] = acc[r][p];
+}
+
+#define ROWS(n) byte_block(x, inputs, panel, bytes, sums, n, panels)
+
+ALWAYS_INLINE void byte_rows(const uint8_t *x, int inputs, const char *panel, size_t bytes,
+                             __m512i *sums, int rows, const int panels)
+{
+    switch (rows) {
+    case 1: ROWS(1); break;
+    case 2: ROWS(2); break;
+    case 3: ROWS(3); break;
+    case 4: ROWS(4); break;
+    case 5: ROWS(5); break;
+    default: ROWS(6);
+    }
+}
+
+#undef ROWS
 
 #endif
 

@@ -155,18 +155,91 @@ static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, 
 
 #endif
 
+#if HAS_BYTES
+
+/* Rows as multiples of a number of their own, shifted by 128; zeros behind k. */
+static void NAME(to_bytes)(const ELEM *x, uint8_t *out, float *scales, int rows, int k, int inputs)
+{
+    for (int r = 0; r < rows; r++) {
+        __m512 top = _mm512_setzero_ps();
+        for (int i = 0; i < k; i += WIDTH)
+            top = _mm512_max_ps(top, _mm512_abs_ps(NAME(load)(x + (size_t)r * k + i,
+                                                              k - i < WIDTH ? k - i : WIDTH)));
+        scales[r] = _mm512_reduce_max_ps(top) / 127.0f;
+        const float factor = scales[r] > 0.0f ? 1.0f / scales[r] : 0.0f;
+        for (int i = 0; i < inputs; i += WIDTH) {
+            const int real = k - i < 0 ? 0 : k - i < WIDTH ? k - i : WIDTH;
+            const int count = inputs - i < WIDTH ? inputs - i : WIDTH;
+            const __m512 value = NAME(load)(x + (size_t)r * k + i, real) * factor;
+            const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(value), _mm512_set1_epi32(128));
+            _mm_mask_storeu_epi8(out + (size_t)r * inputs + i, (__mmask16)((1u << count) - 1),
+                                 _mm512_cvtepi32_epi8(whole));
+        }
+    }
+}
+
+/* The product with int8 weights. Returns non-zero when memory runs out. */
+static int NAME(bytes)(const ELEM *x, const char *weight, const ELEM *bias, ELEM *out, int rows, int k,
+                       int outputs, int threads, int share)
+{
+    const int inputs = (k + 3) / 4 * 4;
+    const int all = (outputs + WIDTH - 1) / WIDTH, groups = (all + MAX_PANELS - 1) / MAX_PANELS;
+    const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
+    const size_t bytes = rows * (sizeof(float) + (size_t)inputs);
+    float *scales = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    if (!scales)
+        return 1;
+    uint8_t *in = (uint8_t *)(scales + rows);
+    NAME(to_bytes)(x, in, scales, rows, k, inputs);
+#pragma omp parallel for schedule(static) num_threads(threads) if (share)
+    for (int g = 0; g < groups; g++) {
+        const int p = g * MAX_PANELS, panels = all - p < MAX_PANELS ? all - p : MAX_PANELS;
+        const char *w = weight + p * panel;
+        for (int r = 0; r < rows; r += MAX_ROWS) {
+            const int count = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+            const uint8_t *row = in + (size_t)r * inputs;
+            __m512i sums[MAX_ROWS * MAX_PANELS];
+            switch (panels) {
+            case 1: byte_rows(row, inputs, w, panel, sums, count, 1); break;
+            case 2: byte_rows(row, inputs, w, panel, sums, count, 2); break;
+            case 3: byte_rows(row, inputs, w, panel, sums, count, 3); break;
+            default: byte_rows(row, inputs, w, panel, sums, count, 4);
+            }
+            for (int i = 0; i < count * panels; i++) {
+                const int first = (p + i % panels) * WIDTH;
+                const struct byte_panel *header = (const void *)(w + i % panels * panel);
+                const __m512i whole = _mm512_sub_epi32(sums[i], _mm512_loadu_si512(header->shift));
+                const vec sum = (vec)_mm512_cvtepi32_ps(whole) * *(const vec *)header->scale *
+                                scales[r + i / panels];
+                ELEM *o = out + (size_t)(r + i / panels) * outputs + first;
+                for (int j = 0; j < WIDTH && first + j < outputs; j++)
+                    o[j] = STORE(sum[j] + (bias ? LOAD(bias[first + j]) : 0.0f));
+            }
+        }
+    }
+    free(scales);
+    return 0;
+}
+
+#endif
+
 #define PANELS(n) NAME(group)(in, w, after, add, o, count, steps, outputs, width, n)
 
-/* x: [rows, k], out: [rows, outputs]; narrow: weights are bfloat16 and padded, for tiles; threads: at
- * most. Returns non-zero when memory runs out. */
-EXPORT int NAME(linear)(const ELEM *x, const void *packed, int narrow, const ELEM *bias, ELEM *out,
+/* x: [rows, k], out: [rows, outputs]; packing: of the weights; threads: at most. Returns non-zero when
+ * memory runs out. */
+EXPORT int NAME(linear)(const ELEM *x, const void *packed, int packing, const ELEM *bias, ELEM *out,
                         int rows, int k, int outputs, int threads)
 {
-    const double words = (double)k * outputs * sizeof(ELEM) / (narrow ? 4 : sizeof(WORD));
-    const int share = words * rows > SHARED_WORK || words * sizeof(WORD) > SHARED_BYTES;
+    const double size = (double)k * outputs;
+    const int bytes = packing == BYTES ? 1 : packing == TILES ? 2 : sizeof(ELEM);
+    const int share = size * rows > SHARED_WORK[packing] || size * bytes > SHARED_BYTES;
 #if HAS_TILES
-    if (narrow)
+    if (packing == TILES)
         return NAME(tiled)(x, packed, bias, out, rows, k, outputs, threads, share);
+#endif
+#if HAS_BYTES
+    if (packing == BYTES)
+        return NAME(bytes)(x, packed, bias, out, rows, k, outputs, threads, share);
 #endif
     const WORD *weight = packed;
     const int steps = k * sizeof(ELEM) / sizeof(WORD);

@@ -9,6 +9,9 @@
 #include <string.h>
 
 #include "common.h"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 /* Mirrored field by field in ops.py. */
 struct rows {
@@ -59,6 +62,15 @@ int linear_bf16(const uint16_t *x, const void *packed, int packing, const uint16
 
 typedef uint32_t vec_bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t vec_half __attribute__((vector_size(2 * WIDTH), aligned(2)));
+
+ALWAYS_INLINE vec bf16_load_each(const uint16_t *x)
+{
+#if defined(__AVX512F__) /* GCC 12 converts these one by one */
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#else
+    return (vec)(__builtin_convertvector(*(const vec_half *)x, vec_bits) << 16);
+#endif
+}
 
 typedef int32_t vec_int __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
@@ -155,7 +167,7 @@ static float weigh(float *scores, int length)
 
 #define ELEM uint16_t
 #define LOAD(x) bf16_load(x)
-#define VLOAD(p) ((vec)(__builtin_convertvector(*(const vec_half *)(p), vec_bits) << 16))
+#define VLOAD(p) bf16_load_each(p)
 #define STORE(f) bf16_store(f)
 #define NAME(f) JOIN(f, bf16)
 #include "decode_impl.h"

@@ -57,7 +57,8 @@ int linear_bf16(const uint16_t *x, const void *packed, int packing, const uint16
 
 #define MAX_HEAD_DIM 256
 #define BLOCK_ROWS 16 /* neighbouring rows of a sequence for which attention reads keys and values once */
-#define VALUES 64 /* slots whose values all rows of a block take before the next ones */
+#define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
+#define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
 #define MANY_ROWS 32 /* from here on, row by row work is shared by threads */
 
 typedef uint32_t vec_bits __attribute__((vector_size(4 * WIDTH)));
@@ -73,6 +74,16 @@ ALWAYS_INLINE vec bf16_load_each(const uint16_t *x)
 }
 
 typedef int32_t vec_int __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+ALWAYS_INLINE void bf16_store_each(uint16_t *out, vec x)
+{
+    const vec_bits bits = (vec_bits)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)out, _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
+    *(vec_half *)out = __builtin_convertvector(rounded, vec_half);
+#endif
+}
 
 /* Element by element: yes where the mask has all bits, else no. */
 ALWAYS_INLINE vec choose(vec_int mask, vec yes, vec no)
@@ -126,10 +137,23 @@ ALWAYS_INLINE vec sum_each(const vec *v)
     return sums;
 }
 
-/* Scores become weights, not yet divided by their sum, which is returned. Scores beyond the length, up
- * to a multiple of WIDTH, are none that would be a new maximum. */
+/* Scores of a query for WIDTH keys, [WIDTH][dim]. */
+ALWAYS_INLINE vec score(const float *query, const float *keys, const int dim)
+{
+    vec products[WIDTH];
+    for (int i = 0; i < WIDTH; i++) {
+        products[i] = *(const vec *)query * *(const vec *)(keys + i * dim);
+        for (int d = WIDTH; d < dim; d += WIDTH)
+            products[i] += *(const vec *)(query + d) * *(const vec *)(keys + i * dim + d);
+    }
+    return sum_each(products);
+}
+
+/* Scores become weights, not yet divided by their sum, which is returned. */
 static float weigh(float *scores, int length)
 {
+    for (int j = length; j % WIDTH; j++)
+        scores[j] = -INFINITY;
     vec tops = *(const vec *)scores, totals = {0};
     for (int j = WIDTH; j < length; j += WIDTH) {
         const vec next = *(const vec *)(scores + j);
@@ -138,8 +162,6 @@ static float weigh(float *scores, int length)
     float top = tops[0], total = 0.0f;
     for (int i = 1; i < WIDTH; i++)
         top = tops[i] > top ? tops[i] : top;
-    for (int j = length; j % WIDTH; j++)
-        scores[j] = -INFINITY;
     for (int j = 0; j < length; j += WIDTH) {
         const vec weights = exp_each(*(const vec *)(scores + j) - top);
         *(vec *)(scores + j) = weights;
@@ -150,24 +172,49 @@ static float weigh(float *scores, int length)
     return total;
 }
 
+/* Adds weighted values, [count][dim], to sums, [SUMS][dim]; which of them a position goes to depends on
+ * the position alone. */
+ALWAYS_INLINE void add_values(const float *weights, const float *values, int count, vec *sums,
+                              const int dim)
+{
+    vec acc[SUMS][MAX_HEAD_DIM / WIDTH];
+    for (int i = 0; i < SUMS; i++)
+        for (int d = 0; d < dim / WIDTH; d++)
+            acc[i][d] = sums[i * (dim / WIDTH) + d];
+    int j = 0;
+    for (; j + SUMS <= count; j += SUMS)
+        for (int i = 0; i < SUMS; i++)
+            for (int d = 0; d < dim / WIDTH; d++)
+                acc[i][d] += weights[j + i] * *(const vec *)(values + (j + i) * dim + d * WIDTH);
+    for (; j < count; j++)
+        for (int d = 0; d < dim / WIDTH; d++)
+            acc[0][d] += weights[j] * *(const vec *)(values + j * dim + d * WIDTH);
+    for (int i = 0; i < SUMS; i++)
+        for (int d = 0; d < dim / WIDTH; d++)
+            sums[i * (dim / WIDTH) + d] = acc[i][d];
+}
+
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 
 #define ELEM float
 #define LOAD(x) (x)
 #define VLOAD(p) (*(const vec *)(p))
+#define VSTORE(p, v) (*(vec *)(p) = (v))
 #define STORE(f) (f)
 #define NAME(f) JOIN(f, f32)
 #include "decode_impl.h"
 #undef ELEM
 #undef LOAD
 #undef VLOAD
+#undef VSTORE
 #undef STORE
 #undef NAME
 
 #define ELEM uint16_t
 #define LOAD(x) bf16_load(x)
 #define VLOAD(p) bf16_load_each(p)
+#define VSTORE(p, v) bf16_store_each(p, v)
 #define STORE(f) bf16_store(f)
 #define NAME(f) JOIN(f, bf16)
 #include "decode_impl.h"

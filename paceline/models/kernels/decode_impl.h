@@ -1,4 +1,5 @@
-/* Included once for each element type; ELEM, LOAD(x), STORE(f) and NAME(f) are set by decode.c. */
+/* Included once for each element type; ELEM, LOAD(x), STORE(f), the same for vectors, VLOAD(from) and
+ * VSTORE(to, v), and NAME(f) are set by decode.c. */
 
 /* x += delta (when given), out = weight * normalised x. */
 static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, ELEM *out,
@@ -66,52 +67,18 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
     }
 }
 
-/* Scores of one query for WIDTH slots. */
-ALWAYS_INLINE vec NAME(score)(const ELEM *query, const ELEM *keys, const int32_t *slots,
-                              size_t width, float scale, const int dim)
+/* One head's keys, or values, of some slots as float32.  # [count][dim] */
+ALWAYS_INLINE void NAME(gather)(const ELEM *entries, const int32_t *slots, int count, size_t width,
+                                float *out, const int dim)
 {
-    vec q[MAX_HEAD_DIM / WIDTH], products[WIDTH];
-    for (int d = 0; d < dim / WIDTH; d++)
-        q[d] = VLOAD(query + d * WIDTH) * scale;
-    for (int i = 0; i < WIDTH; i++) {
-        const ELEM *key = keys + slots[i] * width;
-        vec sum = q[0] * VLOAD(key);
-        for (int d = 1; d < dim / WIDTH; d++)
-            sum += q[d] * VLOAD(key + d * WIDTH);
-        products[i] = sum;
-    }
-    return sum_each(products);
-}
-
-/* Adds weighted values of the slots [from, to) to sums, [4][dim]: four of them hide the latency of the
- * additions; which one a position goes to depends on the position alone. */
-ALWAYS_INLINE void NAME(add_values)(const float *weights, const ELEM *values, const int32_t *slots,
-                                    size_t width, int from, int to, vec *sums, const int dim)
-{
-    vec acc[4][MAX_HEAD_DIM / WIDTH];
-    for (int i = 0; i < 4; i++)
-        for (int d = 0; d < dim / WIDTH; d++)
-            acc[i][d] = sums[i * (dim / WIDTH) + d];
-    int j = from;
-    for (; j + 4 <= to; j += 4)
-        for (int i = 0; i < 4; i++) {
-            const ELEM *value = values + slots[j + i] * width;
-            for (int d = 0; d < dim / WIDTH; d++)
-                acc[i][d] += weights[j + i] * VLOAD(value + d * WIDTH);
-        }
-    for (; j < to; j++) {
-        const ELEM *value = values + slots[j] * width;
-        for (int d = 0; d < dim / WIDTH; d++)
-            acc[0][d] += weights[j] * VLOAD(value + d * WIDTH);
-    }
-    for (int i = 0; i < 4; i++)
-        for (int d = 0; d < dim / WIDTH; d++)
-            sums[i * (dim / WIDTH) + d] = acc[i][d];
+    for (int i = 0; i < count; i++)
+        for (int d = 0; d < dim; d += WIDTH)
+            *(vec *)(out + i * dim + d) = VLOAD(entries + slots[i] * width + d);
 }
 
 /* One query head of several rows over their contexts, for head dimensions that are a multiple of 16.
- * Neighbouring rows have most of a context in common: all take a few keys before the next ones, which
- * a core's nearest cache then reads once. What a row computes does not depend on the others.
+ * Neighbouring rows have most of a context in common: all take a few slots before the next ones, which
+ * are read once then. What a row computes does not depend on the others.
  * query, out: of the first row, the others follow after a stride; contexts, scores: [rows][padded]; a
  * context's last slot is repeated up to a multiple of WIDTH. */
 ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELEM *keys,
@@ -120,33 +87,49 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELE
                                      int rows, size_t width, float scale, float *scores,
                                      const int dim)
 {
+    float queries[BLOCK_ROWS][MAX_HEAD_DIM], totals[BLOCK_ROWS];
+    vec sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM / WIDTH];
+    float entries[SHARED_FLOATS] __attribute__((aligned(64)));
     int longest = 0;
-    for (int r = 0; r < rows; r++)
-        longest = lengths[r] > longest ? lengths[r] : longest;
-    for (int j = 0; j < longest; j += WIDTH)
-        for (int r = 0; r < rows; r++)
-            if (j < lengths[r])
-                *(vec *)(scores + r * padded + j) = NAME(score)(
-                    query + r * stride, keys, contexts + r * padded + j, width, scale, dim);
-    float totals[BLOCK_ROWS];
-    vec sums[BLOCK_ROWS][4 * MAX_HEAD_DIM / WIDTH];
     for (int r = 0; r < rows; r++) {
-        totals[r] = weigh(scores + r * padded, lengths[r]);
-        for (int i = 0; i < 4 * dim / WIDTH; i++)
+        longest = lengths[r] > longest ? lengths[r] : longest;
+        for (int d = 0; d < dim; d += WIDTH)
+            *(vec *)(queries[r] + d) = VLOAD(query + r * stride + d) * scale;
+        for (int i = 0; i < SUMS * dim / WIDTH; i++)
             sums[r][i] = (vec){0};
     }
-    for (int j = 0; j < longest; j += VALUES)
-        for (int r = 0; r < rows; r++)
-            if (j < lengths[r])
-                NAME(add_values)(scores + r * padded, values, contexts + r * padded, width, j,
-                                 lengths[r] - j < VALUES ? lengths[r] : j + VALUES, sums[r], dim);
+    /* From the last row on: in a chain it has the longest context, which begins with the others'. */
+    for (int j = 0; j < longest; j += WIDTH) {
+        const int32_t *held = NULL;
+        for (int r = rows - 1; r >= 0; r--)
+            if (j < lengths[r]) {
+                const int32_t *slots = contexts + r * padded + j;
+                const int count = lengths[r] - j < WIDTH ? lengths[r] - j : WIDTH;
+                if (!held || memcmp(held, slots, count * sizeof *slots))
+                    NAME(gather)(keys, held = slots, WIDTH, width, entries, dim);
+                *(vec *)(scores + r * padded + j) = score(queries[r], entries, dim);
+            }
+    }
+    for (int r = 0; r < rows; r++)
+        totals[r] = weigh(scores + r * padded, lengths[r]);
+    const int most = SHARED_FLOATS / dim;
+    for (int j = 0; j < longest; j += most) {
+        const int32_t *held = NULL;
+        for (int r = rows - 1; r >= 0; r--)
+            if (j < lengths[r]) {
+                const int32_t *slots = contexts + r * padded + j;
+                const int count = lengths[r] - j < most ? lengths[r] - j : most;
+                if (!held || memcmp(held, slots, count * sizeof *slots))
+                    NAME(gather)(values, held = slots, count, width, entries, dim);
+                add_values(scores + r * padded + j, entries, count, sums[r], dim);
+            }
+    }
     for (int r = 0; r < rows; r++)
         for (int d = 0; d < dim / WIDTH; d++) {
             const vec *s = sums[r] + d;
             const int n = dim / WIDTH;
             const vec sum = ((s[0] + s[n]) + (s[2 * n] + s[3 * n])) / totals[r];
-            for (int i = 0; i < WIDTH; i++)
-                out[r * out_stride + d * WIDTH + i] = STORE(sum[i]);
+            VSTORE(out + r * out_stride + d * WIDTH, sum);
         }
 }
 
@@ -241,18 +224,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
     return failed;
 }
 
-/* out = silu(gate) * up, for at most WIDTH numbers. */
-ALWAYS_INLINE void NAME(silu_block)(const ELEM *gate, const ELEM *up, ELEM *out, const int count)
-{
-    vec g = {0};
-    for (int i = 0; i < count; i++)
-        g[i] = LOAD(gate[i]);
-    const vec activated = g / (1.0f + exp_each(-g));
-    for (int i = 0; i < count; i++)
-        out[i] = STORE(LOAD(STORE(activated[i])) * LOAD(up[i]));
-}
-
-/* The same from the fused [rows, 2 * dim] projection. */
+/* out = silu(gate) * up, from the fused [rows, 2 * dim] projection. */
 static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, int threads)
 {
 #pragma omp parallel for num_threads(threads) if (rows >= MANY_ROWS)
@@ -260,9 +232,16 @@ static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, in
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
         ELEM *o = out + (size_t)r * dim;
         int i = 0;
-        for (; i + WIDTH <= dim; i += WIDTH)
-            NAME(silu_block)(gate + i, up + i, o + i, WIDTH);
-        NAME(silu_block)(gate + i, up + i, o + i, dim - i);
+        for (; i + WIDTH <= dim; i += WIDTH) {
+            const vec g = VLOAD(gate + i);
+            ELEM rounded[WIDTH];
+            VSTORE(rounded, g / (1.0f + exp_each(-g)));
+            VSTORE(o + i, VLOAD(rounded) * VLOAD(up + i));
+        }
+        for (; i < dim; i++) {
+            const float g = LOAD(gate[i]);
+            o[i] = STORE(LOAD(STORE(g / (1.0f + exp_one(-g)))) * LOAD(up[i]));
+        }
     }
 }
 

@@ -85,18 +85,31 @@ ALWAYS_INLINE void bf16_store_each(uint16_t *out, vec x)
 #endif
 }
 
-/* Element by element: yes where the mask has all bits, else no. */
-ALWAYS_INLINE vec choose(vec_int mask, vec yes, vec no)
+/* The larger, or smaller, of two vectors' elements. */
+ALWAYS_INLINE vec larger(vec a, vec b)
 {
-    return (vec)((mask & (vec_int)yes) | (~mask & (vec_int)no));
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    const vec_int mask = a > b;
+    return (vec)((mask & (vec_int)a) | (~mask & (vec_int)b));
+#endif
+}
+
+ALWAYS_INLINE vec smaller(vec a, vec b)
+{
+#if defined(__AVX512F__)
+    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return -larger(-a, -b);
+#endif
 }
 
 /* exp(x) for float32, within 2 units in the last place for x <= 0 down to underflow; polynomial:
  * Cephes expf. On whole vectors, because compilers do not make vector code of the same for a number. */
 ALWAYS_INLINE vec exp_each(vec x)
 {
-    x = choose(x < -87.0f, (vec){0} - 87.0f, x);
-    x = choose(x > 88.0f, (vec){0} + 88.0f, x);
+    x = smaller(larger(x, (vec){0} - 87.0f), (vec){0} + 88.0f);
     /* Towards zero, which is downwards here. */
     const vec_int n = __builtin_convertvector(x * 1.44269504f + 128.5f, vec_int) - 128;
     const vec whole = __builtin_convertvector(n, vec);
@@ -155,10 +168,8 @@ static float weigh(float *scores, int length)
     for (int j = length; j % WIDTH; j++)
         scores[j] = -INFINITY;
     vec tops = *(const vec *)scores, totals = {0};
-    for (int j = WIDTH; j < length; j += WIDTH) {
-        const vec next = *(const vec *)(scores + j);
-        tops = choose(next > tops, next, tops);
-    }
+    for (int j = WIDTH; j < length; j += WIDTH)
+        tops = larger(tops, *(const vec *)(scores + j));
     float top = tops[0], total = 0.0f;
     for (int i = 1; i < WIDTH; i++)
         top = tops[i] > top ? tops[i] : top;

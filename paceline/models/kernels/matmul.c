@@ -75,6 +75,7 @@ static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 8e6, [BYTES] = 2e6
 #define SHARED_BYTES 1.5e6
 
 #define TILE_ROWS 16
+#define TILE_SPAN 64 /* rows that one thread takes */
 #define TILE_STEPS 32 /* k is padded to a multiple of this in weights for tiles */
 
 /* Whether the processor has tiles and the system lets this process use them; asked for once, before
@@ -123,10 +124,11 @@ static void configure_tiles(int rows)
         }                                                                                         \
     }
 
-/* A block of at most TILE_ROWS rows and up to four panels into sums, [rows][panels].
- * x: [pieces][...][inputs], a piece `piece` numbers behind the one before. */
+/* A block of at most TILE_ROWS rows and up to four panels.
+ * x: [pieces][...][inputs], a piece `piece` numbers behind the one before; width: of a row of sums. */
 ALWAYS_INLINE void tile_block(const uint16_t *x, size_t piece, const int pieces,
-                              const uint32_t *weight, vec *sums, int inputs, const int panels)
+                              const uint32_t *weight, float *sums, size_t width, int inputs,
+                              const int panels)
 {
     const size_t panel = (size_t)inputs * (WIDTH / 2), stride = (size_t)inputs * sizeof *x;
     _tile_zero(0);
@@ -147,40 +149,37 @@ ALWAYS_INLINE void tile_block(const uint16_t *x, size_t piece, const int pieces,
         PANEL(2)
         PANEL(3)
     }
-    const int width = panels * WIDTH * sizeof(float);
-    TILE_STORE(0, sums, width);
+    TILE_STORE(0, sums, width * sizeof *sums);
     if (panels > 1)
-        TILE_STORE(1, sums + 1, width);
+        TILE_STORE(1, sums + WIDTH, width * sizeof *sums);
     if (panels > 2)
-        TILE_STORE(2, sums + 2, width);
+        TILE_STORE(2, sums + 2 * WIDTH, width * sizeof *sums);
     if (panels > 3)
-        TILE_STORE(3, sums + 3, width);
+        TILE_STORE(3, sums + 3 * WIDTH, width * sizeof *sums);
 }
 
 #undef PANEL
 
-/* x, [rows, k], as bfloat16 numbers that add up to it: [pieces][rows][inputs], zeros behind k. */
-static void pieces_f32(const float *x, uint16_t *out, int rows, int k, int inputs)
+/* A row of inputs as bfloat16 numbers that add up to it, a piece `piece` numbers behind the one before;
+ * zeros behind k. */
+static void pieces_f32(const float *x, uint16_t *out, size_t piece, int k, int inputs)
 {
-    const size_t piece = (size_t)rows * inputs;
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < inputs; i += WIDTH) {
-            const int left = k - i < 0 ? 0 : k - i < WIDTH ? k - i : WIDTH;
-            __m512 rest = _mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1), x + (size_t)r * k + i);
-            for (int p = 0; p < 3; p++) {
-                const __m256i half = (__m256i)_mm512_cvtneps_pbh(rest);
-                _mm256_storeu_si256((__m256i *)(out + p * piece + (size_t)r * inputs + i), half);
-                rest -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-            }
+    for (int i = 0; i < inputs; i += WIDTH) {
+        const int left = k - i < 0 ? 0 : k - i < WIDTH ? k - i : WIDTH;
+        __m512 rest = _mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1), x + i);
+        for (int p = 0; p < 3; p++) {
+            const __m256i half = (__m256i)_mm512_cvtneps_pbh(rest);
+            _mm256_storeu_si256((__m256i *)(out + p * piece + i), half);
+            rest -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
         }
+    }
 }
 
-static void pieces_bf16(const uint16_t *x, uint16_t *out, int rows, int k, int inputs)
+static void pieces_bf16(const uint16_t *x, uint16_t *out, size_t piece, int k, int inputs)
 {
-    for (int r = 0; r < rows; r++) {
-        memcpy(out + (size_t)r * inputs, x + (size_t)r * k, k * sizeof *x);
-        memset(out + (size_t)r * inputs + k, 0, (inputs - k) * sizeof *x);
-    }
+    (void)piece; /* one is enough */
+    memcpy(out, x, k * sizeof *x);
+    memset(out + k, 0, (inputs - k) * sizeof *x);
 }
 
 #endif

@@ -99,8 +99,12 @@ ALWAYS_INLINE void NAME(group)(const WORD *x, const WORD *weight, const WORD *af
 #if HAS_TILES
 
 #define PANELS(n)                                                                                 \
-    tile_block(in, (size_t)rows * inputs, PIECES, w, sums, inputs, n);                            \
-    NAME(store)(sums, add, o, count, outputs, width, n)
+    if (straight) {                                                                               \
+        tile_block(in, piece, PIECES, w, (float *)o, outputs, inputs, n);                         \
+    } else {                                                                                      \
+        tile_block(in, piece, PIECES, w, (float *)sums, n * WIDTH, inputs, n);                    \
+        NAME(store)(sums, add, o, count, outputs, width, n);                                      \
+    }
 
 /* The product with tiles: weights are bfloat16. Returns non-zero when memory runs out. */
 static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, ELEM *out, int rows,
@@ -108,7 +112,9 @@ static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, 
 {
     const int inputs = (k + TILE_STEPS - 1) / TILE_STEPS * TILE_STEPS;
     const int all = (outputs + WIDTH - 1) / WIDTH, groups = (all + MAX_PANELS - 1) / MAX_PANELS;
-    const size_t panel = (size_t)inputs * (WIDTH / 2);
+    const size_t panel = (size_t)inputs * (WIDTH / 2), piece = (size_t)rows * inputs;
+    const int count = rows < TILE_ROWS ? rows : TILE_ROWS;
+    const int spans = rows < TILE_SPAN ? 1 : rows / TILE_SPAN; /* the last one takes what is left over */
     static const ELEM none[MAX_PANELS * WIDTH];
     const uint16_t *pieces = (const void *)x;
     uint16_t *memory = NULL;
@@ -117,23 +123,28 @@ static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, 
         pieces = memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
         if (!memory)
             return 1;
-        NAME(pieces)(x, memory, rows, k, inputs);
     }
 #pragma omp parallel num_threads(threads) if (share)
     {
         _Alignas(64) vec sums[TILE_ROWS * MAX_PANELS];
-        int configured = 0;
+        configure_tiles(count);
+        if (memory) {
 #pragma omp for schedule(static)
-        for (int g = 0; g < groups; g++) {
-            const int p = g * MAX_PANELS, first = p * WIDTH;
+            for (int r = 0; r < rows; r++)
+                NAME(pieces)(x + (size_t)r * k, memory + (size_t)r * inputs, piece, k, inputs);
+        }
+#pragma omp for schedule(static)
+        for (int item = 0; item < groups * spans; item++) {
+            const int span = item / groups, p = item % groups * MAX_PANELS, first = p * WIDTH;
+            const int end = span + 1 < spans ? (span + 1) * TILE_SPAN : rows;
             const int panels = all - p < MAX_PANELS ? all - p : MAX_PANELS;
             const int width = outputs - first < panels * WIDTH ? outputs - first : panels * WIDTH;
+            const int straight = PIECES == 3 && !bias && width == panels * WIDTH;
             const uint32_t *w = weight + p * panel;
             const ELEM *add = bias ? bias + first : none;
-            for (int r = 0; r < rows; r += TILE_ROWS) {
-                const int count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
-                if (count != configured)
-                    configure_tiles(configured = count);
+            for (int block = span * TILE_SPAN; block < end; block += TILE_ROWS) {
+                /* The last block takes rows of the one before again: tiles keep their shape. */
+                const int r = block + TILE_ROWS <= rows ? block : rows - count;
                 const uint16_t *in = pieces + (size_t)r * inputs;
                 ELEM *o = out + (size_t)r * outputs + first;
                 switch (panels) {
@@ -144,8 +155,7 @@ static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, 
                 }
             }
         }
-        if (configured)
-            _tile_release();
+        _tile_release();
     }
     free(memory);
     return 0;
@@ -233,6 +243,8 @@ EXPORT int NAME(linear)(const ELEM *x, const void *packed, int packing, const EL
     const double size = (double)k * outputs;
     const int bytes = packing == BYTES ? 1 : packing == TILES ? 2 : sizeof(ELEM);
     const int share = size * rows > SHARED_WORK[packing] || size * bytes > SHARED_BYTES;
+    if (!rows)
+        return 0;
 #if HAS_TILES
     if (packing == TILES)
         return NAME(tiled)(x, packed, bias, out, rows, k, outputs, threads, share);

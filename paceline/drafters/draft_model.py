@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.drafters.base import greedy_chain_depth
+from paceline.drafters.base import greedy_chain_depth, stop_below
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import argmax_rows
@@ -100,8 +100,8 @@ class DraftModel:
     def _greedy_chains(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
-        """Chains of equal length by argmax, in one call of the model; None where it cannot."""
-        runner, depth = self.runner, greedy_chain_depth(sessions, budgets)
+        """Chains by argmax, in one call of the model; None where it cannot."""
+        runner, depth = self.runner, greedy_chain_depth(sessions, budgets, stops=True)
         if not (
             isinstance(runner, LlamaRunner)
             and runner.drafts_chains
@@ -109,15 +109,29 @@ class DraftModel:
             and depth > 1
         ):
             return None
-        first = argmax_rows(self.root(sessions))
+        logits = self.root(sessions)
+        first, ends = argmax_rows(logits), stop_below(sessions, depth)
         states = [self._states[session.session_id] for session in sessions]
-        tokens = runner.greedy_chain([state.sequence for state in states], first, depth - 1)
+        unsure = np.zeros(len(sessions), np.bool_)
+        if ends is not None:
+            unsure = logits.softmax(-1).amax(-1).numpy() < ends[0]
+            ends = np.ascontiguousarray(ends[1:])
+            ends[0, unsure] = 2.0  # no second token of theirs is wanted: it ends them
+        if unsure.all():
+            return [Draft.chain([token]) for token in first]
+        sequences = [state.sequence for state in states]
+        tokens = runner.greedy_chain(sequences, first, depth - 1, stop_below=ends)
+        drafts = []
         for i, state in enumerate(states):
-            expanded = tokens[:-1, i].tolist()
+            chain = tokens[:1, i] if unsure[i] else tokens[tokens[:, i] >= 0, i]
+            expanded = chain[:-1].tolist()
             state.pending_ids += expanded
-            state.entry_of_node = {node: state.num_catch_up + node for node in range(depth - 1)}
+            state.entry_of_node = {
+                node: state.num_catch_up + node for node in range(len(expanded))
+            }
             state.paths = {(node - 1, token): node for node, token in enumerate(expanded)}
-        return [Draft.chain(tokens[:, i].copy()) for i in range(len(sessions))]
+            drafts.append(Draft.chain(chain.copy()))
+        return drafts
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:
         """Catch up with the committed tokens; logits after the last.  # [num_sessions, vocab]"""

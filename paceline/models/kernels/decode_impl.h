@@ -305,6 +305,35 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
 
 #undef MULTIPLY
 
+static float NAME(highest)(const ELEM *x, int size)
+{
+    vec tops = (vec){0} - INFINITY;
+    int i = 0;
+    for (; i + WIDTH <= size; i += WIDTH)
+        tops = larger(tops, VLOAD(x + i));
+    float top = tops[0];
+    for (int j = 1; j < WIDTH; j++)
+        top = tops[j] > top ? tops[j] : top;
+    for (; i < size; i++)
+        top = LOAD(x[i]) > top ? LOAD(x[i]) : top;
+    return top;
+}
+
+/* The sum of exp(x - top). */
+static float NAME(sum_exp)(const ELEM *x, int size, float top)
+{
+    vec sums = {0};
+    int i = 0;
+    for (; i + WIDTH <= size; i += WIDTH)
+        sums += exp_each(VLOAD(x + i) - top);
+    float sum = 0.0f;
+    for (int j = 0; j < WIDTH; j++)
+        sum += sums[j];
+    for (; i < size; i++)
+        sum += exp_one(LOAD(x[i]) - top);
+    return sum;
+}
+
 /* Continues `count` sequences by `steps` tokens each: every token is the argmax after the one
  * before. One call instead of one for each token, because a small model takes less time than the
  * code around it.
@@ -356,17 +385,13 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
                                count, m->hidden, vocab, m->threads);
         for (int r = 0; r < count; r++) {
             const ELEM *row = logits + (size_t)r * vocab;
-            float best = LOAD(row[0]);
-            for (int i = 1; i < vocab; i++)
-                best = LOAD(row[i]) > best ? LOAD(row[i]) : best;
+            const float best = NAME(highest)(row, vocab);
             int first = 0;
             while (first < vocab - 1 && LOAD(row[first]) != best)
                 first++;
             tokens[at + count + r] = first;
             if (stop_below && lengths[r] == steps) {
-                float sum = 0.0f;
-                for (int i = 0; i < vocab; i++)
-                    sum += exp_one(LOAD(row[i]) - best);
+                const float sum = NAME(sum_exp)(row, vocab, best);
                 if (1.0f / sum < stop_below[at + r]) {
                     lengths[r] = s + 1;
                     left--;

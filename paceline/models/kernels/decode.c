@@ -183,26 +183,34 @@ static float weigh(float *scores, int length)
     return total;
 }
 
-/* Adds weighted values, [count][dim], to sums, [SUMS][dim]; which of them a position goes to depends on
- * the position alone. */
-ALWAYS_INLINE void add_values(const float *weights, const float *values, int count, vec *sums,
-                              const int dim)
+/* Adds weighted values, [count][dim], to the sums of one row or of two that follow after a stride,
+ * [SUMS][dim]; which of them a position goes to depends on the position alone. */
+ALWAYS_INLINE void add_values(const float *weights, size_t stride, const float *values, int count,
+                              float *sums, size_t sums_stride, const int rows, const int dim)
 {
-    vec acc[SUMS][MAX_HEAD_DIM / WIDTH];
-    for (int i = 0; i < SUMS; i++)
-        for (int d = 0; d < dim / WIDTH; d++)
-            acc[i][d] = sums[i * (dim / WIDTH) + d];
+    vec acc[2][SUMS][MAX_HEAD_DIM / WIDTH];
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < SUMS; i++)
+            for (int d = 0; d < dim / WIDTH; d++)
+                acc[r][i][d] = *(vec *)(sums + r * sums_stride + i * dim + d * WIDTH);
     int j = 0;
     for (; j + SUMS <= count; j += SUMS)
         for (int i = 0; i < SUMS; i++)
-            for (int d = 0; d < dim / WIDTH; d++)
-                acc[i][d] += weights[j + i] * *(const vec *)(values + (j + i) * dim + d * WIDTH);
+            for (int d = 0; d < dim / WIDTH; d++) {
+                const vec value = *(const vec *)(values + (j + i) * dim + d * WIDTH);
+                for (int r = 0; r < rows; r++)
+                    acc[r][i][d] += weights[r * stride + j + i] * value;
+            }
     for (; j < count; j++)
-        for (int d = 0; d < dim / WIDTH; d++)
-            acc[0][d] += weights[j] * *(const vec *)(values + j * dim + d * WIDTH);
-    for (int i = 0; i < SUMS; i++)
-        for (int d = 0; d < dim / WIDTH; d++)
-            sums[i * (dim / WIDTH) + d] = acc[i][d];
+        for (int d = 0; d < dim / WIDTH; d++) {
+            const vec value = *(const vec *)(values + j * dim + d * WIDTH);
+            for (int r = 0; r < rows; r++)
+                acc[r][0][d] += weights[r * stride + j] * value;
+        }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < SUMS; i++)
+            for (int d = 0; d < dim / WIDTH; d++)
+                *(vec *)(sums + r * sums_stride + i * dim + d * WIDTH) = acc[r][i][d];
 }
 
 #define JOIN_(a, b) a##_##b

@@ -80,56 +80,63 @@ ALWAYS_INLINE void NAME(gather)(const ELEM *entries, const int32_t *slots, int c
  * Neighbouring rows have most of a context in common: all take a few slots before the next ones, which
  * are read once then. What a row computes does not depend on the others.
  * query, out: of the first row, the others follow after a stride; contexts, scores: [rows][padded]; a
- * context's last slot is repeated up to a multiple of WIDTH. */
+ * context's last slot is repeated up to a multiple of WIDTH; shared: slots that a context begins with,
+ * as the last row's does. */
 ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELEM *keys,
                                      const ELEM *values, ELEM *out, size_t out_stride,
-                                     const int32_t *contexts, const int *lengths, size_t padded,
-                                     int rows, size_t width, float scale, float *scores,
-                                     const int dim)
+                                     const int32_t *contexts, const int *lengths, const int *shared,
+                                     size_t padded, int rows, size_t width, float scale,
+                                     float *scores, const int dim)
 {
-    float queries[BLOCK_ROWS][MAX_HEAD_DIM], totals[BLOCK_ROWS];
-    vec sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM / WIDTH];
-    float entries[SHARED_FLOATS] __attribute__((aligned(64)));
+    float queries[BLOCK_ROWS][MAX_HEAD_DIM], sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM];
+    float totals[BLOCK_ROWS], entries[SHARED_FLOATS] __attribute__((aligned(64)));
+    const int last = rows - 1, most = SHARED_FLOATS / dim;
     int longest = 0;
     for (int r = 0; r < rows; r++) {
         longest = lengths[r] > longest ? lengths[r] : longest;
         for (int d = 0; d < dim; d += WIDTH)
             *(vec *)(queries[r] + d) = VLOAD(query + r * stride + d) * scale;
-        for (int i = 0; i < SUMS * dim / WIDTH; i++)
-            sums[r][i] = (vec){0};
+        memset(sums[r], 0, SUMS * dim * sizeof **sums);
     }
-    /* From the last row on: in a chain it has the longest context, which begins with the others'. */
     for (int j = 0; j < longest; j += WIDTH) {
-        const int32_t *held = NULL;
-        for (int r = rows - 1; r >= 0; r--)
-            if (j < lengths[r]) {
-                const int32_t *slots = contexts + r * padded + j;
-                const int count = lengths[r] - j < WIDTH ? lengths[r] - j : WIDTH;
-                if (!held || memcmp(held, slots, count * sizeof *slots))
-                    NAME(gather)(keys, held = slots, WIDTH, width, entries, dim);
-                *(vec *)(scores + r * padded + j) = score(queries[r], entries, dim);
-            }
+        int held = 0; /* whether the last row's entries are gathered */
+        for (int r = last; r >= 0; r--) {
+            const int count = lengths[r] - j < WIDTH ? lengths[r] - j : WIDTH;
+            if (count <= 0)
+                continue;
+            if (!held || j + count > shared[r])
+                NAME(gather)(keys, contexts + r * padded + j, WIDTH, width, entries, dim);
+            held = r == last || (held && j + count <= shared[r]);
+            *(vec *)(scores + r * padded + j) = score(queries[r], entries, dim);
+        }
     }
     for (int r = 0; r < rows; r++)
         totals[r] = weigh(scores + r * padded, lengths[r]);
-    const int most = SHARED_FLOATS / dim;
     for (int j = 0; j < longest; j += most) {
-        const int32_t *held = NULL;
-        for (int r = rows - 1; r >= 0; r--)
-            if (j < lengths[r]) {
-                const int32_t *slots = contexts + r * padded + j;
-                const int count = lengths[r] - j < most ? lengths[r] - j : most;
-                if (!held || memcmp(held, slots, count * sizeof *slots))
-                    NAME(gather)(values, held = slots, count, width, entries, dim);
-                add_values(scores + r * padded + j, entries, count, sums[r], dim);
+        int held = 0;
+        for (int r = last; r >= 0; r--) {
+            const int count = lengths[r] - j < most ? lengths[r] - j : most;
+            const float *weights = scores + r * padded + j;
+            if (count <= 0)
+                continue;
+            if (held && r && j + most <= shared[r] && j + most <= shared[r - 1]) {
+                r--; /* two rows use a value while it is in a register */
+                add_values(weights - padded, padded, entries, most, sums[r], SUMS * MAX_HEAD_DIM, 2,
+                           dim);
+                continue;
             }
+            if (!held || j + count > shared[r])
+                NAME(gather)(values, contexts + r * padded + j, count, width, entries, dim);
+            held = r == last || (held && j + count <= shared[r]);
+            add_values(weights, padded, entries, count, sums[r], SUMS * MAX_HEAD_DIM, 1, dim);
+        }
     }
     for (int r = 0; r < rows; r++)
-        for (int d = 0; d < dim / WIDTH; d++) {
-            const vec *s = sums[r] + d;
-            const int n = dim / WIDTH;
-            const vec sum = ((s[0] + s[n]) + (s[2 * n] + s[3 * n])) / totals[r];
-            VSTORE(out + r * out_stride + d * WIDTH, sum);
+        for (int d = 0; d < dim; d += WIDTH) {
+            const float *s = sums[r] + d;
+            const vec even = *(const vec *)s + *(const vec *)(s + dim);
+            const vec odd = *(const vec *)(s + 2 * dim) + *(const vec *)(s + 3 * dim);
+            VSTORE(out + r * out_stride + d, (even + odd) / totals[r]);
         }
 }
 
@@ -184,8 +191,8 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
         for (int item = 0; item < num_blocks * kv_heads; item++) {
             const int block = item / kv_heads, g = item % kv_heads;
             const int from = blocks[block], count = scores ? blocks[block + 1] - from : 0;
-            int lengths[BLOCK_ROWS];
-            for (int r = 0; r < count; r++) {
+            int lengths[BLOCK_ROWS], shared[BLOCK_ROWS], last_prefix = 0, last_hidden = 0;
+            for (int r = count - 1; r >= 0; r--) {
                 const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
                 const int hidden = window && prefix + path > window ? prefix + path - window : 0;
                 const int skipped = hidden < prefix ? hidden : prefix;
@@ -195,6 +202,12 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                 memcpy(context + prefix - skipped, rows->path[from + r] + (hidden - skipped),
                        (path - (hidden - skipped)) * sizeof(int32_t));
                 lengths[r] = prefix + path - hidden;
+                if (r == count - 1) {
+                    last_prefix = prefix;
+                    last_hidden = hidden;
+                }
+                const int common = prefix < last_prefix ? prefix : last_prefix;
+                shared[r] = hidden == last_hidden ? common - hidden : 0;
                 for (int j = lengths[r]; j % WIDTH; j++)
                     context[j] = context[lengths[r] - 1];
             }
@@ -203,8 +216,8 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                 const ELEM *query = qkv + from * stride + h * dim;
                 ELEM *o = out + from * out_stride + h * dim;
 #define ATTEND(d)                                                                                  \
-    NAME(attend_head)(query, stride, k, v, o, out_stride, contexts, lengths, padded, count, width, \
-                      scale, scores, d)
+    NAME(attend_head)(query, stride, k, v, o, out_stride, contexts, lengths, shared, padded, count,   \
+                      width, scale, scores, d)
                 if (dim == 32)
                     ATTEND(32);
                 else if (dim == 64)

@@ -126,9 +126,7 @@ class DraftModel:
             chain = tokens[:1, i] if unsure[i] else tokens[tokens[:, i] >= 0, i]
             expanded = chain[:-1].tolist()
             state.pending_ids += expanded
-            state.entry_of_node = {
-                node: state.num_catch_up + node for node in range(len(expanded))
-            }
+            state.entry_of_node = {node: state.num_catch_up + node for node in range(len(expanded))}
             state.paths = {(node - 1, token): node for node, token in enumerate(expanded)}
             drafts.append(Draft.chain(chain.copy()))
         return drafts

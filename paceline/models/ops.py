@@ -256,7 +256,7 @@ class TorchOps:
         self.by_row = by_row
 
     def pack(self, weight: Tensor) -> Weight:
-        return Weight(weight, *weight.shape)
+        return Weight(weight, len(weight), weight.shape[1])
 
     def unpack(self, weight: Weight) -> Tensor:
         return weight.data
@@ -373,7 +373,7 @@ class _Model(ctypes.Structure):
 class _Weight(ctypes.Structure):
     """``struct weight``."""
 
-    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]  # noqa: RUF012
+    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]
 
     @classmethod
     def of(cls, weight: Weight) -> _Weight:
@@ -393,8 +393,8 @@ class NativeOps:
     """The C kernels, for CPU tensors in float32 or bfloat16.
 
     Args:
-        int8: round weights to eight bits, output by output, and inputs of products, row by row, where
-            the processor multiplies those faster. Only for models that draft: what they say changes.
+        int8: round weights to eight bits, output by output, and inputs of products, row by row,
+            where the processor multiplies those faster. Only for models that draft: results change.
     """
 
     _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # noqa: RUF012
@@ -431,13 +431,14 @@ class NativeOps:
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
 
     def pack(self, weight: Tensor) -> Weight:
+        outputs, inputs = weight.shape
         if self._int8:
-            return Weight(self._pack_bytes(weight), *weight.shape, Packing.BYTES)
+            return Weight(self._pack_bytes(weight), outputs, inputs, Packing.BYTES)
         if self._tiles and bool(weight.bfloat16().eq(weight).all()):
             panels = self._panels(weight.bfloat16(), 2, self._TILE_INPUTS)
-            return Weight(panels, *weight.shape, Packing.TILES)
+            return Weight(panels, outputs, inputs, Packing.TILES)
         pair = 2 if self._dtype is torch.bfloat16 else 1
-        return Weight(self._panels(weight, pair, pair), *weight.shape)
+        return Weight(self._panels(weight, pair, pair), outputs, inputs)
 
     def _panels(self, weight: Tensor, together: int, multiple: int) -> Tensor:
         """The weight, padded, with some neighbouring inputs of an output together.
@@ -557,7 +558,8 @@ class NativeOps:
         paths = _path_addresses(rows)
         packed = _packed(steps * count, rows, paths)
         lengths = np.full(count, steps, np.int32)
-        head_weight, fusing = _Weight.of(head), (None, None, None)
+        head_weight = _Weight.of(head)
+        fusing: tuple[int | None, ...] = (None, None, None)
         if fuse is not None:
             fuse_weight = _Weight.of(fuse.weight)
             fusing = (

@@ -184,7 +184,9 @@ def check_kernels() -> Result:
 
     usable, detail = kernels.status()
     if usable:
-        return Result("kernels", Status.OK, f"C kernels at {detail}")
+        units = {"matrix tiles": kernels.has_tiles(), "int8": kernels.has_int8()}
+        has = ", ".join(name for name, there in units.items() if there) or "vectors only"
+        return Result("kernels", Status.OK, f"C kernels ({has}) at {detail}")
     return Result(
         "kernels",
         Status.WARN,

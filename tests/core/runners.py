@@ -1,4 +1,4 @@
-"""Both versions of the fast path: with the C kernels, and in plain torch."""
+"""All versions of the fast path: the C kernels, those without tiles, and plain torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ import pytest
 
 from paceline.models import kernels
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import NativeOps, TorchOps
+from paceline.models.ops import NativeOps, Packing, TorchOps
 
 
 def load_runner(folder: Path, **options: Any) -> LlamaRunner:
     """A runner with the C kernels; fails where they cannot be built."""
     runner = LlamaRunner(folder, **options)
     assert isinstance(runner._ops, NativeOps)
+    return runner
+
+
+def load_runner_without_tiles(folder: Path, **options: Any) -> LlamaRunner:
+    """A runner as a processor without matrix tiles has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_KERNELS", "vectors")
+        runner = load_runner(folder, **options)
+    assert runner.packed_lm_head.packing is Packing.PLAIN
     return runner
 
 

@@ -55,7 +55,6 @@ CASES = [
 # The rows that all others are variations of, and the fakes: these run longest at night.
 CORE_ROWS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup", "speculative_sampling")
 CORE_CASES = [case for case in CASES if case[0] in (*CORE_ROWS, *FAKES)]
-FAKE_CASES = [case for case in CASES if case[0] in FAKES]
 OTHER_LOSSLESS_CASES = [case for case in CASES if case not in CORE_CASES]
 OTHER_CASES = [
     (name, variant)

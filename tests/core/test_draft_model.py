@@ -8,7 +8,7 @@ import pytest
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
-from paceline.engine import Engine
+from paceline.engine import Engine, RoundEvent
 from paceline.models.llama import LlamaRunner
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
@@ -59,6 +59,48 @@ def test_a_chain_in_one_call_is_the_chain_token_by_token(
             drafter.close(session)
     assert drafted[0] == drafted[1]
     assert all(len(tokens) == depth for tokens in drafted[0])
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.6, 0.95])
+def test_a_chain_in_one_call_ends_where_the_drafter_is_unsure(
+    demo: Engine, draft_runner: LlamaRunner, monkeypatch: pytest.MonkeyPatch, threshold: float
+) -> None:
+    """Round after round the drafts, and with them the entries that are kept, are those of one token
+    at a time."""
+    assert demo.tokenizer is not None
+    speculation = SpeculationConfig(
+        method="draft_model", length="confidence", stop_threshold=threshold, length_max=9
+    )
+    prompts = [
+        demo.tokenizer.encode(text)
+        for text in ("def area(width, height):\n", "import os\nimport ", "class Queue:\n    ")
+    ]
+    runs = []
+    for in_one_call in (True, False):
+        monkeypatch.setattr(LlamaRunner, "drafts_chains", in_one_call)
+        drafts: list[tuple[str, list[int]]] = []
+
+        def note(event: RoundEvent, drafts: list[tuple[str, list[int]]] = drafts) -> None:
+            assert event.outcome is not None
+            drafts.append((event.session.params.stop[0], event.outcome.draft.token_ids.tolist()))
+
+        engine = demo.sibling()
+        sessions = [
+            engine.submit(
+                prompt,
+                SamplingParams(max_tokens=40, ignore_eos=True, stop=(f"<none {i}>",)),
+                speculation,
+                on_event=note,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        while engine.has_work:
+            engine.step()
+        assert not any(session.stats.drafter_lost for session in sessions)
+        runs.append((drafts, [session.output_ids for session in sessions]))
+    assert runs[0] == runs[1]
+    lengths = {len(tokens) for _, tokens in runs[0][0]}
+    assert len(lengths) > 2, "chains of several lengths were wanted"
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -49,10 +49,10 @@ def watch(runner: LlamaRunner, run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         return result
 
     def counted_chain(
-        sequences: Sequence[KVSequence], tokens: Sequence[int], num_steps: int
+        sequences: Sequence[KVSequence], tokens: Sequence[int], num_steps: int, **options: Any
     ) -> IntArray:
         run.forwards += num_steps  # as many forwards in one call
-        return chain(sequences, tokens, num_steps)
+        return chain(sequences, tokens, num_steps, **options)
 
     chain = runner.greedy_chain
     monkeypatch.setattr(runner, "forward", counted)

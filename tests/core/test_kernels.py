@@ -14,7 +14,7 @@ from paceline.loading import limit_threads
 from paceline.models import kernels
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import NativeOps, TorchOps
+from paceline.models.ops import NativeOps, Packing, TorchOps
 from tests.core.runners import load_runner, load_runner_without_kernels
 from tests.modelzoo import make_model
 
@@ -28,16 +28,30 @@ def test_the_kernels_are_built_here() -> None:
     assert usable, where
 
 
+@pytest.mark.parametrize("tiles", [True, False], ids=["tiles", "vectors"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("outputs", [1, 15, 16, 17, 64, 258])
 @pytest.mark.parametrize("inputs", [2, 6, 130, 2066])  # the last takes several chunks
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+def test_linear(
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    dtype: torch.dtype,
+    tiles: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = torch.Generator().manual_seed(inputs * outputs)
-    weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32)
+    # Tiles take what bfloat16 can hold, whatever the dtype.
+    weight = weight.to(torch.bfloat16 if tiles else dtype).to(dtype)
     offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
+    if not tiles:
+        monkeypatch.setenv("PACELINE_KERNELS", "vectors")
     native = NativeOps(dtype)
     packed = native.pack(weight)
+    assert packed.packing is (Packing.TILES if tiles and kernels.has_tiles() else Packing.PLAIN)
+    assert torch.equal(native.unpack(packed), weight)
     whole = torch.randn(101, inputs, generator=generator).to(dtype)
     expected = F.linear(
         whole.double(), weight.double(), None if offset is None else offset.double()
@@ -52,6 +66,47 @@ def test_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> No
             limit_threads(threads)
             part = native.linear(whole[start : start + size].contiguous(), packed, offset)
             assert torch.equal(part, together[start : start + size])
+
+
+def test_tiles_round_float32_no_more_than_the_platforms_product() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(320, 416, generator=generator).bfloat16().float()
+    x = torch.randn(40, 416, generator=generator)
+    exact = x.double() @ weight.double().T
+    native = NativeOps(torch.float32)
+    error = (native.linear(x, native.pack(weight)).double() - exact).square().mean().sqrt()
+    assert error < 3 * (F.linear(x, weight).double() - exact).square().mean().sqrt()
+
+
+@pytest.mark.skipif(not kernels.has_int8(), reason="the processor has no int8 products (VNNI)")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (30, 17), (160, 480), (418, 258)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_weights(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    """Exactly the product of what inputs and weights are rounded to; a row at a time, too."""
+    generator = torch.Generator().manual_seed(inputs * outputs)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
+    x = torch.randn(101, inputs, generator=generator).to(dtype)
+    x[7] = 0.0
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    whole = (weight.float() / scale).round()
+    step = x.float().abs().amax(1, keepdim=True) / 127
+    rounded = torch.where(step > 0, x.float() * (1 / step), 0.0).round()
+    expected = (rounded.double() @ whole.double().T) * step.double() * scale[:, 0].double()
+    native = NativeOps(dtype, int8=True)
+    packed = native.pack(weight)
+    assert packed.packing is Packing.BYTES
+    assert torch.equal(native.unpack(packed), (whole * scale).to(dtype))
+    together = native.linear(x, packed, offset)
+    torch.testing.assert_close(
+        together.double(), expected + (0 if offset is None else offset.double()),
+        atol=1e-4 if dtype is torch.float32 else 1e-2,
+        rtol=1e-5 if dtype is torch.float32 else 1e-2,
+    )  # fmt: skip
+    for start, size in ((0, 1), (5, 6), (20, 17), (100, 1)):
+        part = native.linear(x[start : start + size].contiguous(), packed, offset)
+        assert torch.equal(part, together[start : start + size])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,7 +18,6 @@ from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer
 from tests.core.suite import (
     CORE_CASES,
-    FAKE_CASES,
     OTHER_CASES,
     OTHER_LOSSLESS_CASES,
     Suite,
@@ -168,7 +167,7 @@ def check(
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("method", "variant"), [c for c in CORE_CASES if c not in FAKE_CASES])
+@pytest.mark.parametrize(("method", "variant"), CORE_CASES)
 def test_tokens_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, suite: Suite, wire: Wire
 ) -> None:
@@ -176,7 +175,7 @@ def test_tokens_over_grpc_are_those_of_ar(
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("method", "variant"), [*FAKE_CASES, *OTHER_LOSSLESS_CASES])
+@pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
 def test_tokens_of_every_row_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, short_suite: Suite, short_wire: Wire
 ) -> None:

@@ -78,14 +78,14 @@ def has_bfloat16() -> bool:
     return "avx512_bf16" in _processor().split() and status()[0]
 
 
-@lru_cache(maxsize=1)
 def has_tiles() -> bool:
     """Whether products take the processor's matrix tiles (AMX), see matmul.c.
 
-    PACELINE_KERNELS=vectors does without, as every processor without them: results are the same up
-    to rounding.
+    PACELINE_KERNELS=vectors does without, as a processor without them has to: results are the same
+    up to rounding.
     """
-    return os.environ.get("PACELINE_KERNELS") != "vectors" and bool(load().allow_tiles())
+    wanted = os.environ.get("PACELINE_KERNELS") != "vectors"
+    return wanted and status()[0] and bool(load().allow_tiles())
 
 
 def has_int8() -> bool:

@@ -863,7 +863,7 @@ METHODS: Mapping[str, Method] = {
             drafter="s2d",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 6,
                 "node_budget": None,

@@ -79,7 +79,7 @@ def generate(
             (before, outcome.draft.token_ids.tolist())
         )
 
-    config = SpeculationConfig.model_validate({"method": "s2d", **knobs})
+    config = SpeculationConfig.model_validate({"method": "s2d", "length": "fixed", **knobs})
     sessions = [engine.submit(prompt, params, config, on_event=note) for prompt in prompts]
     while engine.has_work:
         engine.step()
@@ -208,7 +208,7 @@ def test_kept_entries_are_those_of_a_fresh_prefill(
 ) -> None:
     engine = new_engine(target, drafter)
     knobs = {"exit_threshold": threshold, "exit_layers": (1, 2, 4), **KINDS[kind]}
-    config = SpeculationConfig.model_validate({"method": "s2d", **knobs})
+    config = SpeculationConfig.model_validate({"method": "s2d", "length": "fixed", **knobs})
     sessions = [engine.submit(p, replace(SAMPLED, max_tokens=10), config) for p in PROMPTS]
     longest = 0
     while engine.has_work:
@@ -250,7 +250,7 @@ def test_one_drafter_serves_two_targets(folder: Path, zoo: Path) -> None:
         WatchedEngine(ModelTarget(load_runner(path)), {"draft_model": drafter, "s2d": s2d})
         for path in (folder, other)
     ]
-    config = SpeculationConfig(method="s2d", exit_threshold=0.1)
+    config = SpeculationConfig(method="s2d", length="fixed", exit_threshold=0.1)
     for params in (GREEDY, SAMPLED):
         sessions = [[e.submit(p, params, config) for p in PROMPTS] for e in engines]
         while any(engine.has_work for engine in engines):
@@ -274,7 +274,10 @@ def test_sessions_with_other_exits_and_thresholds_draft_together(
     sessions = []
     for i, exits in enumerate([None, (1,), (1, 2), (3, 4), (2, 1, 2), (4,)]):
         config = SpeculationConfig(
-            method="s2d", exit_layers=exits, exit_threshold=[0.0, 0.05, 0.3, 1.0][i % 4]
+            method="s2d",
+            length="fixed",
+            exit_layers=exits,
+            exit_threshold=[0.0, 0.05, 0.3, 1.0][i % 4],
         )
         sessions.append(engine.submit(PROMPTS[i % 4] + [i], SAMPLED if i % 2 else GREEDY, config))
         engine.step()
@@ -291,7 +294,7 @@ def test_an_outcome_that_is_lost_and_a_session_that_is_cut(
     drafter: LlamaRunner, target: LlamaRunner, ar: Reference
 ) -> None:
     engine = new_engine(target, drafter)
-    config = SpeculationConfig(method="s2d", exit_threshold=0.1)
+    config = SpeculationConfig(method="s2d", length="fixed", exit_threshold=0.1)
     session = engine.submit(PROMPTS[0], GREEDY, config)
     while len(session.output_ids) < 4:
         engine.step()

@@ -48,7 +48,7 @@ METHODS = (
         for layer, n in ((4, 2), (4, 5), (7, 3), (12, 2), (16, 4))
     ),
     "unified_layer_skipping:length=fixed:num_speculative_tokens=2",
-    *(f"eagle:num_speculative_tokens={n}" for n in (2, 5, 8)),
+    *(f"eagle:length=fixed:num_speculative_tokens={n}" for n in (2, 5, 8)),
     "eagle2:length=fixed:num_speculative_tokens=5:node_budget=16",
     "prompt_lookup:num_speculative_tokens=3",
     "prompt_lookup:num_speculative_tokens=10",

@@ -73,7 +73,7 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 test test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test
-test: $(STAMP) ## run the test suite (10 to 12 minutes on 2 cores)
+test: $(STAMP) ## run the test suite (9 to 12 minutes on 2 cores)
 	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
 .PHONY: test-nightly

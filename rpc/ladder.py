@@ -21,7 +21,9 @@ WINDOW_SECONDS = 0.4
 HOPELESS_ROUNDS = 4  # are enough for one
 HOPELESS = 0.6  # that has less than this share of what another one gives
 DOWN = 0.95  # a rung is left when it has less than this share of what another one gives
-PROMISING = 0.8  # AR is not tried when it should give less than this share
+# AR is not tried when less than this share is expected of it. It may give twice what is expected:
+# between the rounds of a device that drafts for long the server's caches get cold.
+PROMISING = 0.4
 TRIAL_SHARE = 0.03  # of the time that trials of a rung may cost
 FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 160.0  # until another rung is tried
 PAUSE_S = 5.0  # between trials of a rung, doubling

@@ -347,9 +347,16 @@ def simulate(
 
 
 def test_the_device_stays_where_it_is_the_fastest() -> None:
-    taken, ladder = simulate({Mode.DEVICE: 50, Mode.SERVER: 40, Mode.AR: 30}, 1 / 30, 250)
+    taken, ladder = simulate({Mode.DEVICE: 50, Mode.SERVER: 40, Mode.AR: 15}, 1 / 15, 250)
     assert taken == [Mode.DEVICE, Mode.SERVER, Mode.DEVICE]  # nothing was known of the server's
     assert ladder.mode is Mode.DEVICE
+
+
+def test_ar_is_tried_where_the_rounds_of_a_slow_device_make_the_server_look_slow() -> None:
+    """Seconds that the server needs between long pauses are twice those of a stream."""
+    taken, ladder = simulate({Mode.DEVICE: 57, Mode.SERVER: 460, Mode.AR: 520}, 1 / 235, 1500)
+    assert taken[:3] == [Mode.DEVICE, Mode.SERVER, Mode.AR]
+    assert ladder.mode is Mode.AR
 
 
 def test_the_server_takes_over_where_the_way_is_too_long() -> None:

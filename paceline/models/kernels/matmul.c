@@ -21,7 +21,7 @@
 #include <string.h>
 
 #include "common.h"
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 #if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
@@ -30,6 +30,11 @@
 #include <unistd.h>
 #else
 #define HAS_TILES 0
+#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_BYTES 1
+#else
+#define HAS_BYTES 0
 #endif
 
 #define MAX_ROWS 6 /* rows and panels of a block: their accumulators fill the vector registers */
@@ -60,13 +65,6 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
 #endif
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define HAS_BYTES 1
-#include <immintrin.h>
-#else
-#define HAS_BYTES 0
-#endif
-
 enum packing { PLAIN, TILES, BYTES }; /* of weights; as in ops.py */
 
 /* Sharing pays from here on: multiplications for two wake-ups of a thread, or weights that one core's
@@ -78,8 +76,8 @@ static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 8e6, [BYTES] = 2e6
 #define TILE_SPAN 64 /* rows that one thread takes */
 #define TILE_STEPS 32 /* k is padded to a multiple of this in weights for tiles */
 
-/* Whether the processor has tiles and the system lets this process use them; asked for once, before
- * the first product. */
+/* Whether the processor has tiles and the system lets this process use them, which it does only for
+ * those that ask. */
 EXPORT int allow_tiles(void)
 {
 #if HAS_TILES

@@ -72,6 +72,24 @@ enum packing { PLAIN, TILES, BYTES }; /* of weights; as in ops.py */
 static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 8e6, [BYTES] = 2e6};
 #define SHARED_BYTES 1.5e6
 
+/* ROWS(n), or PANELS(n), with a number that the compiler knows. */
+#define BY_ROWS(rows)                                                                             \
+    switch (rows) {                                                                               \
+    case 1: ROWS(1); break;                                                                       \
+    case 2: ROWS(2); break;                                                                       \
+    case 3: ROWS(3); break;                                                                       \
+    case 4: ROWS(4); break;                                                                       \
+    case 5: ROWS(5); break;                                                                       \
+    default: ROWS(6);                                                                             \
+    }
+#define BY_PANELS(panels)                                                                         \
+    switch (panels) {                                                                             \
+    case 1: PANELS(1); break;                                                                     \
+    case 2: PANELS(2); break;                                                                     \
+    case 3: PANELS(3); break;                                                                     \
+    default: PANELS(4);                                                                           \
+    }
+
 #define TILE_ROWS 16
 #define TILE_SPAN 64 /* rows that one thread takes */
 #define TILE_STEPS 32 /* k is padded to a multiple of this in weights for tiles */
@@ -238,14 +256,7 @@ ALWAYS_INLINE void byte_block(const uint8_t *x, int inputs, const char *panel, s
 ALWAYS_INLINE void byte_rows(const uint8_t *x, int inputs, const char *panel, size_t bytes,
                              __m512i *sums, int rows, const int panels)
 {
-    switch (rows) {
-    case 1: ROWS(1); break;
-    case 2: ROWS(2); break;
-    case 3: ROWS(3); break;
-    case 4: ROWS(4); break;
-    case 5: ROWS(5); break;
-    default: ROWS(6);
-    }
+    BY_ROWS(rows)
 }
 
 #undef ROWS

@@ -57,14 +57,7 @@ ALWAYS_INLINE void NAME(rows)(const WORD *x, const WORD *weight, const WORD *nex
                               int steps, int from, int to, int turn, const int turns, int rows,
                               const int panels)
 {
-    switch (rows) {
-    case 1: ROWS(1); break;
-    case 2: ROWS(2); break;
-    case 3: ROWS(3); break;
-    case 4: ROWS(4); break;
-    case 5: ROWS(5); break;
-    default: ROWS(6);
-    }
+    BY_ROWS(rows)
 }
 
 #undef ROWS
@@ -147,12 +140,7 @@ static int NAME(tiled)(const ELEM *x, const uint32_t *weight, const ELEM *bias, 
                 const int r = block + TILE_ROWS <= rows ? block : rows - count;
                 const uint16_t *in = pieces + (size_t)r * inputs;
                 ELEM *o = out + (size_t)r * outputs + first;
-                switch (panels) {
-                case 1: PANELS(1); break;
-                case 2: PANELS(2); break;
-                case 3: PANELS(3); break;
-                default: PANELS(4);
-                }
+                BY_PANELS(panels)
             }
         }
         _tile_release();
@@ -188,6 +176,8 @@ static void NAME(to_bytes)(const ELEM *x, uint8_t *out, float *scales, int rows,
     }
 }
 
+#define PANELS(n) byte_rows(row, inputs, w, panel, sums, count, n)
+
 /* The product with int8 weights. Returns non-zero when memory runs out. */
 static int NAME(bytes)(const ELEM *x, const char *weight, const ELEM *bias, ELEM *out, int rows, int k,
                        int outputs, int threads, int share)
@@ -209,12 +199,7 @@ static int NAME(bytes)(const ELEM *x, const char *weight, const ELEM *bias, ELEM
             const int count = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
             const uint8_t *row = in + (size_t)r * inputs;
             __m512i sums[MAX_ROWS * MAX_PANELS];
-            switch (panels) {
-            case 1: byte_rows(row, inputs, w, panel, sums, count, 1); break;
-            case 2: byte_rows(row, inputs, w, panel, sums, count, 2); break;
-            case 3: byte_rows(row, inputs, w, panel, sums, count, 3); break;
-            default: byte_rows(row, inputs, w, panel, sums, count, 4);
-            }
+            BY_PANELS(panels)
             for (int i = 0; i < count * panels; i++) {
                 const int first = (p + i % panels) * WIDTH;
                 const struct byte_panel *header = (const void *)(w + i % panels * panel);
@@ -230,6 +215,8 @@ static int NAME(bytes)(const ELEM *x, const char *weight, const ELEM *bias, ELEM
     free(scales);
     return 0;
 }
+
+#undef PANELS
 
 #endif
 
@@ -269,12 +256,7 @@ EXPORT int NAME(linear)(const ELEM *x, const void *packed, int packing, const EL
             const WORD *in = (const WORD *)x + (size_t)r * steps;
             const WORD *after = w + (r + SPAN < rows ? 0 : (size_t)panels * steps * WIDTH);
             ELEM *o = out + (size_t)r * outputs + first;
-            switch (panels) {
-            case 1: PANELS(1); break;
-            case 2: PANELS(2); break;
-            case 3: PANELS(3); break;
-            default: PANELS(4);
-            }
+            BY_PANELS(panels)
         }
     }
     return 0;

@@ -25,7 +25,9 @@ _SOURCES = {
     # Sums keep their order: no -ffast-math.
     "matmul.c": (*_COMMON, "-ffp-contract=fast", "-funroll-loops"),
 }
-_WIDE_VECTORS = "-mprefer-vector-width=512"  # a GCC option; others do without
+# What is added, tried in this order: a GCC option that others do without; nothing; and without tiles,
+# which an older assembler does not know.
+_EXTRAS = (("-mprefer-vector-width=512",), (), ("-mno-amx-tile", "-mno-amx-bf16"))
 
 
 class KernelsUnavailable(RuntimeError):
@@ -52,8 +54,8 @@ def _build(compiler: str, folder: Path, target: Path) -> None:
         for name, flags in _SOURCES.items():
             built = Path(scratch) / f"{name}.o"
             command = [compiler, *flags, "-c", str(folder / name), "-o", str(built)]
-            if _run([*command, _WIDE_VECTORS]).returncode != 0:
-                _must(command)
+            if all(_run([*command, *extra]).returncode for extra in _EXTRAS):
+                _must(command)  # says why
             objects.append(str(built))
         # Linked in a step of its own, without -ffast-math: with it, GCC adds start-up code that
         # makes the thread that loads the library flush denormals, and threads would disagree.

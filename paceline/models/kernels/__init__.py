@@ -25,8 +25,8 @@ _SOURCES = {
     # Sums keep their order: no -ffast-math.
     "matmul.c": (*_COMMON, "-ffp-contract=fast", "-funroll-loops"),
 }
-# What is added, tried in this order: a GCC option that others do without; nothing; and without tiles,
-# which an older assembler does not know.
+# What is added, tried in this order: an option of GCC only; nothing; and no tiles, since some
+# assemblers do not know them.
 _EXTRAS = (("-mprefer-vector-width=512",), (), ("-mno-amx-tile", "-mno-amx-bf16"))
 
 

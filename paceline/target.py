@@ -382,15 +382,16 @@ class ModelTarget:
         for session in sessions:
             self._forget_draft(session)
             sequences.append(self._sequences[session.session_id])
-        last = [session.token_ids[-1] for session in sessions]
+        last = [session.token_ids[-1:] for session in sessions]
         tokens = runner.greedy_chain(sequences, last, num_tokens, exit_layer, stop_below)
         chains = [chain[chain >= 0] for chain in tokens.T]
-        for session, chain in zip(sessions, chains, strict=True):
+        for session, begin, chain in zip(sessions, last, chains, strict=True):
             # Every token but the last has an entry, which follows the one before.
             self._drafted[session.session_id] = {
-                (entry - 1, int(token)): entry for entry, token in enumerate(chain[:-1])
+                (entry - 1, token): entry
+                for entry, token in enumerate([*begin, *chain[:-1].tolist()])
             }
-        return [chain[1:] for chain in chains]
+        return chains
 
     def _forget_draft(self, session: Session) -> None:
         """Free what was drafted for a round that did not come to be verified."""

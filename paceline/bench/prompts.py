@@ -46,15 +46,20 @@ def builtin_prompts() -> tuple[Prompt, ...]:
     """``PROMPTS_PER_CATEGORY`` prompts of each built-in category, in a fixed order."""
     from paceline.train.corpus import held_out_modules
 
-    found: dict[str, list[tuple[str, list[str]]]] = {category: [] for category in _CATEGORIES}
+    found: dict[str, list[tuple[str, list[str]]]] = {category: [] for category in CATEGORIES}
     for name, source in held_out_modules():
-        for category, find in _CATEGORIES.items():
-            found[category].append((name, list(find(source))))
+        for category, texts_of_module in cut_prompts(source).items():
+            found[category].append((name, texts_of_module))
     prompts = []
     for category, texts in found.items():
         for index, (name, text) in enumerate(_spread(texts, PROMPTS_PER_CATEGORY)):
             prompts.append(Prompt(f"{category}/{index}:{name}", category, text))
     return tuple(prompts)
+
+
+def cut_prompts(source: str) -> dict[str, list[str]]:
+    """All prompts of each built-in category that a Python module has."""
+    return {category: list(find(source)) for category, find in _CATEGORIES.items()}
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

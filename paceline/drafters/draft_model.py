@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from paceline.drafters.base import greedy_chain_depth, stop_below
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.models.llama import LlamaRunner
-from paceline.sampling import argmax_rows
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
@@ -103,37 +102,43 @@ class DraftModel:
         """Chains by argmax, in one call of the model; None where it cannot."""
         runner, depth = self.runner, greedy_chain_depth(sessions, budgets, stops=True)
         if not (
-            isinstance(runner, LlamaRunner)
-            and runner.drafts_chains
-            and not self._padding
-            and depth > 1
+            isinstance(runner, LlamaRunner) and runner.drafts_chains and not self._padding and depth
         ):
             return None
-        logits = self.root(sessions)
-        first, ends = argmax_rows(logits), stop_below(sessions, depth)
+        behind = self._catch_up(sessions)
         states = [self._states[session.session_id] for session in sessions]
-        unsure = np.zeros(len(sessions), np.bool_)
-        if ends is not None:
-            unsure = logits.softmax(-1).amax(-1).numpy() < ends[0]
-            ends = np.ascontiguousarray(ends[1:])
-            ends[0, unsure] = 2.0  # no second token of theirs is wanted: it ends them
-        if unsure.all():
-            return [Draft.chain([token]) for token in first]
-        sequences = [state.sequence for state in states]
-        tokens = runner.greedy_chain(sequences, first, depth - 1, stop_below=ends)
+        tokens = runner.greedy_chain(
+            [state.sequence for state in states], behind, depth,
+            stop_below=stop_below(sessions, depth),
+        )  # fmt: skip
         drafts = []
-        for i, state in enumerate(states):
-            chain = tokens[:1, i] if unsure[i] else tokens[tokens[:, i] >= 0, i]
+        for state, chain in zip(states, tokens.T, strict=True):
+            chain = chain[chain >= 0]
             expanded = chain[:-1].tolist()
             state.pending_ids += expanded
             state.entry_of_node = {node: state.num_catch_up + node for node in range(len(expanded))}
             state.paths = {(node - 1, token): node for node, token in enumerate(expanded)}
-            drafts.append(Draft.chain(chain.copy()))
+            drafts.append(Draft.chain(chain))
         return drafts
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:
         """Catch up with the committed tokens; logits after the last.  # [num_sessions, vocab]"""
-        segments = []
+        segments = [
+            Segment(
+                self._states[session.session_id].sequence, np.asarray(tokens, np.int64),
+                logits="last",
+            )
+            for session, tokens in zip(sessions, self._catch_up(sessions), strict=True)
+        ]  # fmt: skip
+        return self._logits(sessions, segments)
+
+    def _catch_up(self, sessions: Sequence[Session]) -> list[list[int]]:
+        """Forget what was not committed and read long prompts, chunk by chunk.
+
+        Returns:
+            The committed tokens that each sequence still lacks, the last one among them.
+        """
+        lacking = []
         for session in sessions:
             state = self._states[session.session_id]
             self._drop_pending(state)
@@ -145,10 +150,9 @@ class DraftModel:
                 self.runner.commit(state.sequence, range(PREFILL_CHUNK))
                 state.token_ids += behind[:PREFILL_CHUNK]
                 behind = behind[PREFILL_CHUNK:]
-            state.num_catch_up = len(behind)
-            state.pending_ids = behind
-            segments.append(Segment(state.sequence, np.asarray(behind, np.int64), logits="last"))
-        return self._logits(sessions, segments)
+            state.num_catch_up, state.pending_ids = len(behind), list(behind)
+            lacking.append(behind)
+        return lacking
 
     def expand(
         self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]

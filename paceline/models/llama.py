@@ -499,49 +499,44 @@ class LlamaRunner:
     def greedy_chain(
         self,
         sequences: Sequence[KVSequence],
-        tokens: Sequence[int],
+        tokens: Sequence[Sequence[int]],
         num_steps: int,
         num_layers: int | None = None,
         stop_below: FloatArray | None = None,
     ) -> IntArray:
-        """Continue each sequence by argmax, all steps in one call.
+        """Give sequences some tokens and continue each by argmax, all steps in one call.
 
-        The same tokens and pending entries as ``num_steps`` forwards of one token for each
-        sequence, without the time that each of them takes in Python.
+        The same tokens and pending entries as a forward of ``tokens`` and ``num_steps - 1`` of one
+        token for each sequence, without the time that each of them takes in Python.
 
         Args:
             sequences: whose pending entries, if any, are a chain.
-            tokens: what follows the last pending entry of each sequence.
-            num_layers: an early exit: the new entries can be resumed.
+            tokens: what follows the last pending entry of each sequence, at least one token.
+            num_layers: an early exit: the new entries can be resumed. ``tokens`` is one token each.
             stop_below: a sequence ends after a token whose probability is less than this.
                 # [num_steps, num_sequences]
 
         Returns:
-            ``tokens`` and after it the ``num_steps`` new ones; the last of them gets no KV entry.
-            What comes after the end of a sequence is -1, and pending entries that never may be
-            committed.
-            # [num_steps + 1, num_sequences]
+            The new tokens; the last of them gets no KV entry. What comes after the end of a
+            sequence is -1, and pending entries that never may be committed.
+            # [num_steps, num_sequences]
         """
         assert isinstance(self._ops, NativeOps)
-        count = len(sequences)
         pooled = [sequence for sequence in sequences if isinstance(sequence, PooledSequence)]
-        rows = append_chains(self._pool, pooled, num_steps)
-        result = np.empty((num_steps + 1, count), np.int64)
-        result[0] = tokens
+        rows = append_chains(self._pool, pooled, [len(given) for given in tokens], num_steps)
         states = None
         if num_layers is not None:
             states = self._embedding.new_empty(
-                num_steps, num_layers, count, self.config.hidden_size
+                num_steps, num_layers, len(pooled), self.config.hidden_size
             )
-        lengths = self._ops.greedy_chain(
+        result = self._ops.greedy_chain(
             self._stack, num_layers or len(self._stack.layers), self._embedding,
-            self._final_norm, self._head, self._pool.keys, self._pool.values, rows, result,
-            states=states, stop_below=stop_below,
+            self._final_norm, self._head, self._pool.keys, self._pool.values, rows, tokens,
+            num_steps, states=states, stop_below=stop_below,
         )  # fmt: skip
-        for i, (sequence, length) in enumerate(zip(pooled, lengths, strict=True)):
-            result[1 + length :, i] = -1
-            if states is not None:
-                first = sequence.num_pending - num_steps
+        if states is not None:
+            for i, sequence in enumerate(pooled):
+                first, length = sequence.num_pending - num_steps, int((result[:, i] >= 0).sum())
                 sequence.states |= {first + step: states[step, :, i] for step in range(length)}
         return result
 

@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -116,29 +117,35 @@ def append_rows(
     return Rows(positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets)
 
 
-def append_chains(pool: KVPool, sequences: Sequence[PooledSequence], num_steps: int) -> Rows:
-    """Append as many pending entries to each sequence, whose pending ones are a chain.
+def append_chains(
+    pool: KVPool, sequences: Sequence[PooledSequence], sizes: Sequence[int], num_steps: int
+) -> Rows:
+    """Append pending entries to each sequence, whose pending ones are a chain: first ``size``, and
+    then one in each further step.
 
-    Rows are those of all steps, one step after the other.  # [num_steps * num_sequences]
+    Rows are those of all steps, one step after the other.
 
     Raises:
         ResourceExhausted: the pool, or a sequence, has no room.
     """
-    count = len(sequences)
-    positions, slots = np.empty((2, num_steps, count), np.int32)
-    addresses, tables = np.empty((num_steps, count), np.int64), []
-    for i, sequence in enumerate(sequences):
-        first = sequence.num_pending
+    count, more = len(sequences), num_steps - 1
+    slots, positions = np.empty((2, sum(sizes) + more * count), np.int32)
+    owners = [*np.repeat(np.arange(count), sizes).tolist(), *(list(range(count)) * more)]
+    first = 0
+    for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
+        pending, end = sequence.num_pending, first + size
         assert sequence.chain
-        slots[:, i] = pool.append(sequence, range(first - 1, first - 1 + num_steps))
-        start = sequence.length + first
-        positions[:, i] = np.arange(start, start + num_steps)
-        addresses[:, i] = sequence.address
-        tables.append(sequence.slots)
-    zeros = np.zeros(num_steps * count, np.int32)
+        taken = pool.append(sequence, range(pending - 1, pending - 1 + size + more))
+        start = sequence.length + pending
+        slots[first:end], slots[sum(sizes) + i :: count] = taken[:size], taken[size:]
+        positions[first:end] = np.arange(start, start + size)
+        positions[sum(sizes) + i :: count] = np.arange(start + size, start + size + more)
+        first = end
+    zeros = np.zeros(len(slots), np.int32)
     return Rows(
-        positions.ravel(), slots.ravel(), positions.ravel() + np.int32(1), zeros, tables,
-        addresses.ravel(), np.empty(0, np.int32), zeros,
+        positions, slots, positions + np.int32(1), zeros,
+        [sequences[i].slots for i in owners],
+        np.array([sequences[i].address for i in owners], np.int64), np.empty(0, np.int32), zeros,
     )  # fmt: skip
 
 
@@ -148,6 +155,7 @@ class Packing(IntEnum):
     PLAIN = 0  # in the model's dtype
     TILES = 1  # bfloat16 for matrix tiles
     BYTES = 2  # int8, each output with a scale
+    TILE_BYTES = 3  # the same, and many rows take matrix tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -425,7 +433,7 @@ class NativeOps:
         self._run_layers = function("run_layers", "ppiippppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._linear = function("linear", "ppippiiii")
-        self._greedy_chain = function("greedy_chain", "ppipppipppiippppppp")
+        self._greedy_chain = function("greedy_chain", "ppipppippppipiippppppp")
         self._dtype = dtype
         self._tiles, self._int8 = kernels.has_tiles(), int8 and kernels.has_int8()
         self._tables: dict[int, tuple[Stack, Any, Any]] = {}
@@ -433,7 +441,8 @@ class NativeOps:
     def pack(self, weight: Tensor) -> Weight:
         outputs, inputs = weight.shape
         if self._int8:
-            return Weight(self._pack_bytes(weight), outputs, inputs, Packing.BYTES)
+            packing = Packing.TILE_BYTES if self._tiles else Packing.BYTES
+            return Weight(self._pack_bytes(weight), outputs, inputs, packing)
         if self._tiles and bool(weight.bfloat16().eq(weight).all()):
             panels = self._panels(weight.bfloat16(), 2, self._TILE_INPUTS)
             return Weight(panels, outputs, inputs, Packing.TILES)
@@ -461,7 +470,7 @@ class NativeOps:
 
     def unpack(self, weight: Weight) -> Tensor:
         data, scale = weight.data, None
-        if weight.packing is Packing.BYTES:
+        if weight.packing >= Packing.BYTES:
             header = 2 * 4 * self._WIDTH
             scale = data[:, : header // 2].contiguous().view(torch.float32).flatten()
             data = data[:, header:].reshape(len(data), -1, self._WIDTH, 4)
@@ -531,19 +540,21 @@ class NativeOps:
         keys: Tensor,
         values: Tensor,
         rows: Rows,
-        tokens: IntArray,
+        given: Sequence[Sequence[int]],
+        num_steps: int,
         *,
         states: Tensor | None = None,
         fuse: Fuse | None = None,
         stop_below: FloatArray | None = None,
-    ) -> IndexArray:
-        """Fill ``tokens[1:]``: each is the argmax after the one above it.
+    ) -> IntArray:
+        """Give sequences some tokens and continue each by argmax.
 
         Args:
             num_layers: how many of the stack's layers take part.
             final_norm: None where logits come from the last state as it is.
-            rows: of all steps, one step after the other.
-            tokens: the first row is given.  # [num_steps + 1, num_sequences]
+            rows: of the given tokens and then of all further steps, one step after the other.
+            given: what each sequence has not seen, at least one token; exactly one with ``states``
+                or ``fuse``.
             states: filled with what comes out of each layer.
                 # [num_steps, num_layers, num_sequences, hidden]
             fuse: for drafters that read features; see there.
@@ -551,13 +562,17 @@ class NativeOps:
                 # [num_steps, num_sequences]
 
         Returns:
-            How many tokens each sequence got; what stands behind them is not defined.
+            The new tokens; -1 behind the end of a sequence.  # [num_steps, num_sequences]
         """
         model, layers = self._table(stack, keys.shape[1])
-        steps, count = len(tokens) - 1, tokens.shape[1]
+        count, sizes = len(given), [len(tokens) for tokens in given]
+        assert sum(sizes) == count or (states is None and fuse is None)
+        flat = np.fromiter(chain.from_iterable(given), np.int64, sum(sizes))
+        ends = np.cumsum(sizes, dtype=np.int32) - np.int32(1)
         paths = _path_addresses(rows)
-        packed = _packed(steps * count, rows, paths)
-        lengths = np.full(count, steps, np.int32)
+        packed = _packed(len(flat), rows, paths)
+        tokens = np.empty((num_steps, count), np.int64)
+        lengths = np.full(count, num_steps, np.int32)
         head_weight = _Weight.of(head)
         fusing: tuple[int | None, ...] = (None, None, None)
         if fuse is not None:
@@ -576,8 +591,11 @@ class NativeOps:
             keys.data_ptr(),
             values.data_ptr(),
             ctypes.addressof(packed),
+            flat.ctypes.data,
+            len(flat),
+            ends.ctypes.data,
             count,
-            steps,
+            num_steps,
             tokens.ctypes.data,
             _address(states),
             *fusing,
@@ -586,7 +604,9 @@ class NativeOps:
         )
         if failed:
             raise MemoryError("no memory for the activations of a draft")
-        return lengths
+        if stop_below is not None:
+            tokens[np.arange(num_steps)[:, None] >= lengths] = -1
+        return tokens
 
     def _table(self, stack: Stack, num_slots: int) -> tuple[Any, Any]:
         """The C structures of a stack, built once; the stack is kept alive beside them."""

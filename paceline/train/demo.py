@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from paceline.bench.prompts import cut_prompts
 from paceline.train import corpus
 from paceline.train.distill import GAMMA, Acceptance, DistillConfig, distill, measure_acceptance
 from paceline.train.pretrain import (
@@ -45,6 +46,8 @@ class Text:
     held_out: dict[str, NDArray[np.uint16]]  # source -> [num_tokens]
     sizes: dict[str, tuple[int, float]]
     """Training text: source -> (documents, megabytes)."""
+    prompts: list[NDArray[np.uint16]]
+    """Beginnings as they are served, cut from the modules to train on.  # [num_tokens] each"""
 
 
 def prepare(
@@ -85,6 +88,13 @@ def prepare(
             )
             for s in sorted({d.source for d in training})
         },
+        [
+            np.array(tokenizer.encode(prompt), np.uint16)
+            for document in training
+            if document.source == corpus.CODE
+            for category in cut_prompts(document.text).values()
+            for prompt in category
+        ],
     )
     seal.write_text(digest.hexdigest())
     return text
@@ -239,9 +249,12 @@ def make(
     """Run every stage that `work` does not already hold, then write the folders of `out`."""
     text = prepare(work, extra, target_config.vocab_size, max_documents)
     target = pretrain(target_config, text.training, work / "target.pt")
-    drafter = distill(target.model, target_config, distill_config, text.training, work)
-    for name, trained in (("target", target), ("drafter", drafter)):
-        export(trained.model, work / "tokenizer", out / name)
+    export(target.model, work / "tokenizer", out / "target")
+    drafter = distill(
+        target.model, target_config, distill_config, text.training, text.prompts,
+        out / "target", work,
+    )  # fmt: skip
+    export(drafter.model, work / "tokenizer", out / "drafter")
     exits, acceptance = {}, {}
     # Weights as they ship, rounded to bfloat16, computed in float32 as the CPU engine does.
     shipped, proposer = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM
 
+from paceline.config import SpeculationConfig
+from paceline.engine import EngineLimits
+from paceline.loading import load_engine
+from paceline.sampling import SamplingParams
+from paceline.session import Session
 from paceline.train.pretrain import (
     PretrainConfig,
     Trained,
@@ -40,11 +46,11 @@ from paceline.train.pretrain import (
 class DistillConfig:
     """Shape and budget of the drafter."""
 
-    minutes: float = 26.0
-    """Time for everything: `sample_share` of it to let the target write, at most `cache_share` to
-    run the target over all text, the rest to train."""
-    sample_share: float = 0.1
-    cache_share: float = 0.25
+    minutes: float = 75.0
+    """Time for everything: at most `sample_share` of it to let the target write, at most
+    `cache_share` to run the target over all text, the rest to train."""
+    sample_share: float = 0.2
+    cache_share: float = 0.1
     max_steps: int | None = None
     """If set, the training ends after so many steps and not after its share of `minutes`."""
     num_layers: int = 2
@@ -52,9 +58,12 @@ class DistillConfig:
     """Wider than the target's: the added units start with zero output weights."""
     top_k: int = 24
     batch_size: int = 4
-    sample_batch: int = 96
+    sample_batch: int = 32
+    temperatures: tuple[float, ...] = (0.0,) * 7 + (1.0,)
+    """Of what the target writes, in turns; 0 is greedy, as most of it is served."""
     sequence_length: int = 1024
     prompt_length: int = 128
+    """Of the windows of the corpus that the target goes on from, beside the cut prompts."""
     sampled_repeats: int = 3
     """How often a row the target wrote is seen for each time a row of the corpus is."""
     muon_lr: float = 0.02
@@ -85,30 +94,55 @@ def sample_text(
 
 
 def let_target_write(
-    target: LlamaForCausalLM, stream: NDArray[np.uint16], config: DistillConfig, path: Path
+    folder: Path,
+    stream: NDArray[np.uint16],
+    prompts: Sequence[NDArray[np.uint16]],
+    config: DistillConfig,
+    path: Path,
 ) -> NDArray[np.uint16]:
-    """Rows the target wrote after prompts from the corpus, uint16 [rows, sequence_length].
+    """Rows the target wrote, uint16 [rows, sequence_length]; kept in `path`, so it happens once.
 
-    Half of each row is the continuation of another prompt than the other half, because what is
-    served is short. Kept in `path`, so it happens once.
+    It goes on from `prompts` and half as many windows of the corpus, in a random order, until they
+    or the time are used up. Half of each row belongs to another prompt than the other half, because
+    what is served is short. Drafts found in the target's own text make this three times faster.
+
+    Args:
+        folder: of the target.
     """
     if path.exists():
         rows: NDArray[np.uint16] = np.load(path)
         return rows
     half = config.sequence_length // 2
-    device = target.device
+    windows = token_batch(
+        stream, 0, max(2, len(prompts) // 2), config.prompt_length, config.seed + 1
+    )[:, :-1]
+    given = [prompt[-half // 2 :].tolist() for prompt in prompts] + windows.tolist()
+    order = np.random.default_rng(config.seed).permutation(len(given)).tolist()
+    engine = load_engine(folder, limits=EngineLimits(max_sessions=config.sample_batch))
+    speculation = SpeculationConfig(method="suffix_decoding")
+    palette, budget = config.temperatures, config.minutes * 60 * config.sample_share
     started = time.monotonic()
-    batches: list[NDArray[np.uint16]] = []
-    while not batches or time.monotonic() - started < config.minutes * 60 * config.sample_share:
-        seed = config.seed + len(batches)
-        prompts = token_batch(
-            stream, len(batches), config.sample_batch, config.prompt_length, config.seed + 1
-        )[:, :-1].to(device)
-        palette = torch.tensor([0.0, 0.4, 0.7, 1.0], device=device)
-        temperatures = palette.repeat(config.sample_batch)[: config.sample_batch]
-        texts = sample_text(target, prompts, half, temperatures, seed)
-        batches.append(texts.view(-1, 2 * half).cpu().numpy().astype(np.uint16))
-    rows = np.concatenate(batches)
+    sessions: list[Session] = []
+    written: list[list[int]] = []
+    bar = tqdm(desc="target writes", total=len(given), unit="text")
+    while sessions or order:
+        in_time = not written or time.monotonic() - started < budget
+        while order and in_time and len(sessions) < config.sample_batch:
+            i = order.pop()
+            params = SamplingParams(
+                max_tokens=half - len(given[i]), temperature=palette[i % len(palette)], seed=i,
+                ignore_eos=True,
+            )  # fmt: skip
+            sessions.append(engine.submit(given[i], params, speculation))
+        if not in_time:
+            order.clear()
+        engine.step()
+        for session in [s for s in sessions if s.finished]:
+            sessions.remove(session)
+            written.append(session.token_ids)
+            bar.update()
+    bar.close()
+    rows = np.array(written[: len(written) // 2 * 2], np.uint16).reshape(-1, 2 * half)
     with open(path.with_suffix(".tmp"), "wb") as file:
         np.save(file, rows)
     os.replace(path.with_suffix(".tmp"), path)
@@ -209,20 +243,29 @@ def distill(
     base: PretrainConfig,
     config: DistillConfig,
     stream: NDArray[np.uint16],
+    prompts: Sequence[NDArray[np.uint16]],
+    folder: Path,
     work: Path,
+    start: LlamaForCausalLM | None = None,
 ) -> Trained:
-    """Distil a drafter from `target` on `stream` (uint16 [num_tokens]); resumable from `work`."""
+    """Distil a drafter from `target`; resumable from `work`.
+
+    Args:
+        stream: the corpus, uint16 [num_tokens].
+        prompts: what the target is asked to go on from, uint16 [num_tokens] each.
+        folder: where the target is exported to.
+        start: a drafter to train on; without one it starts as the target's first layers.
+    """
     torch.manual_seed(config.seed)
     # The teacher is what ships: the weights rounded to bfloat16.
     weights = {name: weight.bfloat16() for name, weight in target.state_dict().items()}
     shipped = new_model(target.config, weights)
-    writer = new_model(target.config, weights, torch.bfloat16)
-    written = let_target_write(writer, stream, config, work / "sampled.npy")
+    written = let_target_write(folder, stream, prompts, config, work / "sampled.npy")
     count = len(stream) // config.sequence_length
     corpus = stream[: count * config.sequence_length].reshape(count, config.sequence_length)
     order = np.random.default_rng(config.seed).permutation(count)
     cache = cache_teacher(shipped, np.concatenate([written, corpus[order]]), config, work / "cache")
-    drafter = build_drafter(target, base, config).train()
+    drafter = (build_drafter(target, base, config) if start is None else start).train()
     spent = config.sample_share + config.cache_share
     trainer = Trainer(
         work / "drafter.pt", drafter, build_optimizers(drafter, config.muon_lr, config.adamw_lr),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from paceline.models.llama import LlamaRunner
 from paceline.models.ops import Rows
-from paceline.types import IndexArray
+from paceline.types import IntArray
 
 
 class LayerWatch:
@@ -57,15 +56,17 @@ class LayerWatch:
 
             def watched_chain(
                 stack: Any, num_layers: int, *arguments: Any, **more: Any
-            ) -> IndexArray:
-                lengths: IndexArray = chain(stack, num_layers, *arguments, **more)
-                rows, tokens = arguments[-2:]
-                count = tokens.shape[1]
-                rows = replace(rows, tables=rows.tables * (len(tokens) - 1))
-                for step in range(lengths.max()):
-                    going = [i for i in range(count) if step < lengths[i]]
-                    self._note(range(num_layers), rows, [step * count + i for i in going])
-                return lengths
+            ) -> IntArray:
+                tokens: IntArray = chain(stack, num_layers, *arguments, **more)
+                rows, given = arguments[-3:-1]
+                first, count = sum(map(len, given)), len(given)
+                self._note(range(num_layers), rows, range(first))
+                for step in range(1, len(tokens)):
+                    going = [i for i in range(count) if tokens[step, i] >= 0]
+                    if going:
+                        at = first + (step - 1) * count
+                        self._note(range(num_layers), rows, [at + i for i in going])
+                return tokens
 
             patch.setattr(ops, "greedy_chain", watched_chain)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_int8_weights(inputs: int, outputs: int, bias: bool, dtype: torch.dtype)
     expected = (rounded.double() @ whole.double().T) * step.double() * scale[:, 0].double()
     native = NativeOps(dtype, int8=True)
     packed = native.pack(weight)
-    assert packed.packing is Packing.BYTES
+    assert packed.packing is (Packing.TILE_BYTES if kernels.has_tiles() else Packing.BYTES)
     assert torch.equal(native.unpack(packed), (whole * scale).to(dtype))
     together = native.linear(x, packed, offset)
     torch.testing.assert_close(
@@ -108,6 +109,8 @@ def test_int8_weights(inputs: int, outputs: int, bias: bool, dtype: torch.dtype)
     for start, size in ((0, 1), (5, 6), (20, 17), (100, 1)):
         part = native.linear(x[start : start + size].contiguous(), packed, offset)
         assert torch.equal(part, together[start : start + size])
+    without_tiles = replace(packed, packing=Packing.BYTES)
+    assert torch.equal(native.linear(x, without_tiles, offset), together)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

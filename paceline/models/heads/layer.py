@@ -222,14 +222,13 @@ class LayerStack:
         """
         if not isinstance(self.ops, NativeOps) or target.packed_lm_head is None:
             return None
-        result = np.empty((num_steps + 1, len(sequences)), np.int64)
-        result[0] = tokens
-        rows = append_chains(self.pool, sequences, num_steps)
-        self.ops.greedy_chain(
+        rows = append_chains(self.pool, sequences, [1] * len(sequences), num_steps)
+        new = self.ops.greedy_chain(
             self.stack, len(self.stack.layers), target.embedding, None, target.packed_lm_head,
-            self.pool.keys, self.pool.values, rows, result, fuse=fuse,
+            self.pool.keys, self.pool.values, rows, [[token] for token in tokens], num_steps,
+            fuse=fuse,
         )  # fmt: skip
-        return result
+        return np.concatenate([[tokens], new])
 
     def commit(self, sequence: PooledSequence, entries: Sequence[int]) -> None:
         """Keep a path of pending entries, free the other ones."""

@@ -9,9 +9,6 @@
 #include <string.h>
 
 #include "common.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 /* Mirrored field by field in ops.py. */
 struct rows {
@@ -61,29 +58,7 @@ int linear_bf16(const uint16_t *x, const void *packed, int packing, const uint16
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
 #define MANY_ROWS 32 /* from here on, row by row work is shared by threads */
 
-typedef uint32_t vec_bits __attribute__((vector_size(4 * WIDTH)));
-typedef uint16_t vec_half __attribute__((vector_size(2 * WIDTH), aligned(2)));
-
-ALWAYS_INLINE vec bf16_load_each(const uint16_t *x)
-{
-#if defined(__AVX512F__) /* GCC 12 converts these one by one */
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
-#else
-    return (vec)(__builtin_convertvector(*(const vec_half *)x, vec_bits) << 16);
-#endif
-}
-
 typedef int32_t vec_int __attribute__((vector_size(4 * WIDTH), aligned(4)));
-
-ALWAYS_INLINE void bf16_store_each(uint16_t *out, vec x)
-{
-    const vec_bits bits = (vec_bits)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-#if defined(__AVX512F__)
-    _mm256_storeu_si256((__m256i *)out, _mm512_cvtepi32_epi16((__m512i)rounded));
-#else
-    *(vec_half *)out = __builtin_convertvector(rounded, vec_half);
-#endif
-}
 
 /* The larger, or smaller, of two vectors' elements. */
 ALWAYS_INLINE vec larger(vec a, vec b)

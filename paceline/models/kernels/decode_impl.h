@@ -79,13 +79,12 @@ ALWAYS_INLINE void NAME(gather)(const ELEM *entries, const int32_t *slots, int c
 /* One query head of several rows over their contexts, for head dimensions that are a multiple of 16.
  * Neighbouring rows have most of a context in common: all take a few slots before the next ones, which
  * are read once then. What a row computes does not depend on the others.
- * query, out: of the first row, the others follow after a stride; contexts, scores: [rows][padded]; a
- * context's last slot is repeated up to a multiple of WIDTH; shared: slots that a context begins with,
- * as the last row's does. */
+ * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: slots
+ * that a context begins with, as the last row's does. */
 ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELEM *keys,
                                      const ELEM *values, ELEM *out, size_t out_stride,
-                                     const int32_t *contexts, const int *lengths, const int *shared,
-                                     size_t padded, int rows, size_t width, float scale,
+                                     const int32_t *const *contexts, const int *lengths,
+                                     const int *shared, size_t padded, int rows, size_t width, float scale,
                                      float *scores, const int dim)
 {
     float queries[BLOCK_ROWS][MAX_HEAD_DIM], sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM];
@@ -105,7 +104,7 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELE
             if (count <= 0)
                 continue;
             if (!held || j + count > shared[r])
-                NAME(gather)(keys, contexts + r * padded + j, WIDTH, width, entries, dim);
+                NAME(gather)(keys, contexts[r] + j, count, width, entries, dim);
             held = r == last || (held && j + count <= shared[r]);
             *(vec *)(scores + r * padded + j) = score(queries[r], entries, dim);
         }
@@ -126,7 +125,7 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELE
                 continue;
             }
             if (!held || j + count > shared[r])
-                NAME(gather)(values, contexts + r * padded + j, count, width, entries, dim);
+                NAME(gather)(values, contexts[r] + j, count, width, entries, dim);
             held = r == last || (held && j + count <= shared[r]);
             add_values(weights, padded, entries, count, sums[r], SUMS * MAX_HEAD_DIM, 1, dim);
         }
@@ -184,23 +183,27 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
         const size_t padded = ((size_t)rows->longest + WIDTH - 1) / WIDTH * WIDTH;
         const int most = rows->count < BLOCK_ROWS ? rows->count : BLOCK_ROWS;
         float *scores = aligned_alloc(64, most * padded * (sizeof(float) + sizeof(int32_t)));
-        int32_t *contexts = (int32_t *)(scores + most * padded);
+        int32_t *memory = (int32_t *)(scores + most * padded);
         if (!scores)
             failed = 1;
 #pragma omp for schedule(dynamic)
         for (int item = 0; item < num_blocks * kv_heads; item++) {
             const int block = item / kv_heads, g = item % kv_heads;
             const int from = blocks[block], count = scores ? blocks[block + 1] - from : 0;
+            const int32_t *contexts[BLOCK_ROWS];
             int lengths[BLOCK_ROWS], shared[BLOCK_ROWS], last_prefix = 0, last_hidden = 0;
             for (int r = count - 1; r >= 0; r--) {
                 const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
                 const int hidden = window && prefix + path > window ? prefix + path - window : 0;
                 const int skipped = hidden < prefix ? hidden : prefix;
-                int32_t *context = contexts + r * padded;
-                memcpy(context, rows->prefix[from + r] + skipped,
-                       (prefix - skipped) * sizeof(int32_t));
-                memcpy(context + prefix - skipped, rows->path[from + r] + (hidden - skipped),
-                       (path - (hidden - skipped)) * sizeof(int32_t));
+                contexts[r] = rows->prefix[from + r] + skipped;
+                if (path) { /* two places become one */
+                    int32_t *context = memory + r * padded;
+                    memcpy(context, contexts[r], (prefix - skipped) * sizeof *context);
+                    memcpy(context + prefix - skipped, rows->path[from + r] + (hidden - skipped),
+                           (path - (hidden - skipped)) * sizeof *context);
+                    contexts[r] = context;
+                }
                 lengths[r] = prefix + path - hidden;
                 if (r == count - 1) {
                     last_prefix = prefix;
@@ -208,8 +211,6 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                 }
                 const int common = prefix < last_prefix ? prefix : last_prefix;
                 shared[r] = hidden == last_hidden ? common - hidden : 0;
-                for (int j = lengths[r]; j % WIDTH; j++)
-                    context[j] = context[lengths[r] - 1];
             }
             const ELEM *k = keys + g * dim, *v = values + g * dim;
             for (int h = g * group; h < (g + 1) * group; h++) {
@@ -227,7 +228,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                 else
                     for (int r = 0; r < count; r++)
                         NAME(attend_any)(query + r * stride, k, v, o + r * out_stride,
-                                         contexts + r * padded, lengths[r], width, scale, scores,
+                                         contexts[r], lengths[r], width, scale, scores,
                                          dim);
 #undef ATTEND
             }
@@ -347,12 +348,15 @@ static float NAME(sum_exp)(const ELEM *x, int size, float top)
     return sum;
 }
 
-/* Continues `count` sequences by `steps` tokens each: every token is the argmax after the one
- * before. One call instead of one for each token, because a small model takes less time than the
- * code around it.
- * tokens: [steps + 1, count], the first row given; rows: those of all steps, one step after the
- * other; final_norm: NULL where logits come from the last state as it is.
- * states: the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
+/* Gives `count` sequences tokens that they have not seen, and continues them by `steps` tokens each:
+ * every token is the argmax after the one before. One call instead of one for each token, because a
+ * small model takes less time than the code around it.
+ * given: [num_given], sequence after sequence, at least one for each; ends: [count], the place of each
+ * sequence's last one. tokens: filled, [steps, count]. rows: of the given tokens, then those of each
+ * further step, one step after the other.
+ * final_norm: NULL where logits come from the last state as it is.
+ * states: the residual stream after each layer, [steps, num_layers, count, hidden], or NULL; with them,
+ * and with fuse, a sequence is given one token.
  * fuse: with it a layer's input is fuse * [embedding of the token, feature], where the feature is
  * the state of the step before, and features ([count, hidden], given) that of the first step.
  * stop_below: [steps, count] or NULL. With it a sequence ends after a token whose probability is
@@ -361,37 +365,43 @@ static float NAME(sum_exp)(const ELEM *x, int size, float top)
 EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
                               const ELEM *embedding, const ELEM *final_norm,
                               const struct weight *head, int vocab, ELEM *keys, ELEM *values,
-                              const struct rows *rows, int count, int steps, int64_t *tokens,
+                              const struct rows *rows, const int64_t *given, int num_given,
+                              const int32_t *ends, int count, int steps, int64_t *tokens,
                               ELEM *states, const struct weight *fuse, const ELEM *fuse_bias,
                               const ELEM *features, const float *stop_below, int32_t *lengths)
 {
-    const size_t hidden = m->hidden;
-    ELEM *x = aligned_alloc(64, (count * (4 * hidden + vocab) * sizeof(ELEM) + 63) & ~(size_t)63);
+    const size_t hidden = m->hidden, bytes = hidden * sizeof(ELEM);
+    const size_t size = num_given * bytes + count * (3 * bytes + vocab * sizeof(ELEM));
+    ELEM *x = aligned_alloc(64, (size + 63) & ~(size_t)63);
     if (!x)
         return 1;
-    ELEM *normed = x + count * hidden, *both = normed + count * hidden;
+    ELEM *normed = x + num_given * hidden, *both = normed + count * hidden;
     ELEM *logits = both + count * 2 * hidden;
-    int failed = 0, left = count;
+    int failed = 0, left = count, at = 0;
     for (int s = 0; s < steps && left && !failed; s++) {
-        const int at = s * count;
+        const int num_rows = s ? count : num_given;
+        const int64_t *in = s ? tokens + (s - 1) * count : given;
         const struct rows step = {
-            count, rows->longest, rows->positions + at, rows->slots + at, rows->prefix_length + at,
-            rows->path_length + at, rows->prefix + at, rows->path + at,
+            num_rows, rows->longest, rows->positions + at, rows->slots + at,
+            rows->prefix_length + at, rows->path_length + at, rows->prefix + at, rows->path + at,
         };
-        for (int r = 0; r < count; r++) {
-            const ELEM *token = embedding + tokens[at + r] * hidden;
+        for (int r = 0; r < num_rows; r++) {
+            const ELEM *token = embedding + in[r] * hidden;
             if (fuse) {
                 ELEM *pair = both + r * 2 * hidden;
-                memcpy(pair, token, hidden * sizeof(ELEM));
-                memcpy(pair + hidden, (s ? x : features) + r * hidden, hidden * sizeof(ELEM));
+                memcpy(pair, token, bytes);
+                memcpy(pair + hidden, (s ? x : features) + r * hidden, bytes);
             } else
-                memcpy(x + r * hidden, token, hidden * sizeof(ELEM));
+                memcpy(x + r * hidden, token, bytes);
         }
         if (fuse)
             failed = NAME(linear)(both, fuse->packed, (int)fuse->packing, fuse_bias, x, count,
                                   2 * m->hidden, m->hidden, m->threads);
         failed |= NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step,
                                    states ? states + at * hidden * num_layers : NULL);
+        if (num_rows > count)
+            for (int r = 0; r < count; r++)
+                memmove(x + r * hidden, x + ends[r] * hidden, bytes);
         if (final_norm)
             NAME(add_rmsnorm)(x, NULL, final_norm, normed, count, m->hidden, m->eps, 1);
         failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->packing, NULL, logits,
@@ -402,15 +412,14 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             int first = 0;
             while (first < vocab - 1 && LOAD(row[first]) != best)
                 first++;
-            tokens[at + count + r] = first;
-            if (stop_below && lengths[r] == steps) {
-                const float sum = NAME(sum_exp)(row, vocab, best);
-                if (1.0f / sum < stop_below[at + r]) {
-                    lengths[r] = s + 1;
-                    left--;
-                }
+            tokens[s * count + r] = first;
+            if (stop_below && lengths[r] == steps &&
+                1.0f / NAME(sum_exp)(row, vocab, best) < stop_below[s * count + r]) {
+                lengths[r] = s + 1;
+                left--;
             }
         }
+        at += num_rows;
     }
     free(x);
     return failed;

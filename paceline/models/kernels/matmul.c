@@ -21,9 +21,6 @@
 #include <string.h>
 
 #include "common.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 #if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
 #define HAS_TILES 1
 #include <sys/syscall.h>
@@ -36,6 +33,16 @@
 #else
 #define HAS_BYTES 0
 #endif
+#if HAS_TILES && HAS_BYTES && defined(__AMX_INT8__)
+#define HAS_BYTE_TILES 1
+#else
+#define HAS_BYTE_TILES 0
+#endif
+#if HAS_TILES && HAS_BYTES && defined(__AMX_INT8__)
+#define HAS_BYTE_TILES 1
+#else
+#define HAS_BYTE_TILES 0
+#endif
 
 #define MAX_ROWS 6 /* rows and panels of a block: their accumulators fill the vector registers */
 #define MAX_PANELS 4
@@ -45,15 +52,13 @@
 #define CHUNK 512
 #define SPAN 96 /* rows whose sums wait at the same time */
 
-typedef uint32_t bits __attribute__((vector_size(4 * WIDTH), aligned(4)));
-
 /* One step of k for float32, one pair of k for bfloat16. */
 ALWAYS_INLINE vec step_f32(vec acc, vec w, float x)
 {
     return acc + w * x;
 }
 
-ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
+ALWAYS_INLINE vec step_bf16(vec acc, vec_bits w, uint32_t pair)
 {
 #if defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)w,
@@ -65,11 +70,11 @@ ALWAYS_INLINE vec step_bf16(vec acc, bits w, uint32_t pair)
 #endif
 }
 
-enum packing { PLAIN, TILES, BYTES }; /* of weights; as in ops.py */
+enum packing { PLAIN, TILES, BYTES, TILE_BYTES }; /* of weights; as in ops.py */
 
 /* Sharing pays from here on: multiplications for two wake-ups of a thread, or weights that one core's
  * cache does not keep until the next forward. */
-static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 8e6, [BYTES] = 2e6};
+static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 8e6, [BYTES] = 2e6, [TILE_BYTES] = 2e6};
 #define SHARED_BYTES 1.5e6
 
 /* ROWS(n), or PANELS(n), with a number that the compiler knows. */
@@ -114,14 +119,16 @@ EXPORT int allow_tiles(void)
 #define TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((long)(stride)) : "memory")
 
+struct tile_shapes {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+
 /* For this thread: tiles 0 to 3 are sums of up to four panels, 4 weights, 5 to 7 inputs. */
 static void configure_tiles(int rows)
 {
-    struct {
-        uint8_t palette, start, unused[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shapes = {.palette = 1};
+    struct tile_shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         shapes.bytes[i] = 64;
         shapes.rows[i] = (uint8_t)(i == 4 ? TILE_ROWS : rows);
@@ -208,7 +215,7 @@ EXPORT int takes_bytes(void)
 
 #if HAS_BYTES
 
-/* 16 outputs with int8 weights, and what stands behind the header: [k / 4][16][4], k padded. */
+/* 16 outputs with int8 weights, [k / 4][16][4] behind the header, k padded: also as tiles want them. */
 struct byte_panel {
     float scale[WIDTH];  /* of an output's weights */
     int32_t shift[WIDTH]; /* 128 * their sum: inputs are shifted by 128, since they have no sign */
@@ -225,6 +232,68 @@ ALWAYS_INLINE __m512 load_bf16(const uint16_t *x, int count)
     const __m256i half = _mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), x);
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
 }
+
+#if HAS_BYTE_TILES
+
+#define BYTE_STEPS 64 /* of k in one tile */
+
+/* As configure_tiles; 6 and 7 are the weights and inputs that are left when k is no multiple of 64. */
+static void configure_byte_tiles(int rows, int inputs)
+{
+    const int rest = inputs % BYTE_STEPS ? inputs % BYTE_STEPS : BYTE_STEPS;
+    struct tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shapes.bytes[i] = 64;
+        shapes.rows[i] = (uint8_t)rows;
+    }
+    shapes.rows[4] = BYTE_STEPS / 4;
+    shapes.rows[6] = (uint8_t)(rest / 4);
+    shapes.bytes[7] = (uint16_t)rest;
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+#define PANEL(tile, weights, in)                                                                  \
+    if (panels > tile) {                                                                          \
+        const char *w = panel + tile * bytes + sizeof(struct byte_panel) + (size_t)k * WIDTH;     \
+        TILE_LOAD(weights, w, 64);                                                                \
+        _tile_dpbusd(tile, in, weights);                                                          \
+    }
+
+/* As byte_block, for the rows that the tiles are configured for. */
+ALWAYS_INLINE void byte_tile_block(const uint8_t *x, int inputs, const char *panel, size_t bytes,
+                                   __m512i *sums, const int panels)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    int k = 0;
+    for (; k + BYTE_STEPS <= inputs; k += BYTE_STEPS) {
+        TILE_LOAD(5, x + k, inputs);
+        PANEL(0, 4, 5)
+        PANEL(1, 4, 5)
+        PANEL(2, 4, 5)
+        PANEL(3, 4, 5)
+    }
+    if (k < inputs) {
+        TILE_LOAD(7, x + k, inputs);
+        PANEL(0, 6, 7)
+        PANEL(1, 6, 7)
+        PANEL(2, 6, 7)
+        PANEL(3, 6, 7)
+    }
+    TILE_STORE(0, sums, panels * sizeof *sums);
+    if (panels > 1)
+        TILE_STORE(1, sums + 1, panels * sizeof *sums);
+    if (panels > 2)
+        TILE_STORE(2, sums + 2, panels * sizeof *sums);
+    if (panels > 3)
+        TILE_STORE(3, sums + 3, panels * sizeof *sums);
+}
+
+#undef PANEL
+
+#endif
 
 /* Sums of a block of rows and panels, [rows][panels]. */
 ALWAYS_INLINE void byte_block(const uint8_t *x, int inputs, const char *panel, size_t bytes,
@@ -272,6 +341,7 @@ ALWAYS_INLINE void byte_rows(const uint8_t *x, int inputs, const char *panel, si
 #define LOADED vec
 #define LOAD(x) (x)
 #define STORE(f) (f)
+#define VSTORE(p, v) (*(vec *)(p) = (v))
 #define STEP step_f32
 #define NAME(f) JOIN(f, f32)
 #include "matmul_impl.h"
@@ -281,15 +351,17 @@ ALWAYS_INLINE void byte_rows(const uint8_t *x, int inputs, const char *panel, si
 #undef LOADED
 #undef LOAD
 #undef STORE
+#undef VSTORE
 #undef STEP
 #undef NAME
 
 #define ELEM uint16_t
 #define PIECES 1 /* bfloat16 numbers that make one */
 #define WORD uint32_t
-#define LOADED bits
+#define LOADED vec_bits
 #define LOAD(x) bf16_load(x)
 #define STORE(f) bf16_store(f)
+#define VSTORE(p, v) bf16_store_each(p, v)
 #define STEP step_bf16
 #define NAME(f) JOIN(f, bf16)
 #include "matmul_impl.h"

@@ -1,5 +1,5 @@
-/* Included once for each element type; ELEM, PIECES, WORD, LOADED, LOAD(x), STORE(f), STEP and NAME(f)
- * are set by matmul.c. */
+/* Included once for each element type; ELEM, PIECES, WORD, LOADED, LOAD(x), STORE(f),
+ * VSTORE(to, v), STEP and NAME(f) are set by matmul.c. */
 
 /* Sums, [rows][panels], plus the bias; `width` of the panels' outputs are real. */
 ALWAYS_INLINE void NAME(store)(const vec *sums, const ELEM *bias, ELEM *out, int rows, int outputs,
@@ -176,41 +176,82 @@ static void NAME(to_bytes)(const ELEM *x, uint8_t *out, float *scales, int rows,
     }
 }
 
-#define PANELS(n) byte_rows(row, inputs, w, panel, sums, count, n)
+/* int32 sums, [rows][panels], as numbers. */
+ALWAYS_INLINE void NAME(store_bytes)(const __m512i *sums, const float *scales, const char *panel,
+                                     size_t bytes, const ELEM *bias, ELEM *out, int rows, int outputs,
+                                     int first, const int panels)
+{
+    for (int p = 0; p < panels; p++, first += WIDTH) {
+        const struct byte_panel *header = (const void *)(panel + p * bytes);
+        for (int r = 0; r < rows; r++) {
+            const __m512i whole =
+                _mm512_sub_epi32(sums[r * panels + p], _mm512_loadu_si512(header->shift));
+            const vec sum = (vec)_mm512_cvtepi32_ps(whole) * *(const vec *)header->scale * scales[r];
+            ELEM *o = out + (size_t)r * outputs + first;
+            if (!bias && first + WIDTH <= outputs)
+                VSTORE(o, sum);
+            else
+                for (int j = 0; j < WIDTH && first + j < outputs; j++)
+                    o[j] = STORE(sum[j] + (bias ? LOAD(bias[first + j]) : 0.0f));
+        }
+    }
+}
+
+/* Up to four neighbouring panels for a block of rows: at most MAX_ROWS, with tiles as many as those are
+ * configured for. */
+ALWAYS_INLINE void NAME(byte_group)(const uint8_t *x, const float *scales, int inputs,
+                                    const char *panel, size_t bytes, const ELEM *bias, ELEM *out,
+                                    int rows, int outputs, int first, int tiles, const int panels)
+{
+    __m512i sums[TILE_ROWS * MAX_PANELS];
+#if HAS_BYTE_TILES
+    if (tiles)
+        byte_tile_block(x, inputs, panel, bytes, sums, panels);
+    else
+#endif
+        byte_rows(x, inputs, panel, bytes, sums, rows, panels);
+    NAME(store_bytes)(sums, scales, panel, bytes, bias, out, rows, outputs, first, panels);
+}
+
+#define PANELS(n)                                                                                 \
+    NAME(byte_group)(in + (size_t)r * inputs, scales + r, inputs, w, panel, bias,                 \
+                     out + (size_t)r * outputs, count, outputs, p * WIDTH, tiles, n)
 
 /* The product with int8 weights. Returns non-zero when memory runs out. */
 static int NAME(bytes)(const ELEM *x, const char *weight, const ELEM *bias, ELEM *out, int rows, int k,
-                       int outputs, int threads, int share)
+                       int outputs, int threads, int share, int tiles)
 {
     const int inputs = (k + 3) / 4 * 4;
     const int all = (outputs + WIDTH - 1) / WIDTH, groups = (all + MAX_PANELS - 1) / MAX_PANELS;
     const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
     const size_t bytes = rows * (sizeof(float) + (size_t)inputs);
+    const int most = tiles ? TILE_ROWS : MAX_ROWS;
     float *scales = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
     if (!scales)
         return 1;
     uint8_t *in = (uint8_t *)(scales + rows);
     NAME(to_bytes)(x, in, scales, rows, k, inputs);
-#pragma omp parallel for schedule(static) num_threads(threads) if (share)
-    for (int g = 0; g < groups; g++) {
-        const int p = g * MAX_PANELS, panels = all - p < MAX_PANELS ? all - p : MAX_PANELS;
-        const char *w = weight + p * panel;
-        for (int r = 0; r < rows; r += MAX_ROWS) {
-            const int count = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
-            const uint8_t *row = in + (size_t)r * inputs;
-            __m512i sums[MAX_ROWS * MAX_PANELS];
-            BY_PANELS(panels)
-            for (int i = 0; i < count * panels; i++) {
-                const int first = (p + i % panels) * WIDTH;
-                const struct byte_panel *header = (const void *)(w + i % panels * panel);
-                const __m512i whole = _mm512_sub_epi32(sums[i], _mm512_loadu_si512(header->shift));
-                const vec sum = (vec)_mm512_cvtepi32_ps(whole) * *(const vec *)header->scale *
-                                scales[r + i / panels];
-                ELEM *o = out + (size_t)(r + i / panels) * outputs + first;
-                for (int j = 0; j < WIDTH && first + j < outputs; j++)
-                    o[j] = STORE(sum[j] + (bias ? LOAD(bias[first + j]) : 0.0f));
+#pragma omp parallel num_threads(threads) if (share)
+    {
+#if HAS_BYTE_TILES
+        if (tiles)
+            configure_byte_tiles(rows < most ? rows : most, inputs);
+#endif
+#pragma omp for schedule(static)
+        for (int g = 0; g < groups; g++) {
+            const int p = g * MAX_PANELS, panels = all - p < MAX_PANELS ? all - p : MAX_PANELS;
+            const char *w = weight + p * panel;
+            for (int block = 0; block < rows; block += most) {
+                /* With tiles the last block takes rows of the one before again: they keep their shape. */
+                const int r = tiles && block && block + most > rows ? rows - most : block;
+                const int count = rows - r < most ? rows - r : most;
+                BY_PANELS(panels)
             }
         }
+#if HAS_BYTE_TILES
+        if (tiles)
+            _tile_release();
+#endif
     }
     free(scales);
     return 0;
@@ -228,7 +269,7 @@ EXPORT int NAME(linear)(const ELEM *x, const void *packed, int packing, const EL
                         int rows, int k, int outputs, int threads)
 {
     const double size = (double)k * outputs;
-    const int bytes = packing == BYTES ? 1 : packing == TILES ? 2 : sizeof(ELEM);
+    const int bytes = packing >= BYTES ? 1 : packing == TILES ? 2 : sizeof(ELEM);
     const int share = size * rows > SHARED_WORK[packing] || size * bytes > SHARED_BYTES;
     if (!rows)
         return 0;
@@ -237,8 +278,9 @@ EXPORT int NAME(linear)(const ELEM *x, const void *packed, int packing, const EL
         return NAME(tiled)(x, packed, bias, out, rows, k, outputs, threads, share);
 #endif
 #if HAS_BYTES
-    if (packing == BYTES)
-        return NAME(bytes)(x, packed, bias, out, rows, k, outputs, threads, share);
+    if (packing == BYTES || packing == TILE_BYTES)
+        return NAME(bytes)(x, packed, bias, out, rows, k, outputs, threads, share,
+                           packing == TILE_BYTES && rows > MAX_ROWS);
 #endif
     const WORD *weight = packed;
     const int steps = k * sizeof(ELEM) / sizeof(WORD);

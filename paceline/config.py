@@ -239,6 +239,13 @@ class SpeculationConfig(BaseModel):
         le=MAX_DEPTH,
         description="Depth of the drafts of a copying drafter's fallback.",
     )
+    relay_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_DEPTH,
+        description="Tokens copied at most behind a draft of the fallback, where its end has "
+        "occurred before.",
+    )
     typical_epsilon: float | None = Field(
         default=None,
         ge=0.0,

@@ -613,6 +613,23 @@ METHODS: Mapping[str, Method] = {
             uses=("draft_model",),
         ),
         Method(
+            name="copy_relay",
+            paper="Dumitru et al.: CopySpec, 2025, arXiv 2502.08923",
+            summary="CopySpec and a small model take turns within a draft: an edit, then the copy.",
+            drafter="copyspec_or_draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="fixed",
+            defaults={
+                "num_speculative_tokens": 12,
+                "node_budget": None,
+                "min_match": 4,
+                "fallback_depth": 5,
+                "relay_tokens": 6,
+            },
+            uses=("draft_model",),
+        ),
+        Method(
             name="predicted_outputs",
             paper="Yang et al.: Inference with Reference (LLMA), 2023, arXiv 2304.04487",
             summary="Copies the prediction that comes with the request; AR where there is none.",

@@ -116,6 +116,8 @@ def why_not(plan: Plan, params: SamplingParams) -> str | None:
         return f"rule {rule.name!r} accepts by chance above temperature 0"
     if plan.config.length not in ("fixed", "goodput"):
         return f"controller {plan.config.length!r} chooses lengths from what it sees"
+    if plan.config.relay_tokens:
+        return "what it copies behind a draft depends on where that ends"
     names = {row.drafter for row in plan.parts} | {method.drafter}
     replayable = _EXPANDING | _LOOKUP | _HYBRID.keys() | COMPOSITE
     if any(name not in replayable for name in names) and not _is_head(plan):

@@ -14,7 +14,7 @@ from paceline.acceptance.base import PathLogits
 from paceline.lengths.base import ConfidenceStop, StopRule
 from paceline.sampling import argmax_rows, coupled_sample
 from paceline.shapes.kary import chain
-from paceline.tree import align, path_to, subset
+from paceline.tree import align, is_chain, path_to, subset
 from paceline.types import EMPTY_DRAFT, Budget, Draft, FloatArray, Need, Outcome, Verification
 
 if TYPE_CHECKING:
@@ -240,7 +240,8 @@ class LookupDrafter(ABC, Generic[State]):
 
     Args:
         fallback: drafts for the sessions of a step for which :meth:`find` returns None; without
-            one those are AR for that round. Its drafts are at most ``fallback_depth`` deep.
+            one those are AR for that round. Its drafts are at most ``fallback_depth`` deep, and up
+            to ``relay_tokens`` are looked up behind them.
 
     Attributes:
         finds_chains: whether what is found is a chain, as long as the budget where there is more.
@@ -266,6 +267,12 @@ class LookupDrafter(ABC, Generic[State]):
     @abstractmethod
     def find(self, session: Session, state: State, budget: Budget) -> Draft | None:
         """A draft within a budget of at least one token, or None."""
+
+    def find_behind(
+        self, session: Session, state: State, drafted: list[int], room: int
+    ) -> list[int]:
+        """Up to ``room`` tokens that may follow the session's and ``drafted``, a fallback's."""
+        return []
 
     def finish(self, session: Session, state: State) -> None:
         """Called when a session closes."""
@@ -302,9 +309,20 @@ class LookupDrafter(ABC, Generic[State]):
         self._fell_back.update(session.session_id for session in members)
         shallow = [_shallow(sessions[i], budgets[i]) for i in without]
         found = self.fallback.propose(members, shallow)
-        for i, draft in zip(without, found, strict=True):
-            drafts[i] = draft
+        for i, draft, limit in zip(without, found, shallow, strict=True):
+            drafts[i] = self._relayed(sessions[i], draft, limit, budgets[i])
         return drafts
+
+    def _relayed(self, session: Session, draft: Draft, limit: Budget, budget: Budget) -> Draft:
+        """A fallback's draft that became as long as it may, with what is found behind it."""
+        size = min(limit.depth, limit.nodes)
+        room = min(budget.depth, budget.nodes) - size
+        room = min(room, session.plan.config.relay_tokens or 0)
+        if room <= 0 or draft.num_nodes < size or not is_chain(draft.parent_indices):
+            return draft
+        drafted = draft.token_ids.tolist()
+        state = self._states[session.session_id]
+        return Draft.chain(drafted + self.find_behind(session, state, drafted, room))
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         """The fallback sees its own drafts' outcomes, or all if it learns from the target."""

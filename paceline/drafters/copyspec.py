@@ -3,10 +3,14 @@
 Dumitru et al. 2025 (arXiv 2502.08923): a hash map from every gram of ``min_match`` tokens (gamma)
 to where it first occurred in prompt and output; if the last gamma tokens are in it, the tokens
 after that place are the draft, otherwise a draft model speculates, or nobody.
+
+In an edited copy, the original ends where the edit begins and fits again behind it. So the row
+``copy_relay`` looks up the end of the draft model's drafts, too, and copies on from there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.drafters.base import LookupDrafter
@@ -27,18 +31,20 @@ class FirstOccurrences:
         self._after: dict[tuple[int, ...], int] = {}
         self._indexed = 0  # grams that end before this position are known
 
-    def find(self, token_ids: list[int]) -> int | None:
+    def find(self, token_ids: list[int], drafted: Sequence[int] = ()) -> int | None:
         """Position after the first earlier occurrence of the last gamma tokens.
 
         Args:
             token_ids: those of the last call, and maybe more.
+            drafted: what may follow them: looked for, but not indexed.
         """
         gamma, end = self._gamma, len(token_ids)
         # The gram at the very end is left out, or it would find itself.
         for after in range(max(self._indexed + 1, gamma), end):
             self._after.setdefault(tuple(token_ids[after - gamma : after]), after)
         self._indexed = max(self._indexed, end - 1)
-        return self._after.get(tuple(token_ids[-gamma:])) if end >= gamma else None
+        tail = (*token_ids[-gamma:], *drafted)[-gamma:]
+        return self._after.get(tail) if len(tail) == gamma else None
 
 
 class CopySpec(LookupDrafter[FirstOccurrences]):
@@ -58,3 +64,9 @@ class CopySpec(LookupDrafter[FirstOccurrences]):
         if place is None:
             return None
         return Draft.chain(session.token_ids[place : place + min(budget.depth, budget.nodes)])
+
+    def find_behind(
+        self, session: Session, state: FirstOccurrences, drafted: list[int], room: int
+    ) -> list[int]:
+        place = state.find(session.token_ids, drafted)
+        return [] if place is None else (session.token_ids[place : place + room] + drafted)[:room]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,8 @@ from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
-from paceline.types import Budget
+from paceline.tree import subset
+from paceline.types import Budget, Draft, Need, Outcome
 from tests.core.engines import Reference, small_engine
 from tests.core.scripted import run, scripted_engine
 
@@ -36,6 +39,20 @@ def test_the_first_occurrence(text: list[int], gamma: int, step: int) -> None:
     index = FirstOccurrences(gamma)
     for end in range(1, len(text) + 1, step):
         assert index.find(text[:end]) == first_occurrence(text[:end], gamma)
+
+
+@given(TEXT, TEXT, st.integers(1, 5))
+def test_the_first_occurrence_of_the_end_of_a_draft(
+    text: list[int], drafted: list[int], gamma: int
+) -> None:
+    """Only grams of the text count, not those that end in the draft."""
+    index = FirstOccurrences(gamma)
+    tail = (text + drafted)[-gamma:]
+    ends = [after for after in range(gamma, len(text)) if text[after - gamma : after] == tail]
+    expected = ends[0] if ends and len(tail) == gamma else None
+    for _ in range(2):  # looking leaves nothing behind
+        assert index.find(text, drafted) == expected
+    assert index.find(text) == first_occurrence(text, gamma)
 
 
 @given(TEXT, st.integers(1, 5))
@@ -104,8 +121,64 @@ def test_without_a_match_the_trace_is_that_of_the_fallback(
     assert trace("copyspec", min_match=64) == trace("ar")
 
 
+class Fallback:
+    """Drafts the same tokens always, as many as it may."""
+
+    needs = frozenset[Need]()
+
+    def __init__(self, token_ids: list[int], parents: list[int] | None = None) -> None:
+        self.draft = Draft(
+            np.array(token_ids),
+            np.array(range(-1, len(token_ids) - 1) if parents is None else parents, np.int32),
+        )
+
+    def open(self, session: Session) -> None: ...
+
+    def close(self, session: Session) -> None: ...
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        return [
+            subset(self.draft, np.arange(min(self.draft.num_nodes, budget.depth)))
+            for budget in budgets
+        ]
+
+    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None: ...
+
+
+def relayed(fallback: Fallback, limits: tuple[int, int] = (12, 12), **knobs: Any) -> list[int]:
+    """The draft after a text that repeats nothing, of which the fallback drafts a part."""
+    config = SpeculationConfig(
+        method="copy_relay", min_match=2, **({"fallback_depth": 3, "relay_tokens": 4} | knobs)
+    )
+    session = Session("s", list(range(10, 40)), SamplingParams(max_tokens=1000), resolve(config))
+    drafter = CopySpec(fallback)
+    drafter.open(session)
+    return drafter.propose([session], [Budget(*limits)])[0].token_ids.tolist()
+
+
+def test_copying_goes_on_behind_the_draft_of_the_fallback() -> None:
+    edited = Fallback([99, 15, 16, 17])
+    assert relayed(edited) == [99, 15, 16, 17, 18, 19, 20]
+    assert relayed(edited, relay_tokens=0) == [99, 15, 16]
+    assert relayed(edited, (5, 12)) == relayed(edited, (12, 5)) == [99, 15, 16, 17, 18]
+    assert relayed(edited, (3, 12)) == [99, 15, 16]
+    assert relayed(edited, fallback_depth=2) == [99, 15]  # no two tokens of the text
+    assert relayed(edited, fallback_depth=4) == [99, 15, 16, 17, 18, 19, 20, 21]
+
+
+def test_the_end_of_the_text_is_followed_by_the_draft_itself() -> None:
+    assert relayed(Fallback([37, 38, 5])) == [37, 38, 5]
+    assert relayed(Fallback([5, 37, 38])) == [5, 37, 38, 39, 5, 37, 38]
+
+
+def test_nothing_is_copied_behind_a_draft_that_ended_early_or_is_a_tree() -> None:
+    """A drafter that stops is unsure of its last token."""
+    assert relayed(Fallback([15, 16])) == [15, 16]
+    assert relayed(Fallback([99, 15, 16], [-1, 0, 0])) == [99, 15, 16]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["copyspec", "copyspec_draft_model"])
+@pytest.mark.parametrize("method", ["copyspec", "copyspec_draft_model", "copy_relay"])
 def test_exact_and_nothing_is_left(
     method: str, temperature: float, tiny_folder: Path, reference: Reference
 ) -> None:

@@ -1,7 +1,8 @@
 """Make the demo pair: `python -m paceline.train.demo --out paceline/demo`.
 
 Tokenizer, target, drafter, export, model card. Every stage keeps its state in `--work-dir`; after
-an interruption, a kill included, the same command goes on where it was.
+an interruption, a kill included, the same command goes on where it was. With `--drafter-only` the
+target in `--out` stays, and its drafter learns on.
 """
 
 from __future__ import annotations
@@ -134,6 +135,19 @@ def export(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path) -> Non
     temporary.rmdir()
 
 
+def load(folder: Path) -> LlamaForCausalLM:
+    """What :func:`export` wrote, in float32."""
+    loaded = LlamaForCausalLM.from_pretrained(folder)
+    return new_model(loaded.config, loaded.state_dict())
+
+
+def copy_tokenizer(folder: Path, work: Path) -> None:
+    """The tokenizer of an exported model, where :func:`prepare` looks for one."""
+    (work / "tokenizer").mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, work / "tokenizer" / name)
+
+
 def model_card(
     text: Text,
     target: Trained,
@@ -141,13 +155,20 @@ def model_card(
     exits: dict[str, list[ExitQuality]],
     acceptance: dict[str, Acceptance],
     distill_config: DistillConfig,
+    earlier: Sequence[str] = (),
 ) -> str:
-    """The model card, in Markdown."""
+    """The model card, in Markdown.
+
+    Args:
+        earlier: rows of the table of models, from the card of those that this training began with.
+    """
     hardware = f"{torch.get_num_threads()} threads of a CPU ({platform.machine()})"
     if torch.cuda.is_available():
         hardware = torch.cuda.get_device_name()
-    rows = []
+    rows = list(earlier)
     for name, trained in (("target", target), ("drafter", drafter)):
+        if earlier and name == "target":
+            continue
         c = trained.model.config
         parameters = sum(p.numel() for p in trained.model.parameters()) / 1e6
         rows.append(
@@ -199,10 +220,13 @@ def model_card(
             "2404.16710), most often at layers 2 and 4, with Muon for the layers' matrices and "
             "AdamW for the rest. The drafter starts from the target's embedding and first layers "
             f"and is distilled from its {distill_config.top_k} most probable tokens at each "
-            "position of the training text and of text the target wrote itself. The target's time "
-            "for those, at most "
+            "position of the training text and of text the target wrote itself: greedily, seven "
+            "times in eight, after prompts that are cut from the modules to train on as those of "
+            "`paceline bench` are from the ones held out, and after windows of the training text. "
+            "The target's time for those, at most "
             f"{100 * (distill_config.sample_share + distill_config.cache_share):.0f} % of the "
-            "drafter's budget, is not in the table.",
+            "drafter's budget, is not in the table."
+            + (" The last row went on from the weights of the one above." if earlier else ""),
             "",
             "## Early exits of the target",
             "",
@@ -245,14 +269,27 @@ def make(
     target_config: PretrainConfig,
     distill_config: DistillConfig,
     max_documents: int | None = None,
+    drafter_only: bool = False,
 ) -> None:
-    """Run every stage that `work` does not already hold, then write the folders of `out`."""
-    text = prepare(work, extra, target_config.vocab_size, max_documents)
-    target = pretrain(target_config, text.training, work / "target.pt")
-    export(target.model, work / "tokenizer", out / "target")
+    """Run every stage that `work` does not already hold, then write the folders of `out`.
+
+    Args:
+        drafter_only: take the models in `out` as they are, and train the drafter on.
+    """
+    start, earlier = None, []
+    if drafter_only:
+        copy_tokenizer(out / "target", work)
+        text = prepare(work, extra, target_config.vocab_size, max_documents)
+        target, start = Trained(load(out / "target"), 0, 0, 0.0), load(out / "drafter")
+        card = (out / "MODEL_CARD.md").read_text(encoding="utf-8").splitlines()
+        earlier = [row for row in card if row.startswith(("| target |", "| drafter |"))]
+    else:
+        text = prepare(work, extra, target_config.vocab_size, max_documents)
+        target = pretrain(target_config, text.training, work / "target.pt")
+        export(target.model, work / "tokenizer", out / "target")
     drafter = distill(
         target.model, target_config, distill_config, text.training, text.prompts,
-        out / "target", work,
+        out / "target", work, start,
     )  # fmt: skip
     export(drafter.model, work / "tokenizer", out / "drafter")
     exits, acceptance = {}, {}
@@ -268,9 +305,9 @@ def make(
         acceptance[source] = measure_acceptance(
             shipped, proposer, rows, distill_config.prompt_length
         )
-    card = model_card(text, target, drafter, exits, acceptance, distill_config)
-    (out / "MODEL_CARD.md").write_text(card, encoding="utf-8")
-    print(card)
+    page = model_card(text, target, drafter, exits, acceptance, distill_config, earlier)
+    (out / "MODEL_CARD.md").write_text(page, encoding="utf-8")
+    print(page)
 
 
 def smoke_configs() -> tuple[PretrainConfig, DistillConfig]:
@@ -311,6 +348,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="CPU threads (default: PyTorch's choice); on a machine with other work set "
         "GOMP_SPINCOUNT=0, or threads that spin for one another cost most of the speed",
     )  # fmt: skip
+    parser.add_argument(
+        "--drafter-only", action="store_true",
+        help="keep the target in --out and train its drafter on; wants an empty --work-dir",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--smoke", action="store_true", help="tiny models and budgets, to test the pipeline"
@@ -330,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         drafter = replace(drafter_defaults, minutes=args.minutes_drafter)
         documents = None
     target, drafter = replace(target, seed=args.seed), replace(drafter, seed=args.seed)
-    make(args.out, args.work_dir, args.extra_corpus, target, drafter, documents)
+    make(args.out, args.work_dir, args.extra_corpus, target, drafter, documents, args.drafter_only)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,10 @@ class Weight:
     packing: Packing = Packing.PLAIN
 
 
+LONE_WEIGHTS, LONE_WORK = 2e7, 4e8
+"""A forward of fewer weights and of fewer multiplications than these stays on one thread."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layer:
     """The weights of one decoder layer."""
@@ -436,7 +440,7 @@ class NativeOps:
         self._greedy_chain = function("greedy_chain", "ppipppippppipiippppppp")
         self._dtype = dtype
         self._tiles, self._int8 = kernels.has_tiles(), int8 and kernels.has_int8()
-        self._tables: dict[int, tuple[Stack, Any, Any]] = {}
+        self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
 
     def pack(self, weight: Tensor) -> Weight:
         outputs, inputs = weight.shape
@@ -491,7 +495,7 @@ class NativeOps:
             rows,
             inputs,
             weight.num_outputs,
-            kernels.num_threads(),
+            _num_threads(weight.num_outputs * inputs, rows),
         )
         if failed:
             raise MemoryError("no memory for a product")
@@ -513,7 +517,7 @@ class NativeOps:
         rows: Rows,
         states: Tensor | None = None,
     ) -> None:
-        model, layers = self._table(stack, keys.shape[1])
+        model, layers = self._table(stack, keys.shape[1], len(x))
         paths = _path_addresses(rows)
         packed = _packed(len(x), rows, paths)
         failed = self._run_layers(
@@ -564,8 +568,8 @@ class NativeOps:
         Returns:
             The new tokens; -1 behind the end of a sequence.  # [num_steps, num_sequences]
         """
-        model, layers = self._table(stack, keys.shape[1])
         count, sizes = len(given), [len(tokens) for tokens in given]
+        model, layers = self._table(stack, keys.shape[1], sum(sizes))
         assert sum(sizes) == count or (states is None and fuse is None)
         flat = np.fromiter(chain.from_iterable(given), np.int64, sum(sizes))
         ends = np.cumsum(sizes, dtype=np.int32) - np.int32(1)
@@ -608,7 +612,7 @@ class NativeOps:
             tokens[np.arange(num_steps)[:, None] >= lengths] = -1
         return tokens
 
-    def _table(self, stack: Stack, num_slots: int) -> tuple[Any, Any]:
+    def _table(self, stack: Stack, num_slots: int, num_rows: int) -> tuple[Any, Any]:
         """The C structures of a stack, built once; the stack is kept alive beside them."""
         if id(stack) not in self._tables:
             model = _Model(
@@ -632,10 +636,26 @@ class NativeOps:
                     elif isinstance(value, Tensor):
                         value = value.data_ptr()
                     setattr(place, f.name, 0 if value is None else value)
-            self._tables[id(stack)] = (stack, model, layers)
-        model, layers = self._tables[id(stack)][1:]
-        model.threads = kernels.num_threads()
+            weights = (
+                v
+                for la in stack.layers
+                for f in fields(Layer)
+                if isinstance(v := getattr(la, f.name), Weight)
+            )
+            size = sum(weight.num_outputs * weight.num_inputs for weight in weights)
+            self._tables[id(stack)] = (stack, model, layers, size)
+        _, model, layers, size = self._tables[id(stack)]
+        model.threads = _num_threads(size, num_rows)
         return model, layers
+
+
+def _num_threads(num_weights: int, num_rows: int) -> int:
+    """Threads for a forward: more than one where they gain more than it takes to wake them.
+
+    They sleep while a round drafts, and a forward wakes them once.
+    """
+    alone = num_weights < LONE_WEIGHTS and num_weights * num_rows < LONE_WORK
+    return 1 if alone else kernels.num_threads()
 
 
 def _path_addresses(rows: Rows) -> npt.NDArray[np.int64]:

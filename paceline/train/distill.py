@@ -46,11 +46,11 @@ from paceline.train.pretrain import (
 class DistillConfig:
     """Shape and budget of the drafter."""
 
-    minutes: float = 75.0
+    minutes: float = 70.0
     """Time for everything: at most `sample_share` of it to let the target write, at most
     `cache_share` to run the target over all text, the rest to train."""
     sample_share: float = 0.2
-    cache_share: float = 0.1
+    cache_share: float = 0.21
     max_steps: int | None = None
     """If set, the training ends after so many steps and not after its share of `minutes`."""
     num_layers: int = 2

@@ -5,7 +5,7 @@
 static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, ELEM *out,
                               int rows, int dim, float eps, int threads)
 {
-#pragma omp parallel for num_threads(threads) if (rows >= MANY_ROWS)
+#pragma omp parallel for num_threads(threads) if ((double)rows * dim > SHARED_NUMBERS)
     for (int r = 0; r < rows; r++) {
         ELEM *xr = x + (size_t)r * dim;
         ELEM *outr = out + (size_t)r * dim;
@@ -49,7 +49,7 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
                              const ELEM *k_norm, float eps, int threads)
 {
     const int stride = (heads + 2 * kv_heads) * dim;
-#pragma omp parallel for num_threads(threads) if (rows->count >= MANY_ROWS)
+#pragma omp parallel for num_threads(threads) if ((double)rows->count * stride > SHARED_NUMBERS)
     for (int r = 0; r < rows->count; r++) {
         ELEM *row = qkv + (size_t)r * stride;
         const float *cosine = cos_sin + (size_t)rows->positions[r] * dim;
@@ -241,7 +241,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
 /* out = silu(gate) * up, from the fused [rows, 2 * dim] projection. */
 static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, int threads)
 {
-#pragma omp parallel for num_threads(threads) if (rows >= MANY_ROWS)
+#pragma omp parallel for num_threads(threads) if ((double)rows * dim > SHARED_NUMBERS)
     for (int r = 0; r < rows; r++) {
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
         ELEM *o = out + (size_t)r * dim;

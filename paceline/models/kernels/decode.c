@@ -80,6 +80,18 @@ ALWAYS_INLINE vec smaller(vec a, vec b)
 #endif
 }
 
+ALWAYS_INLINE float largest(vec v)
+{
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float top = v[0];
+    for (int i = 1; i < WIDTH; i++)
+        top = v[i] > top ? v[i] : top;
+    return top;
+#endif
+}
+
 /* exp(x) for float32, within 2 units in the last place for x <= 0 down to underflow; polynomial:
  * Cephes expf. On whole vectors, because compilers do not make vector code of the same for a number. */
 ALWAYS_INLINE vec exp_each(vec x)
@@ -145,9 +157,8 @@ static float weigh(float *scores, int length)
     vec tops = *(const vec *)scores, totals = {0};
     for (int j = WIDTH; j < length; j += WIDTH)
         tops = larger(tops, *(const vec *)(scores + j));
-    float top = tops[0], total = 0.0f;
-    for (int i = 1; i < WIDTH; i++)
-        top = tops[i] > top ? tops[i] : top;
+    const float top = largest(tops);
+    float total = 0.0f;
     for (int j = 0; j < length; j += WIDTH) {
         const vec weights = exp_each(*(const vec *)(scores + j) - top);
         *(vec *)(scores + j) = weights;

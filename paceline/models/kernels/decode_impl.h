@@ -95,7 +95,8 @@ ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELE
         longest = lengths[r] > longest ? lengths[r] : longest;
         for (int d = 0; d < dim; d += WIDTH)
             *(vec *)(queries[r] + d) = VLOAD(query + r * stride + d) * scale;
-        memset(sums[r], 0, SUMS * dim * sizeof **sums);
+        for (int d = 0; d < SUMS * dim; d += WIDTH) /* memset takes half as wide stores */
+            *(vec *)(sums[r] + d) = (vec){0};
     }
     for (int j = 0; j < longest; j += WIDTH) {
         int held = 0; /* whether the last row's entries are gathered */
@@ -325,9 +326,7 @@ static float NAME(highest)(const ELEM *x, int size)
     int i = 0;
     for (; i + WIDTH <= size; i += WIDTH)
         tops = larger(tops, VLOAD(x + i));
-    float top = tops[0];
-    for (int j = 1; j < WIDTH; j++)
-        top = tops[j] > top ? tops[j] : top;
+    float top = largest(tops);
     for (; i < size; i++)
         top = LOAD(x[i]) > top ? LOAD(x[i]) : top;
     return top;

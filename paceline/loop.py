@@ -20,7 +20,7 @@ from paceline.models.base import PseudoTokens
 from paceline.sampling import argmax_rows
 from paceline.session import Session
 from paceline.target import Target
-from paceline.tree import clip, depths, is_chain, subset
+from paceline.tree import clip, height, is_chain, subset
 from paceline.types import (
     EMPTY_DRAFT,
     Acceptance,
@@ -267,7 +267,7 @@ def _commit(
 def count_round(session: Session, outcome: Outcome, draft_s: float, verify_s: float) -> None:
     """Add a round to the statistics of its session."""
     stats, draft = session.stats, outcome.draft
-    depth = int(depths(draft.parent_indices).max()) if draft.num_nodes else 0
+    depth = height(draft.parent_indices)
     stats.num_rounds += 1
     stats.num_target_forwards += 1
     stats.num_draft_nodes += draft.num_nodes

@@ -16,7 +16,9 @@ from paceline.types import Draft, DraftProbs, IndexArray
 
 def is_chain(parent_indices: IndexArray) -> bool:
     """True when node ``i`` follows node ``i - 1`` for every ``i``."""
-    return bool(np.array_equal(parent_indices, np.arange(-1, len(parent_indices) - 1)))
+    # Drafts are small: lists are compared before NumPy has begun.
+    parents: list[int] = parent_indices.tolist()
+    return parents == list(range(-1, len(parents) - 1))
 
 
 def depths(parent_indices: IndexArray) -> IndexArray:
@@ -29,10 +31,17 @@ def depths(parent_indices: IndexArray) -> IndexArray:
     return result
 
 
+def height(parent_indices: IndexArray) -> int:
+    """Depth of the deepest node, 0 without nodes."""
+    if is_chain(parent_indices):
+        return len(parent_indices)
+    return int(depths(parent_indices).max())
+
+
 def children(parent_indices: IndexArray) -> list[list[int]]:
     """Children of each node in node order; the last list holds the children of the root."""
     result: list[list[int]] = [[] for _ in range(len(parent_indices) + 1)]
-    for node, parent in enumerate(parent_indices):
+    for node, parent in enumerate(parent_indices.tolist()):
         result[parent].append(node)  # parent -1 lands in the last list
     return result
 

@@ -105,13 +105,12 @@ class Draft:
             return False
         if not len(ids):
             return True
-        in_vocabulary = ids.min() >= 0 and ids.max() < vocab_size
+        drafted = ids.tolist()
+        in_vocabulary = min(drafted) >= 0 and max(drafted) < vocab_size
         if self.probs is not None:
             support = self.probs.token_ids
-            in_vocabulary = in_vocabulary and support.min() >= 0 and support.max() < vocab_size
-        return bool(
-            in_vocabulary and parents.min() >= -1 and (parents < np.arange(len(parents))).all()
-        )
+            in_vocabulary &= bool(support.min() >= 0 and support.max() < vocab_size)
+        return in_vocabulary and all(-1 <= p < node for node, p in enumerate(parents.tolist()))
 
     @staticmethod
     def chain(token_ids: Sequence[int] | IntArray, probs: DraftProbs | None = None) -> Draft:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from paceline.errors import DrafterUnavailable, PacelineError, SessionNotFound
-from paceline.tree import depths
+from paceline.tree import height
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 from rpc.errors import PrefixDiverged, from_rpc_error, from_status
 from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
@@ -329,7 +329,7 @@ class RemoteDrafter:
     def _checked(self, message: Any, budget: Budget) -> Draft:
         draft = draft_from_message(message, self._vocab_size, max_nodes=budget.nodes)
         deep = draft.num_nodes > budget.depth  # a shallower one cannot have a deeper node
-        if deep and int(depths(draft.parent_indices).max()) > budget.depth:
+        if deep and height(draft.parent_indices) > budget.depth:
             raise DrafterUnavailable(f"a draft deeper than its budget of {budget.depth}")
         return draft
 

@@ -23,7 +23,7 @@ from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.sampling import CONSTRAINTS, SamplingParams
 from paceline.session import Session
-from paceline.tree import depths
+from paceline.tree import depths, height
 from paceline.types import Draft
 from rpc.access import CHEAP, Admission, Gate, QuotaExceeded
 from rpc.bridge import hand_over, on_engine
@@ -58,7 +58,7 @@ _GENERATE_ONLY = {
 
 def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
     """The nodes of ``draft`` down to ``max_depth``, and the index that each had before."""
-    if draft.num_nodes <= max_depth or int(depths(draft.parent_indices).max()) <= max_depth:
+    if draft.num_nodes <= max_depth or height(draft.parent_indices) <= max_depth:
         return draft, list(range(draft.num_nodes))
     kept = np.flatnonzero(depths(draft.parent_indices) <= max_depth)
     place = {int(old): new for new, old in enumerate(kept)} | {-1: -1}
@@ -382,7 +382,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             request, self._thread.engine.target.vocab_size, max_nodes=config.node_budget or 0
         )
         depth = config.num_speculative_tokens or 0
-        if draft.num_nodes > depth and int(depths(draft.parent_indices).max()) > depth:
+        if draft.num_nodes > depth and height(draft.parent_indices) > depth:
             raise InvalidArgument("parent_indices", "a deeper tree", f"a depth of at most {depth}")
         # Nodes beyond the session's last token could never be committed, nor be held by the model.
         last = wire.session.max_length - len(wire.token_ids) - 1

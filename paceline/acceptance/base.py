@@ -151,13 +151,13 @@ def exact_match(
     Args:
         token_after: that token, given the tokens of the path so far and its last node (-1: root).
     """
-    followers = children(draft.parent_indices)
+    followers, drafted = children(draft.parent_indices), draft.token_ids.tolist()
     path: list[int] = []
     tokens: list[int] = []
     node = -1
     while True:
         token = token_after(tokens, node)
-        node = next((c for c in followers[node] if draft.token_ids[c] == token), -1)
+        node = next((c for c in followers[node] if drafted[c] == token), -1)
         if node < 0:
             return Acceptance(tuple(path), token)
         path.append(node)

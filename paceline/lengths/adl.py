@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from paceline.lengths.base import LengthBounds, StopRule
-from paceline.tree import depths
+from paceline.tree import height
 from paceline.types import Budget, Load, Need, Outcome
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class AdaptiveDraftLength:
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         if not outcome.draft.num_nodes:
             return
-        generated = int(depths(outcome.draft.parent_indices).max())
+        generated = height(outcome.draft.parent_indices)
         self._generated += self._rho * (generated - self._generated)
         self._accepted += self._rho * (outcome.num_accepted - self._accepted)
         whole = self._accepted >= self._generated - 0.5  # to the nearest token

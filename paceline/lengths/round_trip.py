@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.lengths.base import LengthBounds, StopRule
-from paceline.tree import depths
+from paceline.tree import height
 from paceline.types import Budget, Load, Need, Outcome
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class RoundTrip:
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         verdict = outcome.verification.verdict
-        depth = int(depths(outcome.draft.parent_indices).max()) if outcome.draft.num_nodes else 0
+        depth = height(outcome.draft.parent_indices)
         if verdict is not None:
             if not verdict.verify_seconds:
                 return  # a server's own round in a stream: its draft and its time are not ours

@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from paceline.train import corpus, demo, pretrain
 
 
+MODELS = ("target", "drafter")
+
+
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_EAGER", "1")
@@ -72,7 +75,7 @@ def test_the_pipeline_survives_a_kill(tmp_path: Path) -> None:
     max_steps = demo.smoke_configs()[0].max_steps
     assert torch.load(work / "target.pt", weights_only=True)["step"] == max_steps
 
-    for name in ("target", "drafter"):
+    for name in MODELS:
         model = AutoModelForCausalLM.from_pretrained(out / name)
         assert model.dtype == torch.bfloat16
         tokenizer = AutoTokenizer.from_pretrained(out / name)
@@ -81,6 +84,18 @@ def test_the_pipeline_survives_a_kill(tmp_path: Path) -> None:
     card = (out / "MODEL_CARD.md").read_text(encoding="utf-8")
     assert "extra: loss" in card
     assert str(tmp_path) not in card
+
+    # The drafter learns on: the target and the card's row of the earlier training stay.
+    weights = {name: (out / name / "model.safetensors").read_bytes() for name in MODELS}
+    command[command.index(str(work))] = str(tmp_path / "on")
+    subprocess.run([*command, "--drafter-only"], env=environment, capture_output=True, check=True)
+    assert (out / "target" / "model.safetensors").read_bytes() == weights["target"]
+    assert (out / "drafter" / "model.safetensors").read_bytes() != weights["drafter"]
+    rows = [row for row in card.splitlines() if row.startswith(("| target", "| drafter"))]
+    longer = (out / "MODEL_CARD.md").read_text(encoding="utf-8").splitlines()
+    first = longer.index(rows[0])
+    assert longer[first : first + 2] == rows
+    assert longer[first + 2].startswith("| drafter |")
 
 
 def test_a_work_dir_of_another_corpus_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ __version__ = "0.1.0.dev0"
 # whose partner lost its core to another process burns its own for nothing: on busy machines a
 # forward took ten times as long. Read when torch loads OpenMP; whoever sets it knows better.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _EXPORTS = {
     "Engine": "paceline.engine",

@@ -168,10 +168,6 @@ class Weight:
     packing: Packing = Packing.PLAIN
 
 
-LONE_WEIGHTS, LONE_WORK = 2e7, 4e8
-"""A forward of fewer weights and of fewer multiplications than these stays on one thread."""
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layer:
     """The weights of one decoder layer."""
@@ -485,6 +481,7 @@ class NativeOps:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         rows, inputs = x.shape
+        size = weight.num_outputs * inputs
         out = x.new_empty(rows, weight.num_outputs)
         failed = self._linear(
             x.data_ptr(),
@@ -495,7 +492,7 @@ class NativeOps:
             rows,
             inputs,
             weight.num_outputs,
-            _num_threads(weight.num_outputs * inputs, rows),
+            _num_threads(weight.packing, size, size * rows),
         )
         if failed:
             raise MemoryError("no memory for a product")
@@ -517,7 +514,7 @@ class NativeOps:
         rows: Rows,
         states: Tensor | None = None,
     ) -> None:
-        model, layers = self._table(stack, keys.shape[1], len(x))
+        model, layers = self._table(stack, keys.shape[1], len(x), rows.longest)
         paths = _path_addresses(rows)
         packed = _packed(len(x), rows, paths)
         failed = self._run_layers(
@@ -569,7 +566,7 @@ class NativeOps:
             The new tokens; -1 behind the end of a sequence.  # [num_steps, num_sequences]
         """
         count, sizes = len(given), [len(tokens) for tokens in given]
-        model, layers = self._table(stack, keys.shape[1], sum(sizes))
+        model, layers = self._table(stack, keys.shape[1], sum(sizes), rows.longest)
         assert sum(sizes) == count or (states is None and fuse is None)
         flat = np.fromiter(chain.from_iterable(given), np.int64, sum(sizes))
         ends = np.cumsum(sizes, dtype=np.int32) - np.int32(1)
@@ -612,7 +609,7 @@ class NativeOps:
             tokens[np.arange(num_steps)[:, None] >= lengths] = -1
         return tokens
 
-    def _table(self, stack: Stack, num_slots: int, num_rows: int) -> tuple[Any, Any]:
+    def _table(self, stack: Stack, num_slots: int, num_rows: int, longest: int) -> tuple[Any, Any]:
         """The C structures of a stack, built once; the stack is kept alive beside them."""
         if id(stack) not in self._tables:
             model = _Model(
@@ -636,25 +633,29 @@ class NativeOps:
                     elif isinstance(value, Tensor):
                         value = value.data_ptr()
                     setattr(place, f.name, 0 if value is None else value)
-            weights = (
-                v
-                for la in stack.layers
-                for f in fields(Layer)
-                if isinstance(v := getattr(la, f.name), Weight)
-            )
-            size = sum(weight.num_outputs * weight.num_inputs for weight in weights)
+            products = [(y.qkv, y.out, y.gate_up, y.down) for y in stack.layers]
+            size = sum(w.num_outputs * w.num_inputs for each in products for w in each)
             self._tables[id(stack)] = (stack, model, layers, size)
         _, model, layers, size = self._tables[id(stack)]
-        model.threads = _num_threads(size, num_rows)
+        heads = len(stack.layers) * stack.num_heads * stack.head_dim
+        packing, work = stack.layers[0].qkv.packing, num_rows * (size + 2.0 * heads * longest)
+        model.threads = _num_threads(packing, size, work)
         return model, layers
 
 
-def _num_threads(num_weights: int, num_rows: int) -> int:
-    """Threads for a forward: more than one where they gain more than it takes to wake them.
+LONE_WEIGHTS = 2e7
+LONE_WORK, LONE_TILE_WORK = 2e8, 8e8
+"""A forward of fewer weights and of fewer multiplications than these stays on one thread."""
 
-    They sleep while a round drafts, and a forward wakes them once.
+
+def _num_threads(packing: Packing, num_weights: int, work: float) -> int:
+    """Threads for a forward, or a product, of ``work`` multiplications.
+
+    More than one where they gain more than it takes to wake them: they sleep while a round drafts,
+    and are awake from a forward's first product to its last.
     """
-    alone = num_weights < LONE_WEIGHTS and num_weights * num_rows < LONE_WORK
+    tiles = packing in (Packing.TILES, Packing.TILE_BYTES)
+    alone = num_weights < LONE_WEIGHTS and work < (LONE_TILE_WORK if tiles else LONE_WORK)
     return 1 if alone else kernels.num_threads()
 
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.train import corpus, demo, pretrain
 
-
 MODELS = ("target", "drafter")
 
 

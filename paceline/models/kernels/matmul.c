@@ -72,9 +72,9 @@ ALWAYS_INLINE vec step_bf16(vec acc, vec_bits w, uint32_t pair)
 
 enum packing { PLAIN, TILES, BYTES, TILE_BYTES }; /* of weights; as in ops.py */
 
-/* Sharing pays from here on: multiplications for two wake-ups of a thread, or weights that one core's
- * cache does not keep until the next forward. */
-static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 8e6, [BYTES] = 2e6, [TILE_BYTES] = 2e6};
+/* Sharing pays from here on: multiplications for the meeting of threads that are awake (whether they are
+ * is ops.py's choice), or weights that one core's cache does not keep until the next forward. */
+static const double SHARED_WORK[] = {[PLAIN] = 1e6, [TILES] = 2e6, [BYTES] = 2e6, [TILE_BYTES] = 2e6};
 #define SHARED_BYTES 1.5e6
 
 /* ROWS(n), or PANELS(n), with a number that the compiler knows. */

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from paceline.demo import TARGET_DIR
 from paceline.loading import limit_threads
-from paceline.models import kernels
+from paceline.models import kernels, ops
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
 from paceline.models.ops import NativeOps, Packing, TorchOps
@@ -49,6 +49,7 @@ def test_linear(
     offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
     if not tiles:
         monkeypatch.setenv("PACELINE_KERNELS", "vectors")
+    monkeypatch.setattr(ops, "LONE_WEIGHTS", 0)  # threads share whatever kernels let them share
     native = NativeOps(dtype)
     packed = native.pack(weight)
     assert packed.packing is (Packing.TILES if tiles and kernels.has_tiles() else Packing.PLAIN)
@@ -149,7 +150,10 @@ def test_layers(kind: str, zoo: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_nothing(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "LONE_WEIGHTS", 0)
     runner = LlamaRunner(TARGET_DIR, dtype=dtype)
     ids = np.random.default_rng(9).integers(0, 256, 150)
     results = []
@@ -160,6 +164,21 @@ def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
         runner.free(sequence)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_a_forward_wakes_other_threads_only_for_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_threads(2)
+    runner = LlamaRunner(TARGET_DIR, dtype=torch.float32)
+    tables = runner._ops._tables  # type: ignore[attr-defined]
+    used = []
+    for count in (1, 16, 40, 250, 16):  # AR, a draft, and prompts
+        sequence = runner.new_sequence()
+        runner.forward([Segment(sequence, np.arange(count), logits="none")])
+        runner.free(sequence)
+        ((_, model, *_),) = tables.values()
+        used.append(model.threads)
+    shared = 1 if kernels.has_tiles() else 2  # without tiles as many take four times as long
+    assert used == [1, 1, shared, 2, 1]
 
 
 def test_without_a_compiler_the_reason_is_told(

@@ -531,6 +531,7 @@ def test_the_table_has_the_fastest_first(target: Path, questions: Path) -> None:
         row["speedup_vs_ar"] = speeds[row["method"]]
     lines = [line.partition(" ")[0] for line in _printed(result, 160).splitlines()]
     assert [name for name in lines if name in speeds] == ["aggressive", "ar", "prompt_lookup"] * 3
+    assert result["unavailable"] == []  # nobody asked for other rows
 
 
 @pytest.mark.parametrize(

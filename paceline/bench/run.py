@@ -135,8 +135,7 @@ def parse_methods(
             reason), a lossy row without ``allow_lossy``, a knob that a row does not have.
     """
     known = [name for name in known if name in METHODS]
-    labels = _split(methods) if isinstance(methods, str) else list(methods)
-    labels = [label.strip() for label in labels if label.strip()]
+    labels = _labels(methods)
     if not labels:
         raise InvalidArgument("methods", methods, f"all, or some of {', '.join(known)}")
     if "all" in labels:
@@ -158,6 +157,11 @@ def parse_methods(
         config = parse_speculation(values, f"methods[{label}]")
         plans[label] = (config, resolve(config))
     return plans
+
+
+def _labels(methods: str | Sequence[str]) -> list[str]:
+    labels = _split(methods) if isinstance(methods, str) else methods
+    return [label.strip() for label in labels if label.strip()]
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
@@ -193,7 +197,7 @@ def run_bench(
 
     Returns:
         ``environment``, ``results`` (a row for each method and category, and for the category
-        "all"), ``notes``, ``unavailable`` (rows that cannot run here, each with the reason), and
+        "all"), ``notes``, ``unavailable`` (rows of "all" that cannot run here, and why), and
         ``batch_invariant_cost`` where both modes were measured.
 
     Raises:
@@ -218,6 +222,7 @@ def run_bench(
             {"method": name, "reason": reason, "topology": backend.topology}
             for backend in every
             for name, reason in backend.unavailable.items()
+            if "all" in _labels(options.methods)
         ],
     }
     if options.batch_invariant == "both" and len(local) == 2:

@@ -2,8 +2,9 @@
 
 The built-in prompts are cut from standard library modules that no demo model was trained on
 (:func:`paceline.train.corpus.held_out_modules`), so they need no download and are the same on
-every machine with the same Python. They are natural beginnings: the models are base models of
-code, and continue text rather than follow instructions.
+every machine with the same Python, to its last version number (some systems leave modules out).
+They are natural beginnings: the models are base models of code, and continue text rather than
+follow instructions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from paceline.errors import InvalidArgument
 
 PROMPTS_PER_CATEGORY = 8
 
-# Size of a built-in prompt: about 100 to 350 tokens with the demo tokenizer.
+# Size of a built-in prompt: about 100 to 350 tokens with the demo tokenizer, and up to 480 where a
+# Python's library has a table of long numbers.
 _MIN_CHARS, _MAX_CHARS = 320, 720
 _MAX_WORDS = 230  # words and signs: tables of numbers have many for their length
 

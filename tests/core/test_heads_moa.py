@@ -214,7 +214,7 @@ def test_training_makes_drafts_right(count: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     head = MixtureOfAttentions(demo_target(), MixtureOptions(horizon=6, target_layers=count))
     before, _ = evaluate(head, batch)
-    train(head, batch, 25, rate=2e-3)
+    train(head, batch, 40, rate=2e-3)
     after, agreement = evaluate(head, batch)
     assert after < 0.5 * before
     assert agreement.shape == (6,) and agreement.min() > 0.5

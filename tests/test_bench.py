@@ -364,8 +364,7 @@ def test_builtin_prompts_are_held_out_text_of_a_fitting_length() -> None:
         for prompt in members:
             module = prompt.prompt_id.partition(":")[2]
             assert module not in training
-            length = len(tokenizer.encode(prompt.text))  # 273 in CPython 3.11.7, 474 in 3.13.0
-            assert 90 <= length <= 500, prompt.prompt_id
+            assert 90 <= len(tokenizer.encode(prompt.text)) <= 360, prompt.prompt_id
             assert prompt.text.endswith("\n")
             if category != "copy_heavy_edits":
                 assert prompt.text in held_out[module] + "\n"

@@ -23,10 +23,10 @@ from paceline.errors import InvalidArgument
 
 PROMPTS_PER_CATEGORY = 8
 
-# Size of a built-in prompt: about 100 to 350 tokens with the demo tokenizer, and up to 480 where a
-# Python's library has a table of long numbers.
+# Size of a built-in prompt: about 100 to 350 tokens with the demo tokenizer.
 _MIN_CHARS, _MAX_CHARS = 320, 720
 _MAX_WORDS = 230  # words and signs: tables of numbers have many for their length
+_MAX_DIGITS = 120  # of numbers: a token holds few of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,10 @@ def limit_per_category(prompts: Iterable[Prompt], limit: int | None) -> list[Pro
 
 
 def _spread(found: list[tuple[str, list[str]]], count: int) -> list[tuple[str, str]]:
-    """``count`` texts from as many modules as possible, evenly over the sorted modules."""
+    """``count`` texts from as many modules as possible, evenly over the sorted modules.
+
+    A text with many long numbers gives its place to the next module's.
+    """
     modules = [(name, texts) for name, texts in found if texts]
     chosen: list[tuple[str, str]] = []
     turn = 0
@@ -125,7 +128,9 @@ def _spread(found: list[tuple[str, list[str]]], count: int) -> list[tuple[str, s
         if not left:
             break
         wanted = min(count - len(chosen), len(left))
-        chosen += [left[i * len(left) // wanted] for i in range(wanted)]
+        for start in [i * len(left) // wanted for i in range(wanted)]:
+            others = (p for p in left[start:] + left[:start] if p not in chosen)
+            chosen.append(next((p for p in others if _digits(p[1]) <= _MAX_DIGITS), left[start]))
         turn += 1
     return chosen
 
@@ -242,6 +247,10 @@ def _trigrams(text: str) -> list[tuple[str, ...]]:
     # Names and numbers count by their kind: rows of a table differ in their values.
     words = ["0" if word[0].isdigit() else word for word in _words(text)]
     return list(zip(words, words[1:], words[2:], strict=False))
+
+
+def _digits(text: str) -> int:
+    return sum(len(word) for word in _words(text) if word[0].isdigit())
 
 
 def _words(text: str) -> list[str]:

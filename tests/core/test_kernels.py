@@ -166,7 +166,7 @@ def test_the_number_of_threads_changes_nothing(
     assert torch.equal(results[0], results[2])
 
 
-def test_a_forward_wakes_other_threads_only_for_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_wakes_other_threads_only_for_much_work() -> None:
     limit_threads(2)
     runner = LlamaRunner(TARGET_DIR, dtype=torch.float32)
     tables = runner._ops._tables  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.ops import (
     Layer,
     NativeOps,
+    Numerics,
     Ops,
     Rows,
     Stack,
@@ -198,7 +199,7 @@ class LlamaRunner:
         dtype: of weights, activations and KV entries.
         kv_tokens: capacity of the KV pool over all sequences.
         batch_invariant: see the module; ``None`` means on for float32 on a CPU.
-        int8: see :class:`NativeOps`; nothing without the kernels.
+        int8, numerics: see :class:`NativeOps`; nothing without the kernels.
     """
 
     provides = frozenset(Need)
@@ -212,6 +213,7 @@ class LlamaRunner:
         kv_tokens: int | None = None,
         batch_invariant: bool | None = None,
         int8: bool = False,
+        numerics: Numerics = "fastest",
     ) -> None:
         folder, device = Path(folder), torch.device(device)
         self.config = config = LlamaConfig.from_folder(folder)
@@ -220,7 +222,7 @@ class LlamaRunner:
         if batch_invariant is None:
             batch_invariant = device.type == "cpu" and dtype is torch.float32
         self.num_parameters = 0  # a tied embedding counts once
-        self._ops = self._choose_ops(batch_invariant, int8)
+        self._ops = self._choose_ops(batch_invariant, int8, numerics)
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
         self._load(folder, load_tensors(folder))
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -303,12 +305,12 @@ class LlamaRunner:
         else:
             self._head = self._ops.pack(take("lm_head.weight", config.vocab_size, hidden))
 
-    def _choose_ops(self, batch_invariant: bool, int8: bool) -> Ops:
+    def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: Numerics) -> Ops:
         config = self.config
         widths = config.head_dim, config.hidden_size, config.intermediate_size
         if NativeOps.supports(self.dtype, self.device, *widths):
             try:
-                return NativeOps(self.dtype, int8=int8)
+                return NativeOps(self.dtype, int8=int8, numerics=numerics)
             except KernelsUnavailable as error:
                 import warnings
 

@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import tempfile
+import warnings
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -150,9 +151,15 @@ def _load(wanted: str, cache: Path) -> tuple[str, ctypes.CDLL]:
     for name in names if wanted == "on" else [wanted]:
         library = _open(libraries()[name])
         if (found := library.self_test()) == SELF_TEST:
+            if wrong:
+                warnings.warn(f"{_fails(wrong)}; running with {name}", stacklevel=2)
             return name, library
         wrong.append(f"{name} ({found:#x})")
-    raise KernelsUnavailable(f"the self-test fails with {', '.join(wrong)}: please report this")
+    raise KernelsUnavailable(_fails(wrong))
+
+
+def _fails(wrong: list[str]) -> str:
+    return f"kernels compute something else than they should: {', '.join(wrong)}; please report it"
 
 
 def has_dots() -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = ("simd.h", "products_impl.h", "bytes.h", "tiles.h", "decode_impl.h")
+HEADERS = ("simd.h", "products_impl.h", "bytes.h", "tiles.h", "roofline.h", "decode_impl.h")
 # -ffp-contract=off: a multiplication is fused with an addition only where the source says so, which
 # makes results independent of the instruction set. (-ffast-math would not; it would also make the
 # thread that loads the library flush denormals.)

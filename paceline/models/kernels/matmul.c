@@ -24,25 +24,29 @@
 #define HAS_DOTS 0
 #endif
 
-#define LINE 64  /* bytes of a panel for one step of k, or two */
-#define GROUP 4  /* panels that a thread takes together */
-#define SPAN 96  /* rows whose sums wait at the same time */
-/* Steps of k that all rows take before the next ones: four panels of them and of the chunk that is
- * fetched meanwhile stay in a core's own cache. Sums wait in memory between two chunks, which changes
- * no bit of them. */
-#define CHUNK 512
+#define LINE 64 /* bytes of a panel for one step of k, or two */
+#define SPAN 96 /* rows whose sums wait at the same time */
 
-/* Rows and panels of a block: their sums fill the registers, and hide the latency of additions. */
+/* Panels that a thread takes together, and rows and panels of a block: their sums fill the registers, and
+ * are enough to hide the latency of additions. */
 #if W == 16
+#define GROUP 8
 #define MAX_ROWS 6
-#define PANELS(rows) 4
+#define PANELS(rows) ((rows) <= 3 ? 8 : 4)
 #elif HAS_FMA
+#define GROUP 4
 #define MAX_ROWS 6
 #define PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
 #else /* a multiply-add is many instructions: nothing is gained by several rows */
+#define GROUP 4
 #define MAX_ROWS 1
 #define PANELS(rows) 1
 #endif
+
+/* Steps of k that all rows take before the next ones: a group's panels of them and of the chunk that is
+ * fetched meanwhile stay in a core's own cache. Sums wait in memory between two chunks, which changes
+ * no bit of them. */
+#define CHUNK (2048 / GROUP)
 
 /* Of weights, as in ops.py. HALVES and DOTS lie in memory alike; the latter are for bfloat16 inputs. */
 enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES };
@@ -212,3 +216,5 @@ EXPORT int linear_bf16(const uint16_t *x, const void *packed, int packing, const
 {
     return linear(x, packed, packing, rows, k, threads, &(struct target){bias, out, outputs, 1});
 }
+
+#include "roofline.h"

@@ -44,6 +44,10 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
     case rows:                                                                                    \
         for (; p + PANELS(rows) <= panels; p += PANELS(rows))                                     \
             BLOCK(rows, PANELS(rows));                                                            \
+        if (PANELS(rows) > 4 && p + 4 <= panels) {                                                \
+            BLOCK(rows, 4);                                                                       \
+            p += 4;                                                                               \
+        }                                                                                         \
         if (PANELS(rows) > 2 && p + 2 <= panels) {                                                \
             BLOCK(rows, 2);                                                                       \
             p += 2;                                                                               \
@@ -77,18 +81,16 @@ static void NAME(group)(const X *x, size_t stride, const char *weight, size_t pa
                         float *sums, int rows, int steps, int panels)
 {
     const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    /* Few rows are shared out evenly: 7 as 4 + 3 cost less than as 6 + 1. */
-    const int even = rows <= 4 * MAX_ROWS;
-    const int chunks = blocks == 1 ? 1 : (steps + CHUNK - 1) / CHUNK;
+    const int chunks = (steps + CHUNK - 1) / CHUNK;
     for (int c = 0; c < chunks; c++) {
         const int from = (int)((int64_t)steps * c / chunks);
         const int to = (int)((int64_t)steps * (c + 1) / chunks);
         const char *next = c + 1 < chunks ? weight + (size_t)to * LINE : after;
         for (int b = 0; b < blocks; b++) {
-            const int r = even ? rows * b / blocks : b * MAX_ROWS;
-            const int end = even ? rows * (b + 1) / blocks : r + MAX_ROWS;
+            /* Shared out evenly: 7 rows as 4 + 3 cost less than as 6 + 1. */
+            const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
             NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
-                       b, blocks, (end < rows ? end : rows) - r, panels);
+                       b, blocks, end - r, panels);
         }
     }
 }

@@ -272,6 +272,8 @@ def in_chunks(function: Callable[[npt.NDArray[Any]], Doubles], x: npt.NDArray[An
 class Native:
     """The functions of noise.c in a loaded library of kernels.
 
+    All give what the functions of the same name give in NumPy, bit for bit.
+
     Raises:
         AttributeError: the library has none of them.
     """
@@ -282,15 +284,8 @@ class Native:
         self._log = _function(library.exact_log, None, pointer, pointer, count)
         self._exp = _function(library.exact_exp, None, pointer, pointer, count)
         self._sum = _function(library.exact_sum, double, pointer, pointer, count)
-        self._weights = _function(
-            library.exact_weights,
-            ctypes.c_double,
-            pointer,
-            ctypes.c_double,
-            pointer,
-            pointer,
-            count,
-        )
+        scores = (pointer, double, pointer, pointer, count)
+        self._weights = _function(library.exact_weights, double, *scores)
         self._gumbel = _function(library.gumbel, None, word, count, pointer)
         self._gumbel_at = _function(library.gumbel_at, None, word, pointer, count, pointer)
         self._sample_logits = _function(library.sample_logits, count, pointer, count, double, word)
@@ -314,7 +309,7 @@ class Native:
         return total
 
     def weights(self, scores: Doubles) -> tuple[Doubles, float]:
-        scores, count = np.ascontiguousarray(scores), len(scores)
+        scores, count = np.ascontiguousarray(scores, np.float64), len(scores)
         out = np.empty(count + (count + 1) // 2, np.float64)
         place, highest = out.ctypes.data, float(scores.max())
         total: float = self._weights(scores.ctypes.data, highest, place, place + 8 * count, count)
@@ -337,13 +332,13 @@ class Native:
         self, logits: npt.NDArray[np.float32], temperature: float, stream: int
     ) -> int:
         """Argmax of ``logits / temperature`` plus noise.  # [vocab_size] float32"""
-        logits = np.ascontiguousarray(logits)
+        logits = np.ascontiguousarray(logits, np.float32)
         best: int = self._sample_logits(logits.ctypes.data, len(logits), temperature, stream)
         return best
 
     def sample_scores(self, scores: Doubles, stream: int) -> int:
         """Argmax of ``scores`` plus noise.  # [vocab_size] float64"""
-        scores = np.ascontiguousarray(scores)
+        scores = np.ascontiguousarray(scores, np.float64)
         best: int = self._sample_scores(scores.ctypes.data, len(scores), stream)
         return best
 
@@ -369,6 +364,6 @@ def native() -> Native | None:
 
     try:
         library = Native(kernels.load())
-    except kernels.KernelsUnavailable:
+    except (kernels.KernelsUnavailable, ImportError):  # a client need not have torch
         return None
     return library if is_exact(library) else None

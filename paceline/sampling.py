@@ -266,14 +266,31 @@ def scaled_scores(logits: Row, params: SamplingParams) -> Probs:
         kth = np.partition(scores, -params.top_k)[-params.top_k]
         scores[scores < kth] = -np.inf
     if params.top_p < 1.0:
-        order = np.argsort(-scores, kind="stable")
-        mass = np.cumsum(_softmax(scores)[order])
-        # The token that crosses top_p is kept, as everywhere in the field.
-        cut = int(np.searchsorted(mass, params.top_p)) + 1
-        scores[order[cut:]] = -np.inf
+        kept = _most_likely(scores, params.top_p)
+        values = scores[kept]
+        scores.fill(-np.inf)
+        scores[kept] = values
     if params.min_p > 0.0:
         scores[scores < scores.max() + log_of(params.min_p)] = -np.inf
     return scores
+
+
+_OFTEN_ENOUGH = 1024  # most likely tokens that hold top_p more often than not
+
+
+def _most_likely(scores: Probs, top_p: float) -> npt.NDArray[np.int64]:
+    """The smallest set of most likely tokens whose mass reaches ``top_p``, best first."""
+    p, ids = _softmax(scores), np.arange(len(scores))
+    if len(scores) > _OFTEN_ENOUGH:  # sorting a whole vocabulary takes milliseconds
+        ids = np.flatnonzero(scores >= np.partition(scores, -_OFTEN_ENOUGH)[-_OFTEN_ENOUGH])
+    while True:
+        order = ids[np.argsort(-scores[ids], kind="stable")]
+        mass = np.cumsum(p[order])
+        # The token that crosses top_p is kept, as everywhere in the field.
+        cut = int(np.searchsorted(mass, top_p)) + 1
+        if cut <= len(order) or len(order) == len(scores):
+            return order[:cut]
+        ids = np.arange(len(scores))
 
 
 def _softmax(scores: Probs) -> Probs:

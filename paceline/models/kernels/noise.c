@@ -14,7 +14,7 @@
 #error "noise.c must be compiled without -ffast-math"
 #endif
 
-enum { BLOCK = 256, LANES = 16 };
+enum { BLOCK = 128, LANES = 16 };
 
 static inline double as_double(uint64_t bits)
 {
@@ -128,82 +128,125 @@ EXPORT double exact_weights(const double *scores, double highest, double *out, d
 
 #define GOLDEN 0x9e3779b97f4a7c15u
 
-/* Gumbel noise of the stream's element whose counter is token_id * GOLDEN. */
-static inline double gumbel_of(uint64_t key)
+/* 53 random bits of the element whose counter is token_id * GOLDEN: SplitMix64. */
+static inline uint64_t bits_of(uint64_t key)
 {
-    key ^= key >> 30; /* SplitMix64 */
+    key ^= key >> 30;
     key *= 0xbf58476d1ce4e5b9u;
     key ^= key >> 27;
     key *= 0x94d049bb133111ebu;
     key ^= key >> 31;
-    key >>= 11;
+    return key >> 11;
+}
+
+static inline double gumbel_of(uint64_t bits)
+{
     /* To double in two halves, as not every processor converts 64-bit integers in vectors. */
-    const double high = as_double((key >> 32) | 0x4530000000000000u) - (0x1p84 + 0x1p52);
-    double u = high + as_double((key & 0xffffffffu) | BITS52);
+    const double high = as_double((bits >> 32) | 0x4530000000000000u) - (0x1p84 + 0x1p52);
+    double u = high + as_double((bits & 0xffffffffu) | BITS52);
     u = (u + 0.5) * 0x1p-53;
     u = choose(u < 1.0, u, 0x1.fffffffffffffp-1); /* the last half rounds up to 1 */
     return -log_of_normal(-log_of_normal(u, 0.0), 0.0);
 }
 
+/* Integers and doubles in loops of their own: NEON has no products of 64-bit integers. */
+
 EXPORT void gumbel(uint64_t stream, int64_t count, double *out)
 {
-    for (int64_t i = 0; i < count; i++)
-        out[i] = gumbel_of(stream + (uint64_t)i * GOLDEN);
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        uint64_t bits[BLOCK];
+        const int64_t size = count - start < BLOCK ? count - start : BLOCK;
+        for (int64_t i = 0; i < BLOCK; i++)
+            bits[i] = bits_of(stream + (uint64_t)(start + i) * GOLDEN);
+        for (int64_t i = 0; i < size; i++)
+            out[start + i] = gumbel_of(bits[i]);
+    }
 }
 
 EXPORT void gumbel_at(uint64_t stream, const int64_t *token_ids, int64_t count, double *out)
 {
-    for (int64_t i = 0; i < count; i++)
-        out[i] = gumbel_of(stream + (uint64_t)token_ids[i] * GOLDEN);
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        uint64_t bits[BLOCK];
+        const int64_t size = count - start < BLOCK ? count - start : BLOCK;
+        for (int64_t i = 0; i < size; i++)
+            bits[i] = bits_of(stream + (uint64_t)token_ids[start + i] * GOLDEN);
+        for (int64_t i = 0; i < size; i++)
+            out[start + i] = gumbel_of(bits[i]);
+    }
 }
 
 /* --- the best token --------------------------------------------------------------------------- */
 
-/* The best so far and its index; from the first NaN on, that one, as in NumPy. */
-typedef struct {
-    double value;
-    int64_t index;
-    int is_nan;
-} best_t;
-
-/* total: what follows the first size numbers is overwritten. */
-static inline void best_of_block(best_t *best, double *total, int64_t start, int64_t size)
+/* The highest number, -inf if there is none but NaN; *has_nan: whether there is a NaN. */
+static inline double highest_of(const double x[BLOCK], int *has_nan)
 {
     double highest[LANES], nan[LANES];
     for (int j = 0; j < LANES; j++) {
         highest[j] = -as_double(INFINITE);
         nan[j] = 0.0;
     }
-    for (int64_t i = size; i < BLOCK; i++)
-        total[i] = -as_double(INFINITE);
     for (int64_t i = 0; i < BLOCK; i += LANES)
         for (int j = 0; j < LANES; j++) {
-            highest[j] = choose(total[i + j] > highest[j], total[i + j], highest[j]);
-            nan[j] = choose(total[i + j] == total[i + j], nan[j], 1.0);
+            highest[j] = choose(x[i + j] > highest[j], x[i + j], highest[j]);
+            nan[j] = choose(x[i + j] == x[i + j], nan[j], 1.0);
         }
     for (int j = 1; j < LANES; j++) {
         highest[0] = choose(highest[j] > highest[0], highest[j], highest[0]);
         nan[0] += nan[j];
     }
-    if (best->is_nan || (nan[0] == 0.0 && !(highest[0] > best->value)))
-        return;
+    *has_nan = nan[0] != 0.0;
+    return highest[0];
+}
+
+typedef struct {
+    double value;
+    int64_t index;
+} best_t;
+
+/* Takes account of BLOCK scores from token `start` on. Returns whether to stop: as in NumPy, the
+   first NaN is the best of all. */
+static inline int add_noise_and_compare(best_t *best, double score[BLOCK], int64_t start,
+                                        uint64_t stream)
+{
+    uint64_t bits[BLOCK], most[LANES] = {0};
+    for (int64_t i = 0; i < BLOCK; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            bits[i + j] = bits_of(stream + (uint64_t)(start + i + j) * GOLDEN);
+            most[j] = bits[i + j] > most[j] ? bits[i + j] : most[j];
+        }
+    for (int j = 1; j < LANES; j++)
+        most[0] = most[j] > most[0] ? most[j] : most[0];
+    int has_nan;
+    double highest = highest_of(score, &has_nan);
+    /* In most blocks even the highest score with the strongest noise would not win. Noise is
+       monotonic in the bits but for rounding, which is far below the 1e-9. */
+    if (!has_nan && highest + (gumbel_of(most[0]) + 1e-9) <= best->value)
+        return 0;
+    for (int64_t i = 0; i < BLOCK; i++)
+        score[i] += gumbel_of(bits[i]);
+    highest = highest_of(score, &has_nan);
+    if (!has_nan && !(highest > best->value))
+        return 0;
     int64_t i = 0;
-    while (nan[0] != 0.0 ? total[i] == total[i] : total[i] != highest[0])
+    while (has_nan ? score[i] == score[i] : score[i] != highest)
         i++;
-    *best = (best_t){highest[0], start + i, nan[0] != 0.0};
+    *best = (best_t){highest, start + i};
+    return has_nan;
 }
 
 /* argmax of logits / temperature + noise; the lowest index where several are best. */
 EXPORT int64_t sample_logits(const float *logits, int64_t count, double temperature, uint64_t stream)
 {
-    best_t best = {-as_double(INFINITE), 0, 0};
+    best_t best = {-as_double(INFINITE), 0};
     for (int64_t start = 0; start < count; start += BLOCK) {
+        double score[BLOCK];
         const int64_t size = count - start < BLOCK ? count - start : BLOCK;
-        double total[BLOCK];
         for (int64_t i = 0; i < size; i++)
-            total[i] = (double)logits[start + i] / temperature +
-                       gumbel_of(stream + (uint64_t)(start + i) * GOLDEN);
-        best_of_block(&best, total, start, size);
+            score[i] = (double)logits[start + i] / temperature;
+        for (int64_t i = size; i < BLOCK; i++)
+            score[i] = -as_double(INFINITE);
+        if (add_noise_and_compare(&best, score, start, stream))
+            break;
     }
     return best.index;
 }
@@ -211,13 +254,16 @@ EXPORT int64_t sample_logits(const float *logits, int64_t count, double temperat
 /* argmax of scores + noise. */
 EXPORT int64_t sample_scores(const double *scores, int64_t count, uint64_t stream)
 {
-    best_t best = {-as_double(INFINITE), 0, 0};
+    best_t best = {-as_double(INFINITE), 0};
     for (int64_t start = 0; start < count; start += BLOCK) {
+        double score[BLOCK];
         const int64_t size = count - start < BLOCK ? count - start : BLOCK;
-        double total[BLOCK];
         for (int64_t i = 0; i < size; i++)
-            total[i] = scores[start + i] + gumbel_of(stream + (uint64_t)(start + i) * GOLDEN);
-        best_of_block(&best, total, start, size);
+            score[i] = scores[start + i];
+        for (int64_t i = size; i < BLOCK; i++)
+            score[i] = -as_double(INFINITE);
+        if (add_noise_and_compare(&best, score, start, stream))
+            break;
     }
     return best.index;
 }

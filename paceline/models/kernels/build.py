@@ -83,8 +83,7 @@ def variants(machine: str | None = None) -> tuple[Variant, ...]:
 
 def sources() -> list[Path]:
     """Every file that a build reads."""
-    names = ("decode.c", "matmul.c", "noise.c", "variant.c", *HEADERS)
-    return [FOLDER / name for name in names if (FOLDER / name).is_file()]
+    return [FOLDER / n for n in ("decode.c", "matmul.c", "noise.c", "variant.c", *HEADERS)]
 
 
 def compiler() -> list[str] | None:
@@ -152,10 +151,10 @@ def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
     """The sources of a variant's library with the flags of each."""
     vectors, products = variant.vectors, (*variant.vectors, *variant.products)
     about = f"-DFEATURES={variant.features}", f"-DRANK={variant.rank}"
-    objects = [("decode.c", vectors), ("matmul.c", products), ("variant.c", about)]
-    if (FOLDER / "noise.c").is_file():
-        objects.append(("noise.c", vectors))
-    return objects
+    noise = *vectors, "-O3"  # its loops are left to the compiler
+    return [
+        ("decode.c", vectors), ("matmul.c", products), ("noise.c", noise), ("variant.c", about),
+    ]  # fmt: skip
 
 
 def _run(command: list[str]) -> str:

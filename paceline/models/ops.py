@@ -403,6 +403,7 @@ class NativeOps:
     Args:
         int8: round weights to eight bits, output by output, and inputs of products, row by row,
             where the processor multiplies those faster. Only for models that draft: results change.
+        numerics: "portable" does without what other processors would sum otherwise.
     """
 
     _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # noqa: RUF012
@@ -421,7 +422,9 @@ class NativeOps:
             and all(width % 2 == 0 for width in widths)
         )
 
-    def __init__(self, dtype: torch.dtype, *, int8: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, int8: bool = False, numerics: str = "fastest"
+    ) -> None:
         library, suffix = kernels.load(), self._DTYPES[dtype]
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 
@@ -435,8 +438,19 @@ class NativeOps:
         self._linear = function("linear", "ppippiiii")
         self._greedy_chain = function("greedy_chain", "ppipppippppipiippppppp")
         self._dtype = dtype
-        self._tiles, self._int8 = kernels.has_tiles(), int8 and kernels.has_int8()
+        self._tiles = numerics != "portable" and kernels.has_tiles()
+        self._int8 = int8 and kernels.has_int8()
+        self._has_packed_tiles = False
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
+
+    @property
+    def numerics_class(self) -> str:
+        """See :mod:`paceline.numerics`; known when all weights are packed."""
+        if self._has_packed_tiles:
+            return "amx"
+        if self._dtype is torch.bfloat16 and kernels.has_bfloat16():
+            return "bf16dot"
+        return "portable"
 
     def pack(self, weight: Tensor) -> Weight:
         outputs, inputs = weight.shape
@@ -444,6 +458,7 @@ class NativeOps:
             packing = Packing.TILE_BYTES if self._tiles else Packing.BYTES
             return Weight(self._pack_bytes(weight), outputs, inputs, packing)
         if self._tiles and bool(weight.bfloat16().eq(weight).all()):
+            self._has_packed_tiles = True
             panels = self._panels(weight.bfloat16(), 2, self._TILE_INPUTS)
             return Weight(panels, outputs, inputs, Packing.TILES)
         pair = 2 if self._dtype is torch.bfloat16 else 1

@@ -17,6 +17,10 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+# Raised whenever the bits that class `portable` gives change: it is a part of every model's
+# fingerprint (paceline/numerics.py).
+NUMERICS_VERSION = 1
+
 _HEADERS = ("common.h", "decode_impl.h", "matmul_impl.h")
 _COMMON = ("-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fopenmp")
 _SOURCES = {

@@ -91,7 +91,9 @@ def load_runner(
     if general is None:
         general = config.get("model_type") not in MODEL_TYPES
     if general:
-        refuse_portable(numerics, f"a model of type {config.get('model_type')!r} runs in transformers")
+        refuse_portable(
+            numerics, f"a model of type {config.get('model_type')!r} runs in transformers"
+        )
         from paceline.models.seq2seq import Seq2SeqRunner
         from paceline.models.transformers import TransformersRunner
 

@@ -3,21 +3,23 @@
 Two runners with equal fingerprints give the same tokens for the same request, so a session may move
 from one to the other, and one can verify what the other has written. A fingerprint has four parts:
 
-*numerics class*: in which order sums are made. ``portable`` has the same bits on any processor, with
-whatever variant of the kernels; ``amx`` (matrix tiles) and ``bf16dot`` (dot products of bfloat16
-numbers) are faster and sum otherwise, each in its own way. Where the kernels do not compute, the class
-names what does: ``torch-2.13.0-avx512`` for plain torch, with ``-rows`` where each row is computed by
-itself, ``-triton`` with the kernels for CUDA devices, and ``-transformers-5.2.0-tree`` for
-the general path. Those classes promise no more than their libraries do, which is the same bits on the
-same kind of machine with the same number of threads.
+*numerics class*: in which order sums are made. ``portable`` has the same bits on any processor,
+with whatever variant of the kernels; ``amx`` (matrix tiles) and ``bf16dot`` (dot products of
+bfloat16 numbers) are faster and sum otherwise, each in its own way. Where the kernels do not
+compute, the class names what does: ``torch-2.13.0-avx512`` for plain torch, with ``-rows`` where
+each row is computed by itself and ``-triton`` with the kernels for CUDA devices, and
+``torch-2.13.0-avx512-transformers-5.2.0-tree`` for the general path. Those classes promise no more
+than their libraries do, which is the same bits on the same kind of machine with the same number of
+threads.
 
 *dtype*: of weights, activations and KV entries.
 
 *kernel version*: :data:`paceline.models.kernels.NUMERICS_VERSION`.
 
-*weights*: a digest of all tensors as the runner computes with them, that is in its dtype and whatever
-the layout in memory, with names and shapes; of the rope table; and of the numbers that decide bits
-beside them (head counts, epsilon, sliding windows; on the general path the whole configuration).
+*weights*: a digest of all tensors as the runner computes with them, that is in its dtype, whatever
+their layout in memory, with names and shapes; of the rope table; and of the numbers that decide
+bits beside them (head counts, epsilon, sliding windows; on the general path the whole
+configuration).
 """
 
 from __future__ import annotations
@@ -90,14 +92,15 @@ class Fingerprint:
         ]
 
 
-def mismatch(expected: Fingerprint, here: Fingerprint, advice: str) -> NumericsMismatch:
+def mismatch(what: str, expected: Fingerprint, here: Fingerprint, advice: str) -> NumericsMismatch:
     """The error for tokens of other numerics than those here.
 
     Args:
+        what: begins the message, up to the expected fingerprint.
         advice: what can be done; ends the message.
     """
     return NumericsMismatch(
-        f"the tokens so far are of numerics {expected}, here are {here}: they differ in "
+        f"{what} numerics {expected}, here are {here}: they differ in "
         f"{' and '.join(expected.differences(here))}; {advice}",
         str(expected),
         str(here),
@@ -152,9 +155,7 @@ def class_name(*parts: str) -> str:
 # --- the digest of the weights --------------------------------------------------------------------
 
 
-def digest_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], numbers: Mapping[str, Any]
-) -> str:
+def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]], numbers: Mapping[str, Any]) -> str:
     """A digest of named tensors, in the order given, and of JSON values.
 
     BLAKE2b over pieces of 16 MB on several threads, and over their digests: 1 GB takes about a
@@ -167,7 +168,7 @@ def digest_tensors(
     with _pool() as pool:
         for name, tensor in tensors:
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            data = memoryview(flat.numpy())
+            data = flat.numpy().data
             whole.update(b"".join(reading))
             whole.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
             starts = range(0, len(data), _CHUNK_BYTES)

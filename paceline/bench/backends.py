@@ -77,6 +77,7 @@ class Backend(Protocol):
     Attributes:
         topology: "colocated", "actors", ...
         batch_invariant: mode of the target.
+        fingerprint: of its numerics (:mod:`paceline.numerics`); empty: not known.
         methods: names of the rows that it can run.
         unavailable: the other rows of the catalogue, each with the reason.
         tokenizer, context_length: of the target.
@@ -87,6 +88,9 @@ class Backend(Protocol):
 
     @property
     def batch_invariant(self) -> bool: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
     @property
     def methods(self) -> Sequence[str]: ...
@@ -129,6 +133,7 @@ class LocalBackend:
         self._engines: dict[SpeculationConfig, Engine] = {}
         self.runner: ModelRunner = engine.local_target.runner
         self.batch_invariant = self.runner.batch_invariant
+        self.fingerprint = str(self.runner.fingerprint)
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
         # Drafts of the method `client` come from outside: nobody would send any here.

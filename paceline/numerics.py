@@ -48,7 +48,7 @@ MISMATCH = ("refuse", "allow")
 DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 24
 _TEXT = re.compile(
-    r"(?P<numerics_class>[a-z0-9._-]+)-(?P<dtype>[a-z0-9_]+)-k(?P<kernel_version>[0-9]{1,9})"
+    r"(?P<numerics_class>[a-z][a-z0-9._-]*)-(?P<dtype>[a-z0-9_]+)-k(?P<kernel_version>[0-9]{1,9})"
     rf"-(?P<weights>[0-9a-f]{{{2 * DIGEST_BYTES}}})"
 )
 

@@ -186,21 +186,27 @@ class LocalBackend:
 
 
 @contextmanager
-def without_kernels() -> Iterator[None]:
-    """Models that are loaded meanwhile run in plain torch."""
+def with_kernels(variant: str) -> Iterator[None]:
+    """Models that are loaded meanwhile run with these kernels, as PACELINE_KERNELS names them."""
     before = os.environ.get("PACELINE_KERNELS")
-    os.environ["PACELINE_KERNELS"] = "off"
+    os.environ["PACELINE_KERNELS"] = variant
     kernels.load.cache_clear()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing
-            yield
+        yield
     finally:
         if before is None:
             del os.environ["PACELINE_KERNELS"]
         else:
             os.environ["PACELINE_KERNELS"] = before
         kernels.load.cache_clear()
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Models that are loaded meanwhile run in plain torch."""
+    with with_kernels("off"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing
+        yield
 
 
 def _computed(session: Session) -> float:

@@ -53,7 +53,7 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full
 VERIFY: str = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 SWEEP_INTERVAL_S = 2.0
-MAX_LOOKS = 8
+MAX_LOOKS = 16
 """Targets that are looked at for one whose numerics are those of a session that goes on."""
 MAX_TRIES = 3
 """Targets that a generation may lose in a row without a token: it may be what kills them."""

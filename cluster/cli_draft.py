@@ -38,6 +38,7 @@ from cluster.cli_output import (
     set_threads,
 )
 from paceline.errors import InvalidArgument
+from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel
@@ -227,6 +228,7 @@ def _run(
     from rpc.device import LADDER, DeviceClient, checked_speculation
     from rpc.remote_target import Mode, Patience
 
+    check_mismatch(numerics_mismatch)
     if not give_up > 0:
         raise InvalidArgument("give_up", give_up, "seconds above 0")
     row_name = "draft_model" if target_tokenizer is None else "omnidraft"

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from cluster.cli_output import err, out, set_threads
 from paceline.errors import InvalidArgument
+from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
@@ -295,6 +296,8 @@ def run_on_server(
     from rpc.client import Client, Completion
 
     check_address(server)
+    if numerics_mismatch is not None:
+        check_mismatch(numerics_mismatch)
     if not timeout > 0:
         raise InvalidArgument("timeout", timeout, "seconds above 0")
     connect_s = min(timeout, _CONNECT_TIMEOUT_S)

@@ -29,6 +29,7 @@ def run(
     client_options: Mapping[str, Any],
     dtype: str,
     device: str,
+    numerics: str,
     repetitions: int,
     file: Path | None,
     plot_file: Path | None,
@@ -41,7 +42,7 @@ def run(
     device = pick_device(device)
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
-    engine = load_engine(target, drafter, dtype=dtype, device=device)
+    engine = load_engine(target, drafter, dtype=dtype, device=device, numerics=numerics)
     key = profile_key(target, drafter, dtype, device)
     round_trip = 0.0
     if server:

@@ -228,6 +228,16 @@ class _GpuReplicas(_Replicas):
 
 class TargetConfig(_GpuReplicas):
     limits: LimitsConfig = LimitsConfig()
+    numerics: Literal["fastest", "portable"] = Field(
+        "fastest",
+        description="portable: logits have the same bits on any processor, so that sessions may "
+        "move between all of them.",
+    )
+    numerics_mismatch: Literal["refuse", "allow"] = Field(
+        "refuse",
+        description="A session whose tokens come from other numerics, where the request does not "
+        "say: refused, or continued with an answer that says so.",
+    )
     idle_timeout_s: float = Field(
         120.0, gt=0, description="Verify sessions that nobody touches for so long are closed."
     )
@@ -396,6 +406,11 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         method = _default_method(config)
     except InvalidArgument as error:
         raise InvalidArgument(f"speculation.{error.field}", error.value, error.allowed) from None
+    if config.engine == "vllm" and config.target.numerics != "fastest":
+        raise InvalidArgument(
+            "target.numerics", config.target.numerics,
+            "'fastest' with engine vllm, which adds in an order of its own",
+        )  # fmt: skip
     if config.drafter_folder is None and config.topology == "actors":
         raise InvalidArgument(
             "model.drafter", None, "a model folder with topology 'actors', or topology 'colocated'"

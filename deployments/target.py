@@ -49,6 +49,7 @@ def _load(config: DeploymentConfig) -> Engine:
         kv_tokens=model.kv_tokens,
         limits=config.target.limits.engine_limits(),
         translate=config.speculation.method == "omnidraft",
+        numerics=config.target.numerics,
     )
 
 
@@ -93,9 +94,11 @@ class TargetDeployment:
             gate=Gate(limits=config.target.limits.call_limits()),
             idle_timeout_s=config.target.idle_timeout_s,
             tracing=self._tracing,
+            numerics_mismatch=config.target.numerics_mismatch,
         )
         self._reporting = report_engine(self._engine, self._server.gate)
-        self._leases = LeaseBook(self._server.address)
+        self._fingerprint = str(self._engine.engine.target.fingerprint)
+        self._leases = LeaseBook(self._server.address, self._fingerprint)
         if self._remote is not None:
             ready = await asyncio.to_thread(self._remote.wait_ready, DRAFTER_TIMEOUT_S)
             if not ready:
@@ -154,6 +157,7 @@ class TargetDeployment:
             "replica_id": endpoint.replica_id,
             "pid": endpoint.pid,
             "address": endpoint.address,
+            "fingerprint": self._fingerprint,
             "leases": self._leases.num_leases,
             **await on_engine(self._engine, counters),
         }

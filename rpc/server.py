@@ -112,6 +112,7 @@ async def start_server(
     idle_timeout_s: float = 120.0,
     register: Callable[[grpc.aio.Server], list[str]] | None = None,
     tracing: Tracing | None = None,
+    numerics_mismatch: str = "refuse",
 ) -> RpcServer:
     """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
 
@@ -128,6 +129,8 @@ async def start_server(
         idle_timeout_s: sessions and streams that nobody touches for so long are closed.
         register: adds further services and returns their full names.
         tracing: for the services over an engine; it stays the caller's to stop.
+        numerics_mismatch: "refuse" or "allow" a session whose tokens come from other numerics than
+            the engine's, where the request does not say.
 
     Raises:
         InvalidArgument: nothing to serve, a port outside the range, or plain text on an address
@@ -152,14 +155,26 @@ async def start_server(
     names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
     result = RpcServer("", 0, server, health.aio.HealthServicer(), gate)
     if engine is not None:
-        result.generate = GenerateServicer(engine, model or ModelInfo(), gate=gate, tracing=tracing)
+        # Read here for the first time, which takes a while: not on the event loop.
+        await asyncio.to_thread(lambda: engine.engine.target.fingerprint)
+        result.generate = GenerateServicer(
+            engine,
+            model or ModelInfo(),
+            gate=gate,
+            tracing=tracing,
+            numerics_mismatch=numerics_mismatch,
+        )
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(result.generate, server)
         names.append(_full_name(generate_pb2, "GenerateService"))
         if not isinstance(engine, EngineThread):
             verify_pb2_grpc.add_VerifyServiceServicer_to_server(NoVerifyServicer(), server)
     if isinstance(engine, EngineThread):
         result.verify = VerifyServicer(
-            engine, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing
+            engine,
+            idle_timeout_s=idle_timeout_s,
+            gate=gate,
+            tracing=tracing,
+            numerics_mismatch=numerics_mismatch,
         )
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(result.verify, server)
         names.append(_full_name(verify_pb2, "VerifyService"))

@@ -128,13 +128,10 @@ def peak_speed(library: ctypes.CDLL, packing: Packing, threads: int, seconds: fl
     """Multiply-adds a second, in registers."""
     library.peak.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_int]
     library.peak.restype = ctypes.c_double
-    rounds, done = 1000, 0.0
-    while True:
-        started = time.perf_counter()
-        done = library.peak(packing, rounds, threads)
-        if time.perf_counter() - started > 0.005:
-            break
+    rounds = 1000
+    while fastest(lambda: library.peak(packing, rounds, threads), 0, 1) < 0.005:
         rounds *= 2
+    done: float = library.peak(packing, rounds, threads)
     return done / fastest(lambda: library.peak(packing, rounds, threads), seconds)
 
 
@@ -194,14 +191,28 @@ class Products:
         self._out = torch.empty(max(ROWS), most, dtype=dtype_)
         self._turn = 0
 
-    def run(self, rows: int, threads: int) -> None:
-        """The products of one forward."""
+    def timed(self, rows: int, threads: int) -> float:
+        """Seconds of the products of one forward."""
         turn = self._turns[self._turn]
         self._turn = (self._turn + 1) % len(self._turns)
+        started = time.perf_counter()
         self._library.multiply_all(
             ctypes.byref(turn), len(turn), ctypes.c_void_p(self._x.data_ptr()),
             ctypes.c_void_p(self._out.data_ptr()), rows, threads, self._narrow,
         )  # fmt: skip
+        return time.perf_counter() - started
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a roofline is made of: multiply-adds and bytes a second."""
+
+    peak: float
+    memory: float
+
+    @staticmethod
+    def of(library: ctypes.CDLL, packing: Packing, threads: int) -> Speeds:
+        return Speeds(peak_speed(library, packing, threads), read_speed(library, threads))
 
 
 def measure(
@@ -215,8 +226,12 @@ def measure(
 ) -> list[Cell]:
     """Products of each variant, model, dtype and number of rows, beside their roofline.
 
-    Peaks are measured before and after each model's cells, and the higher one counts: on a machine
-    that others use, too, that makes the shares lower, never higher.
+    Numbers of rows take turns, the fastest turn of each counts, and so does the faster one of two
+    measurements of the roofline, before and after: on a machine that others use, too, that makes the
+    shares lower, never higher.
+
+    Args:
+        seconds: for each cell.
     """
     cells = []
     for variant in variants:
@@ -224,24 +239,24 @@ def measure(
             for shapes in models:
                 for dtype in dtypes:
                     products = Products(shapes, dtype)
-                    speeds = lambda: (  # noqa: E731
-                        peak_speed(library, products.packing, threads),  # noqa: B023
-                        read_speed(library, threads),  # noqa: B023
-                    )
-                    peak, memory = speeds()
-                    found = [
-                        fastest(lambda n=count: products.run(n, threads), seconds)  # type: ignore[misc]
-                        for count in rows
-                    ]
-                    peak, memory = (max(pair) for pair in zip((peak, memory), speeds(), strict=True))
-                    for count, took in zip(rows, found, strict=True):
+                    before = Speeds.of(library, products.packing, threads)
+                    found = dict.fromkeys(rows, float("inf"))
+                    began, turns = time.perf_counter(), 0
+                    while turns < 3 or time.perf_counter() - began < seconds * len(rows):
+                        for count in rows:
+                            found[count] = min(found[count], products.timed(count, threads))
+                        turns += 1
+                    after = Speeds.of(library, products.packing, threads)
+                    peak = max(before.peak, after.peak)
+                    memory = max(before.memory, after.memory)
+                    for count, took in found.items():
                         best = max(products.weights * count / peak, products.bytes / memory)
-                        cells.append(
-                            Cell(
-                                variant, shapes.name, dtype, products.packing.name.lower(), count,
-                                took, 2 * products.weights * count / took,
-                                products.bytes / took, best,
-                            )
+                        flops = 2 * products.weights * count / took
+                        name = products.packing.name.lower()
+                        cell = Cell(
+                            variant, shapes.name, dtype, name, count, took, flops,
+                            products.bytes / took, best,
                         )  # fmt: skip
-                        progress(cells[-1])
+                        cells.append(cell)
+                        progress(cell)
     return cells

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from paceline.numerics import Fingerprint
 from paceline.types import IndexArray, IntArray, Need
 
 
@@ -138,6 +139,14 @@ class ModelRunner(Protocol):
     @property
     def kv_capacity(self) -> int:
         """KV entries in all."""
+        ...
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of its numerics: runners with equal ones give equal tokens.
+
+        Computed at the first use, which reads all weights.
+        """
         ...
 
     def new_sequence(self) -> KVSequence: ...

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from decimal import Context, Decimal, localcontext
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.exact_math import cos_sin
+from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
@@ -35,7 +37,6 @@ from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.ops import (
     Layer,
     NativeOps,
-    Numerics,
     Ops,
     Rows,
     Stack,
@@ -45,6 +46,14 @@ from paceline.models.ops import (
     append_rows,
 )
 from paceline.models.prefix_cache import PrefixCache
+from paceline.numerics import (
+    PORTABLE,
+    Fingerprint,
+    check_numerics,
+    digest_tensors,
+    refuse_portable,
+    torch_class,
+)
 from paceline.types import FloatArray, IntArray, Need
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -254,7 +263,11 @@ class LlamaRunner:
         dtype: of weights, activations and KV entries.
         kv_tokens: capacity of the KV pool over all sequences.
         batch_invariant: see the module; ``None`` means on for float32 on a CPU.
-        int8, numerics: see :class:`NativeOps`; nothing without the kernels.
+        int8: see :class:`NativeOps`; nothing without the kernels.
+        numerics: see :mod:`paceline.numerics`.
+
+    Raises:
+        InvalidArgument: portable numerics where the kernels cannot give them.
     """
 
     provides = frozenset(Need)
@@ -268,8 +281,9 @@ class LlamaRunner:
         kv_tokens: int | None = None,
         batch_invariant: bool | None = None,
         int8: bool = False,
-        numerics: Numerics = "fastest",
+        numerics: str = "fastest",
     ) -> None:
+        check_numerics(numerics)
         folder, device = Path(folder), torch.device(device)
         self.config = config = LlamaConfig.from_folder(folder)
         self.dtype, self.device = dtype, device
@@ -278,6 +292,8 @@ class LlamaRunner:
             batch_invariant = device.type == "cpu" and dtype is torch.float32
         self.num_parameters = 0  # a tied embedding counts once
         self._ops = self._choose_ops(batch_invariant, int8, numerics)
+        if self._numerics_class != PORTABLE:
+            refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
         self._load(folder, load_tensors(folder))
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -360,7 +376,7 @@ class LlamaRunner:
         else:
             self._head = self._ops.pack(take("lm_head.weight", config.vocab_size, hidden))
 
-    def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: Numerics) -> Ops:
+    def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: str) -> Ops:
         config = self.config
         widths = config.head_dim, config.hidden_size, config.intermediate_size
         if NativeOps.supports(self.dtype, self.device, *widths):
@@ -371,6 +387,49 @@ class LlamaRunner:
 
                 warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
         return TorchOps(by_row=batch_invariant)
+
+    # --- numerics ------------------------------------------------------------------------------
+
+    @property
+    def _numerics_class(self) -> str:
+        if isinstance(self._ops, NativeOps):
+            return self._ops.numerics_class
+        assert isinstance(self._ops, TorchOps)
+        more = ["triton"] if isinstance(self._ops, CudaOps) else []
+        return torch_class(self.device, *more, *(["rows"] if self._ops.by_row else []))
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """See :class:`paceline.models.base.ModelRunner`."""
+        config = self.config
+        numbers = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "rms_norm_eps": config.rms_norm_eps,
+            "windows": config.windows,
+        }
+        return Fingerprint(
+            numerics_class=self._numerics_class,
+            dtype=str(self.dtype).removeprefix("torch."),
+            kernel_version=kernels.NUMERICS_VERSION,
+            weights=digest_tensors(self._tensors(), numbers),
+        )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that a forward reads, in one layout whatever the ops made of it."""
+        yield "embedding", self._embedding
+        yield "cos_sin", self._stack.cos_sin
+        yield "final_norm", self._final_norm
+        for i, layer in enumerate(self._stack.layers):
+            for f in fields(Layer):
+                value = getattr(layer, f.name)
+                if isinstance(value, Weight):
+                    value = self._ops.unpack(value)
+                if isinstance(value, Tensor):
+                    yield f"{i}.{f.name}", value
+        if not self._is_tied:
+            yield "head", self._ops.unpack(self._head)
 
     def _use_graphs(self, capture: Capture | None = None) -> None:
         """Replay small forwards; plain torch's cannot be recorded, since it asks the host."""

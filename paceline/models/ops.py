@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.types import FloatArray, IndexArray, IntArray
 
 Tensor = torch.Tensor
-Numerics = Literal["fastest", "portable"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -427,7 +426,7 @@ class NativeOps:
         )
 
     def __init__(
-        self, dtype: torch.dtype, *, int8: bool = False, numerics: Numerics = "fastest"
+        self, dtype: torch.dtype, *, int8: bool = False, numerics: str = "fastest"
     ) -> None:
         library, suffix = kernels.load(), self._DTYPES[dtype]
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -451,7 +450,7 @@ class NativeOps:
 
     @property
     def numerics_class(self) -> str:
-        """What decides the bits of results: "portable" ones are the same on every processor."""
+        """See :mod:`paceline.numerics`; known when all weights are packed."""
         if Packing.TILES in self._packings:
             return "amx"
         dots = Packing.DOTS in self._packings and not kernels.dots_are_portable()

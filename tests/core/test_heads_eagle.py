@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models import kernels
 from paceline.models.heads.base import Head, HeadBatch, Target
 from paceline.models.heads.eagle import Eagle, unrolled_mask
 from paceline.models.llama import LlamaRunner

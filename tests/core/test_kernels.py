@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.demo import TARGET_DIR
-from paceline.loading import limit_threads
 from paceline.errors import InvalidArgument
+from paceline.loading import limit_threads
 from paceline.models import kernels, ops
 from paceline.models.base import Segment
 from paceline.models.kernels import build

@@ -91,9 +91,7 @@ def test_variants_of_a_class_have_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_are_those_that_every_machine_has(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_are_those_that_every_machine_has(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variant in kernels.runnable():
         monkeypatch.setenv("PACELINE_KERNELS", variant)
         runner = load_runner(TARGET_DIR, dtype=DTYPES[dtype], numerics="portable", kv_tokens=400)

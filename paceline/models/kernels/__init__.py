@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import warnings
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from paceline.errors import InvalidArgument
@@ -111,7 +111,7 @@ def runnable() -> dict[str, int]:
     return {name: score for name, score in sorted(scores.items(), key=lambda s: -s[1]) if score}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _open(file: Path) -> ctypes.CDLL:
     import torch  # noqa: F401  (brings its OpenMP runtime, which the kernels then share)
 
@@ -139,7 +139,7 @@ def variant() -> str:
     return _load(os.environ.get("PACELINE_KERNELS") or "on", _cache_dir())[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(wanted: str, cache: Path) -> tuple[str, ctypes.CDLL]:
     if wanted == "off":
         raise KernelsUnavailable("switched off by PACELINE_KERNELS=off")
@@ -147,7 +147,7 @@ def _load(wanted: str, cache: Path) -> tuple[str, ctypes.CDLL]:
     if wanted != "on" and wanted not in names:
         allowed = f"off, or one that runs on this processor: {', '.join(names)}"
         raise InvalidArgument("PACELINE_KERNELS", wanted, allowed)
-    wrong = []
+    wrong: list[str] = []
     for name in names if wanted == "on" else [wanted]:
         library = _open(libraries()[name])
         if (found := library.self_test()) == SELF_TEST:

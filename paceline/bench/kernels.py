@@ -1,9 +1,9 @@
 """How near the kernels come to what the processor can do: products against a measured roofline.
 
-The roofline of a product is the lower of two numbers measured beside it: the processor's multiply-adds
-in registers, and the bytes that it reads of an array which no cache holds (Williams, Waterman,
-Patterson 2009). Weights are as many copies of a model's layers as no cache holds, too, since in a
-forward each layer finds the caches full of the others.
+The roofline of a product is the lower of two numbers measured beside it: the processor's
+multiply-adds in registers, and the bytes that it reads of an array which no cache holds (Williams,
+Waterman, Patterson 2009). Weights are as many copies of a model's layers as no cache holds, too,
+since in a forward each layer finds the caches full of the others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -120,7 +121,7 @@ def read_speed(library: ctypes.CDLL, threads: int, seconds: float = 0.5) -> floa
     library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
     library.read_all.restype = ctypes.c_float
     array = torch.zeros(64 * 2**20)
-    call = lambda: library.read_all(array.data_ptr(), array.numel(), threads)  # noqa: E731
+    call = partial(library.read_all, array.data_ptr(), array.numel(), threads)
     return array.numel() * 4 / fastest(call, seconds)
 
 
@@ -129,10 +130,10 @@ def peak_speed(library: ctypes.CDLL, packing: Packing, threads: int, seconds: fl
     library.peak.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_int]
     library.peak.restype = ctypes.c_double
     rounds = 1000
-    while fastest(lambda: library.peak(packing, rounds, threads), 0, 1) < 0.005:
+    while fastest(partial(library.peak, packing, rounds, threads), 0, 1) < 0.005:
         rounds *= 2
     done: float = library.peak(packing, rounds, threads)
-    return done / fastest(lambda: library.peak(packing, rounds, threads), seconds)
+    return done / fastest(partial(library.peak, packing, rounds, threads), seconds)
 
 
 class Products:
@@ -227,8 +228,8 @@ def measure(
     """Products of each variant, model, dtype and number of rows, beside their roofline.
 
     Numbers of rows take turns, the fastest turn of each counts, and so does the faster one of two
-    measurements of the roofline, before and after: on a machine that others use, too, that makes the
-    shares lower, never higher.
+    measurements of the roofline, before and after: on a machine that others use, too, that makes
+    the shares lower, never higher.
 
     Args:
         seconds: for each cell.

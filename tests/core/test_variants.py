@@ -1,4 +1,4 @@
-"""Every variant of the kernels computes the same bits, in class ``portable``, as every other machine."""
+"""Every variant of the kernels computes the same bits, in class ``portable`` everywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def outputs(runner: LlamaRunner) -> list[torch.Tensor]:
-    """Logits of a prompt, of a chain beside a tree, of a batch of single tokens, and what is kept."""
+    """Logits of a prompt, a chain beside a tree, a batch of single tokens, and the KV entries."""
     rng = np.random.default_rng(5)
     most = min(runner.vocab_size, 256)
     prompts = [rng.integers(0, most, size) for size in (61, 18, 2)]

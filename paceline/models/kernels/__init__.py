@@ -1,9 +1,10 @@
 """Finds, builds and loads the C kernels: one library for each instruction set, called a variant.
 
-A wheel brings the libraries; in a source checkout they are compiled at first use, all at once, into
-the user's cache folder. Every library says by itself, in code that any processor runs, how good it is
-here; the best is loaded and tested against a recorded digest before it is used. Without any the plain
-torch functions in ``paceline.models.ops`` take over: same results up to rounding, only slower.
+A wheel brings the libraries; in a source checkout they are compiled at first use, all at once,
+into the user's cache folder. Every library says by itself, in code that any processor runs, how
+good it is here; the best is loaded and tested against a recorded digest before it is used. Without
+any the plain torch functions in ``paceline.models.ops`` take over: same results up to rounding,
+only slower.
 
 ``PACELINE_KERNELS`` chooses another variant (``avx2``, ``portable``, ...), or none: ``off``.
 """

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,14 +123,15 @@ def build(
         tempfile.TemporaryDirectory(dir=out) as scratch,
         ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as pool,
     ):
-        jobs = {}
+        jobs: dict[tuple[str, tuple[str, ...]], tuple[Future[str], Path]] = {}
         for variant in chosen:
             for source, flags in _objects(variant):
                 if (source, flags) not in jobs:
                     made = Path(scratch) / f"{len(jobs)}.o"
                     arguments = [*command, *FLAGS, *flags, "-c", str(FOLDER / source)]
                     jobs[source, flags] = pool.submit(_run, [*arguments, "-o", str(made)]), made
-        libraries, failed = {}, {}
+        libraries: dict[str, Path] = {}
+        failed: dict[str, str] = {}
         for variant in chosen:
             made_of = [jobs[key] for key in _objects(variant)]
             errors = [error for job, _ in made_of if (error := job.result())]
@@ -179,12 +180,13 @@ def main() -> None:
     parser.add_argument("--machine", help="architecture that CC compiles for")
     options = parser.parse_args()
     started = time.monotonic()
+    failed: dict[str, str] = {}
     try:
         if options.out is None and options.machine is None:
-            made, failed = kernels.libraries(), {}
+            made = kernels.libraries()
         else:
             made, failed = build(options.out or Path("."), options.machine)
-    except BuildFailed as error:
+    except (BuildFailed, kernels.KernelsUnavailable) as error:
         sys.exit(str(error))
     for name, file in made.items():
         sys.stdout.write(f"{name:12} {file}\n")

@@ -65,7 +65,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	echo "[3/3] Paceline and $$(grep -c == constraints.txt) packages"; \
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' $(QUIET) | $(PROGRESS); \
 	$(BIN)/python -m compileall -q paceline rpc deployments cluster tuning; \
-	wait $$kernels || echo "without its kernels Paceline computes with torch alone, more slowly"; \
+	wait $$kernels || echo "the kernels will be built at the first start"; \
 	touch $@; echo "installed in $$((SECONDS - start)) s"
 
 .PHONY: demo

@@ -130,10 +130,12 @@ def _warm_up(client: Client) -> float:
     Returns:
         the age of this process when the first token came, in seconds.
     """
-    ages = []
-    for method in ("ar", "draft_model"):
-        for _ in client.generate("import os\n", SamplingParams(max_tokens=8), _method(method)):
-            ages.append(process_age_s())
+    params = SamplingParams(max_tokens=8)
+    ages = [
+        process_age_s()
+        for method in ("ar", "draft_model")
+        for _ in client.generate("import os\n", params, _method(method))
+    ]
     return ages[0]
 
 

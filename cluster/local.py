@@ -128,12 +128,13 @@ def join_ray(address: str, token: str | None = None) -> str:
 
 # --- the kernels ----------------------------------------------------------------------------------
 
+
 @contextlib.contextmanager
 def building_kernels(file: ConfigFile) -> Iterator[Callable[[], bool]]:
     """Compile the C kernels in a process of their own while Ray and the replicas start.
 
-    The first start on a machine compiles them, which takes as long as the rest of it. A replica that
-    needs them earlier waits for this process (or compiles them itself, should this one fail).
+    The first start on a machine compiles them, which may take as long as the rest of it. A replica
+    that needs them earlier waits for this process.
 
     Yields:
         whether they are still being compiled.
@@ -195,14 +196,14 @@ def deploy(
     file: ConfigFile,
     report: Report,
     timeout_s: float = START_TIMEOUT_S,
-    compiling: Callable[[], bool] = lambda: False,
+    compiling: Callable[[], bool] | None = None,
 ) -> None:
     """Deploy the application of ``file`` on the Ray that this process is connected to.
 
     Returns when every replica is ready.
 
     Args:
-        compiling: whether the kernels that replicas need are still being compiled.
+        compiling: tells whether the kernels that replicas need are still being compiled.
 
     Raises:
         ClusterError: a replica failed to start, or it took too long; the message says why.
@@ -230,7 +231,7 @@ def deploy(
             serve.delete(file.name)
             raise ClusterError(f"{file.path}: {problem}")
         line = "loading " + ", ".join(waiting)
-        if compiling():
+        if compiling is not None and compiling():
             line += "; compiling the kernels for this processor, once"
         if waiting and line != seen:
             report(line)
@@ -366,17 +367,15 @@ def deployed(
     if address is None:
         check_ports(file)  # elsewhere only the gateway itself can tell
     report("joining Ray" if address else "starting Ray")
-    try:
-        if address:
-            ray_address = join_ray(address)
-            deploy(file, report)
-        else:
-            with building_kernels(file) as compiling:
-                ray_address = start_ray(file)
-                deploy(file, report, compiling=compiling)
-        yield {**describe(file.name), "ray_address": ray_address, "metrics": metrics_addresses()}
-    finally:
-        _take_down(file.name)
+    with contextlib.ExitStack() as stack:
+        compiling = None if address else stack.enter_context(building_kernels(file))
+        try:
+            ray_address = join_ray(address) if address else start_ray(file)
+            deploy(file, report, compiling=compiling)
+            described = describe(file.name)
+            yield {**described, "ray_address": ray_address, "metrics": metrics_addresses()}
+        finally:
+            _take_down(file.name)
 
 
 def _take_down(app: str) -> None:

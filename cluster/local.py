@@ -232,6 +232,7 @@ def deploy(
             raise ClusterError(f"{file.path}: {problem}")
         line = "loading " + ", ".join(waiting)
         if compiling is not None and compiling():
+            deadline = time.monotonic() + timeout_s  # the compiler has a limit of its own
             line += "; compiling the kernels for this processor, once"
         if waiting and line != seen:
             report(line)

@@ -147,7 +147,7 @@ def _load_draft_runner(
 ) -> ModelRunner:
     if is_gguf(path):
         return GgufRunner(path, kv_tokens=kv_tokens, gpu=pick_device(device) != "cpu")
-    if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_bfloat16():
+    if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_dots():
         dtype = "bfloat16"
     return load_runner(
         path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens, int8=True

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
-from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
@@ -185,7 +184,6 @@ def without_kernels() -> Iterator[None]:
     """Models that are loaded meanwhile run in plain torch."""
     before = os.environ.get("PACELINE_KERNELS")
     os.environ["PACELINE_KERNELS"] = "off"
-    kernels.load.cache_clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing
@@ -195,8 +193,7 @@ def without_kernels() -> Iterator[None]:
             del os.environ["PACELINE_KERNELS"]
         else:
             os.environ["PACELINE_KERNELS"] = before
-        kernels.load.cache_clear()
-
+    
 
 def _computed(session: Session) -> float:
     return session.stats.draft_seconds + session.stats.verify_seconds

@@ -11,9 +11,11 @@ take part where they prove right when the model is loaded; plain torch runs ever
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import Context, Decimal, localcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.exact_math import cos_sin
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
@@ -32,6 +35,7 @@ from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.ops import (
     Layer,
     NativeOps,
+    Numerics,
     Ops,
     Rows,
     Stack,
@@ -163,28 +167,80 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def rope_table(config: LlamaConfig) -> Tensor:
-    """Cosines and sines of every position.  # [context_length, head_dim] float32"""
-    rope, scaling = config.rope, 1.0
-    if rope["rope_type"] == "default":
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies = 1.0 / rope["rope_theta"] ** exponent
-    else:
+    """Cosines and sines of every position.  # [context_length, head_dim] float32
+
+    The table has the same bits on every processor, but for rope types whose frequencies come from
+    transformers (all that :func:`rope_frequencies` does not know): torch's power function may
+    differ in the last bit between machines.
+
+    Raises:
+        InvalidArgument: a rope type that transformers does not know, or a number that it needs.
+    """
+    frequencies, scaling = rope_frequencies(config), 1.0
+    if frequencies is None:
         # Long-context variants follow transformers, which defines these checkpoints.
         from transformers import LlamaConfig as Reference
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        if rope["rope_type"] not in ROPE_INIT_FUNCTIONS:
+        kind = config.rope["rope_type"]
+        if kind not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(("default", *sorted(ROPE_INIT_FUNCTIONS)))
-            raise InvalidArgument("rope_type", rope["rope_type"], f"one of {known}")
+            raise InvalidArgument("rope_type", kind, f"one of {known}")
         reference = Reference(
             hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
             head_dim=config.head_dim, max_position_embeddings=config.context_length,
-            rope_parameters=rope,
+            rope_parameters=config.rope,
         )  # fmt: skip
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](reference, "cpu")
-    positions = torch.arange(config.context_length, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies.float())
-    return torch.cat([angles.cos(), angles.sin()], dim=-1) * scaling
+        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](reference, "cpu")
+        frequencies = inverse.float().numpy()
+    half = len(frequencies)
+    table = np.empty((config.context_length, 2 * half), np.float32)
+    rows = max(1, 2**15 // half)  # at a time: their float64 numbers stay in a core's cache
+    for start in range(0, len(table), rows):
+        stop = min(start + rows, len(table))
+        # In float32, as the models were trained.
+        angles = np.arange(start, stop, dtype=np.float32)[:, None] * frequencies
+        table[start:stop, :half], table[start:stop, half:] = cos_sin(angles.astype(np.float64))
+    if scaling != 1.0:
+        table *= np.float32(scaling)
+    return torch.from_numpy(table)
+
+
+def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
+    """Radians a position of each pair, for the rope types default, linear and llama3.
+
+    Step by step what transformers' modeling_rope_utils.py computes in float32, with a power that
+    is correctly rounded instead of torch's.  # [head_dim / 2]; None: another rope type
+    """
+    kind, number = config.rope["rope_type"], np.float32
+    if kind not in ("default", "linear", "llama3"):
+        return None
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / number(config.head_dim)
+    theta = Decimal(float(number(_rope_number(config, "rope_theta"))))
+    with localcontext(Context(prec=40)):  # integers only: the same digits everywhere
+        powers = [float(theta ** Decimal(float(exponent))) for exponent in exponents]
+    frequencies: npt.NDArray[np.float32] = number(1.0) / np.array(powers, np.float32)
+    if kind == "default":
+        return frequencies
+    factor = number(_rope_number(config, "factor"))
+    if kind == "linear":
+        return frequencies / factor
+    # Llama 3.1: short waves stay, long ones are stretched, and between them it is mixed.
+    low, high = _rope_number(config, "low_freq_factor"), _rope_number(config, "high_freq_factor")
+    old = config.rope.get("original_max_position_embeddings", config.context_length)
+    wavelengths = (number(1.0) / frequencies) * number(2.0 * math.pi)
+    stretched = np.where(wavelengths > number(old / low), frequencies / factor, frequencies)
+    share = ((number(1.0) / wavelengths) * number(old) - number(low)) / number(high - low)
+    mixed = (number(1.0) - share) * stretched / factor + share * stretched
+    between = (wavelengths >= number(old / high)) & (wavelengths <= number(old / low))
+    return np.where(between, mixed, stretched)
+
+
+def _rope_number(config: LlamaConfig, name: str) -> float:
+    value = config.rope.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise InvalidArgument(f"rope_parameters.{name}", value, "a number above 0")
+    return float(value)
 
 
 class LlamaRunner:
@@ -198,7 +254,7 @@ class LlamaRunner:
         dtype: of weights, activations and KV entries.
         kv_tokens: capacity of the KV pool over all sequences.
         batch_invariant: see the module; ``None`` means on for float32 on a CPU.
-        int8: see :class:`NativeOps`; nothing without the kernels.
+        int8, numerics: see :class:`NativeOps`; nothing without the kernels.
     """
 
     provides = frozenset(Need)
@@ -212,6 +268,7 @@ class LlamaRunner:
         kv_tokens: int | None = None,
         batch_invariant: bool | None = None,
         int8: bool = False,
+        numerics: Numerics = "fastest",
     ) -> None:
         folder, device = Path(folder), torch.device(device)
         self.config = config = LlamaConfig.from_folder(folder)
@@ -220,7 +277,7 @@ class LlamaRunner:
         if batch_invariant is None:
             batch_invariant = device.type == "cpu" and dtype is torch.float32
         self.num_parameters = 0  # a tied embedding counts once
-        self._ops = self._choose_ops(batch_invariant, int8)
+        self._ops = self._choose_ops(batch_invariant, int8, numerics)
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
         self._load(folder, load_tensors(folder))
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -303,12 +360,12 @@ class LlamaRunner:
         else:
             self._head = self._ops.pack(take("lm_head.weight", config.vocab_size, hidden))
 
-    def _choose_ops(self, batch_invariant: bool, int8: bool) -> Ops:
+    def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: Numerics) -> Ops:
         config = self.config
         widths = config.head_dim, config.hidden_size, config.intermediate_size
         if NativeOps.supports(self.dtype, self.device, *widths):
             try:
-                return NativeOps(self.dtype, int8=int8)
+                return NativeOps(self.dtype, int8=int8, numerics=numerics)
             except KernelsUnavailable as error:
                 import warnings
 

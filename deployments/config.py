@@ -10,16 +10,14 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deployments.engines.rows import chain_plan
 from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
-from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf import is_gguf
 from paceline.methods import VLLM_METHODS, Method
@@ -28,6 +26,9 @@ from rpc.access import Limits
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.tls import ClientTls, ServerTls, check_plain_text
 from rpc.tracing import Tracing, start_tracing
+
+if TYPE_CHECKING:
+    from paceline.engine import EngineLimits
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 """The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""
@@ -132,6 +133,8 @@ class LimitsConfig(CallLimits):
     )
 
     def engine_limits(self) -> EngineLimits:
+        from paceline.engine import EngineLimits  # loads torch, which a gateway does without
+
         return EngineLimits(**self.model_dump(exclude=set(CallLimits.model_fields)))
 
 
@@ -455,6 +458,8 @@ def _default_method(config: DeploymentConfig) -> Method:
     if config.engine == "paceline":
         return resolve(speculation).method
     if speculation.method not in VLLM_METHODS:
+        from deployments.engines.rows import chain_plan  # loads torch
+
         return chain_plan(speculation, config.vllm.max_speculative_tokens).method
     if config.topology == "actors":
         raise InvalidArgument(

@@ -13,18 +13,16 @@ from ray.serve.handle import DeploymentHandle
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
 from deployments.metrics import report_engine
-from paceline.engine import Engine, EngineThread
-from paceline.loading import limit_threads, load_engine
 from paceline.tokenizer import chat_template
 from rpc.access import Gate
 from rpc.bridge import Serving, on_engine
-from rpc.draft_service import served_with
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import start_server
 
 if TYPE_CHECKING:
     from deployments.engines.vllm import VllmEngine
+    from paceline.engine import Engine, EngineThread
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +34,8 @@ POOL_INTERVAL_S = 1.0
 
 
 def _load(config: DeploymentConfig) -> Engine:
+    from paceline.loading import limit_threads, load_engine
+
     model = config.model
     limit_threads(config.num_threads(config.target.num_cpus))
     return load_engine(
@@ -107,6 +107,10 @@ class TargetDeployment:
     async def _start_engine(self, config: DeploymentConfig) -> EngineThread:
         """Paceline's own engine on its thread."""
         engine = await asyncio.to_thread(_load, config)
+        # Imported by now, on the thread that loaded the engine.
+        from paceline.engine import EngineThread
+        from rpc.draft_service import served_with
+
         if self._drafters is not None:
             tls = config.data_plane_tls
             self._remote = RemoteDrafter(

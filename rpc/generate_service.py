@@ -8,13 +8,12 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
-from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.sampling import TokenLogprobs
@@ -32,6 +31,9 @@ from rpc.messages import (
 )
 from rpc.round_drafts import RoundDrafts
 from rpc.tracing import Span, Tracing, traceparent_of
+
+if TYPE_CHECKING:
+    from paceline.engine import RoundEvent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -12,14 +12,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import numpy as np
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.client import ClientDrafter
-from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.sampling import CONSTRAINTS, SamplingParams
@@ -47,6 +46,9 @@ from rpc.messages import (
 )
 from rpc.streams import within
 from rpc.tracing import Span, Tracing, traceparent_of
+
+if TYPE_CHECKING:
+    from paceline.engine import EngineThread, RoundEvent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from paceline.numerics import Fingerprint
 from paceline.types import IndexArray, IntArray, Need
+
+if TYPE_CHECKING:
+    import torch
 
 
 class KVSequence(Protocol):

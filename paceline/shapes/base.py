@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.exact_math import exp64, log_of, sum64, weights64
 from paceline.lengths.base import DraftStep
@@ -27,6 +26,8 @@ from paceline.tree import subset
 from paceline.types import Budget, Draft, DraftProbs, Draws, FloatArray, IntArray
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.session import Session
 
 ALL_DRAWS = frozenset(Draws)
@@ -47,7 +48,7 @@ class SparseRows:
     logits: FloatArray  # [F, k]; whatever stands at padding is not read
 
 
-Rows: TypeAlias = torch.Tensor | SparseRows
+Rows: TypeAlias = "torch.Tensor | SparseRows"
 
 
 class Expander(Protocol):
@@ -145,14 +146,14 @@ class Level:
         Of equally likely ones the first comes first, as with argmax: a chain is then a branch of
         every tree. ``topk`` promises no order, and rounded logits are often equal.
         """
-        assert isinstance(self.rows, torch.Tensor)
+        assert not isinstance(self.rows, SparseRows)
         count = min(self._count, self.rows.shape[1])
-        values, indices = torch.topk(self.rows, min(count + 1, self.rows.shape[1]))
+        values, indices = self.rows.topk(min(count + 1, self.rows.shape[1]))
         tied = (values[:, 1:] == values[:, :-1]).any(-1)
         values, indices = values[:, :count], indices[:, :count]
         for i in tied.nonzero().flatten().tolist():
             among = (self.rows[i] >= values[i, -1]).nonzero().flatten()
-            order = torch.sort(self.rows[i, among], descending=True, stable=True).indices[:count]
+            order = self.rows[i, among].sort(descending=True, stable=True).indices[:count]
             indices[i] = among[order]
             values[i] = self.rows[i, indices[i]]
         return indices, values

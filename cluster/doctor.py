@@ -65,6 +65,7 @@ def run_checks(*, deep: bool = False) -> Iterator[tuple[str, Result | None]]:
         "torch": check_torch,
         "processor": check_processor,
         "kernels": check_kernels,
+        "threads": check_threads,
         "ray": lambda: check_ray(start=deep),
         "grpc": check_grpc,
         "ports": check_ports,
@@ -180,20 +181,42 @@ def check_processor() -> Result:
 
 
 def check_kernels() -> Result:
+    """Which variant of the kernels runs, its numerics, and how near it comes to the machine."""
+    from paceline.errors import InvalidArgument
     from paceline.models import kernels
 
-    usable, detail = kernels.status()
-    if usable:
-        units = {"matrix tiles": kernels.has_tiles(), "int8": kernels.has_int8()}
-        has = ", ".join(name for name, there in units.items() if there) or "vectors only"
-        return Result("kernels", Status.OK, f"C kernels ({has}) at {detail}")
-    return Result(
-        "kernels",
-        Status.WARN,
-        f"plain torch runs instead of the C kernels, slower: {detail}",
-        "install a C compiler (Debian: apt install gcc; macOS: xcode-select --install), "
-        "or name one in CC",
+    try:
+        usable, detail = kernels.status()
+    except InvalidArgument as error:
+        return Result("kernels", Status.FAIL, str(error), "unset PACELINE_KERNELS")
+    if not usable:
+        return Result(
+            "kernels",
+            Status.WARN,
+            f"plain torch runs instead of the C kernels, slower: {detail}",
+            "install a C compiler (Debian: apt install gcc; macOS: xcode-select --install), "
+            "or name one in CC; a wheel made by `make wheel` needs none",
+        )
+    from paceline.bench.kernels import glance
+
+    seen = glance()
+    detail = (
+        f"variant {kernels.variant()}; numerics class {seen.classes}; one row reaches "
+        f"{seen.one_row:.0%} of what memory gives ({seen.memory / 1e9:.0f} GB/s), eight rows "
+        f"{seen.eight_rows:.0%} of the roofline ({2 * seen.peak / 1e9:.0f} GFLOP/s); {detail}"
     )
+    faster = kernels.what_is_missing()
+    return Result("kernels", Status.WARN if faster else Status.OK, detail, faster)
+
+
+def check_threads() -> Result:
+    """On how many threads the demo target runs, and why; measured once and kept."""
+    from paceline.loading import load_engine
+    from paceline.profile import report_costs
+
+    report = report_costs(load_engine())
+    parts = [f"{name.replace('_', ' ')}: {value}" for name, value in report.items()]
+    return Result("threads", Status.OK, "; ".join(parts))
 
 
 def check_ray(*, start: bool = False) -> Result:

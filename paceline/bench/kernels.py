@@ -212,8 +212,10 @@ class Speeds:
     memory: float
 
     @staticmethod
-    def of(library: ctypes.CDLL, packing: Packing, threads: int) -> Speeds:
-        return Speeds(peak_speed(library, packing, threads), read_speed(library, threads))
+    def of(library: ctypes.CDLL, packing: Packing, threads: int, seconds: float = 0.3) -> Speeds:
+        return Speeds(
+            peak_speed(library, packing, threads, seconds), read_speed(library, threads, seconds)
+        )
 
 
 def measure(
@@ -261,3 +263,41 @@ def measure(
                         cells.append(cell)
                         progress(cell)
     return cells
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What `paceline doctor` shows of the kernels.
+
+    Attributes:
+        classes: numerics classes of float32 and of bfloat16 targets.
+        one_row, eight_rows: shares of the roofline, products of the demo target, on one thread.
+        memory, peak: bytes and multiply-adds a second.
+    """
+
+    classes: str
+    one_row: float
+    eight_rows: float
+    memory: float
+    peak: float
+
+
+def glance() -> Glance:
+    """Measure for about a second."""
+    classes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        ops = NativeOps(dtype)
+        ops.pack(torch.ones(16, 32, dtype=dtype))
+        classes.append(f"{ops.numerics_class} ({str(dtype).removeprefix('torch.')})")
+    library = kernels.load()
+    products = Products(MODELS[0], "float32/2")
+    speeds = Speeds.of(library, products.packing, 1, 0.1)
+    found = dict.fromkeys((1, 8), float("inf"))
+    for _ in range(50):
+        for rows in found:
+            found[rows] = min(found[rows], products.timed(rows, 1))
+    shares = {
+        rows: max(products.weights * rows / speeds.peak, products.bytes / speeds.memory) / took
+        for rows, took in found.items()
+    }
+    return Glance(", ".join(classes), shares[1], shares[8], speeds.memory, speeds.peak)

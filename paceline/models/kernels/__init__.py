@@ -163,6 +163,45 @@ def _fails(wrong: list[str]) -> str:
     return f"kernels compute something else than they should: {', '.join(wrong)}; please report it"
 
 
+# Flags in /proc/cpuinfo that a variant needs, for telling why it does not run.
+_CPU_FLAGS = {
+    "amx": {"amx_tile", "amx_bf16", "amx_int8"},
+    "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
+    "avx512_vnni": {"avx512_vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+    "avx2_vnni": {"avx_vnni", "avx2", "fma"},
+    "avx2": {"avx2", "fma"},
+}
+
+
+def what_is_missing() -> str:
+    """What would make the kernels faster on this processor; empty if nothing would."""
+    runs, made, chosen = list(runnable()), libraries(), variant()
+    if chosen != runs[0]:
+        return f"unset PACELINE_KERNELS: {runs[0]} runs here and is faster than {chosen}"
+    text = ""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+    flags = {
+        flag for line in text.splitlines() if line.startswith("flags") for flag in line.split()
+    }
+    for better in reversed(build.variants()):
+        if better.name == chosen:
+            break
+        if not _CPU_FLAGS.get(better.name, {""}) <= flags:
+            continue
+        if better.name not in made:
+            return (
+                f"the processor has what {better.name} needs, but the compiler could not make it: "
+                "install a newer one (gcc 12 makes all), and delete the cache of kernels"
+            )
+        return (
+            f"the processor has what {better.name} needs, but the system does not let programs use "
+            "it: Linux 5.16 or newer does, where no hypervisor hides it"
+        )
+    return ""
+
+
 def has_dots() -> bool:
     """Whether the kernels multiply pairs of bfloat16 numbers at once."""
     return status()[0] and bool(load().has_dots())

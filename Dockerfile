@@ -24,7 +24,7 @@ RUN pip install --no-cache-dir -r first.txt
 # hadolint ignore=DL3006
 FROM torch-${DEVICE} AS build
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY paceline/ paceline/
 COPY rpc/ rpc/
 COPY deployments/ deployments/

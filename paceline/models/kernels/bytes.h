@@ -19,7 +19,7 @@ typedef uint8_t byte_in;
 #define BYTE_SHIFT 128
 #define SUMS 1
 #define BYTE_ROWS 6
-#define BYTE_PANELS(rows) 4
+#define BYTE_PANELS(rows) ((rows) <= 3 ? 8 : 4)
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -39,7 +39,7 @@ typedef int16_t byte_in;
 #define BYTE_SHIFT 0
 #define SUMS 2
 #define BYTE_ROWS 6
-#define BYTE_PANELS(rows) ((rows) <= 3 ? 4 : 2)
+#define BYTE_PANELS(rows) ((rows) == 1 ? 1 : 2)
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -86,7 +86,7 @@ typedef int16_t byte_in;
 #define BYTE_SHIFT 0
 #define SUMS 4
 #define BYTE_ROWS 3
-#define BYTE_PANELS(rows) ((rows) == 1 ? 2 : 1)
+#define BYTE_PANELS(rows) 1
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -174,6 +174,27 @@ ALWAYS_INLINE void byte_finish(const nat_int *sums, int32_t *out)
 
 #endif
 
+/* Small integers as inputs. */
+ALWAYS_INLINE void shorten(byte_in *out, nat_int whole)
+{
+#if W == 16 && BYTE_SHIFT
+    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)whole));
+#elif W == 16
+    _mm256_storeu_si256((__m256i *)out, _mm512_cvtepi32_epi16((__m512i)whole));
+#elif W == 8 && BYTE_SHIFT
+    const __m256i pairs = _mm256_packus_epi32((__m256i)whole, (__m256i)whole);
+    const __m256i lanes = _mm256_packus_epi16(pairs, pairs);
+    const __m256i all = _mm256_permutevar8x32_epi32(lanes, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+    _mm_storel_epi64((__m128i *)out, _mm256_castsi256_si128(all));
+#elif W == 8
+    const __m256i pairs = _mm256_packs_epi32((__m256i)whole, (__m256i)whole);
+    _mm_storeu_si128((__m128i *)out, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
+#else
+    for (int i = 0; i < W; i++)
+        out[i] = (byte_in)whole[i];
+#endif
+}
+
 /* A row as multiples of a number of its own; zeros behind k. */
 static void to_bytes(const void *x, size_t at, byte_in *out, float *scale, int k, int inputs, int narrow)
 {
@@ -186,13 +207,15 @@ static void to_bytes(const void *x, size_t at, byte_in *out, float *scale, int k
     const vec factor = set_(*scale > 0.0f ? 1.0f / *scale : 0.0f);
     for (int i = 0; i < inputs; i += WIDTH) {
         const vec v = mul_(read_(x, at + i, k - i, narrow), factor);
-        for (int n = 0; n < NATS; n++) {
-            const nat round = nat_set(12582912.0f); /* 1.5 * 2^23: to the nearest, ties to even */
-            const nat_int whole =
-                __builtin_convertvector((v.n[n] + round) - round, nat_int) + BYTE_SHIFT;
-            for (int j = 0; j < W && i + n * W + j < inputs; j++)
-                out[i + n * W + j] = (byte_in)whole[j];
-        }
+        const nat round = nat_set(12582912.0f); /* 1.5 * 2^23: to the nearest, ties to even */
+        byte_in whole[WIDTH];
+        UNROLL for (int n = 0; n < NATS; n++)
+            shorten(whole + n * W,
+                    __builtin_convertvector((v.n[n] + round) - round, nat_int) + BYTE_SHIFT);
+        if (inputs - i >= WIDTH)
+            memcpy(out + i, whole, sizeof whole);
+        else
+            memcpy(out + i, whole, (inputs - i) * sizeof *whole);
     }
 }
 
@@ -215,17 +238,21 @@ ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const i
 
 ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, size_t bytes,
                               const float *scales, const struct target *t, int row, int first,
-                              const int rows, const int panels)
+                              size_t ahead, const int rows, const int panels)
 {
     nat_int acc[BYTE_ROWS][GROUP][SUMS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int p = 0; p < panels; p++)
             UNROLL for (int i = 0; i < SUMS; i++) acc[r][p][i] = (nat_int){0};
-    const int8_t *w = ((const struct byte_panel *)panel)->weights;
-    for (int k = 0; k < inputs; k += 4)
+    const int8_t *w = ((const struct byte_panel *)panel)->weights, *next = w + ahead;
+    for (int k = 0; k < inputs; k += 4) {
+        if (ahead)
+            UNROLL for (int p = 0; p < panels; p++)
+                FETCH(next + p * bytes + (size_t)k * WIDTH, rows, panels);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int p = 0; p < panels; p++)
                 byte_step(acc[r][p], w + p * bytes + (size_t)k * WIDTH, x + (size_t)r * inputs + k);
+    }
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) {
             int32_t sums[WIDTH];
@@ -236,11 +263,16 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
 }
 
 #define BLOCK(rows, count)                                                                        \
-    byte_block(x, inputs, panel + p * bytes, bytes, scales, t, row, first + p * WIDTH, rows, count)
+    byte_block(x, inputs, panel + p * bytes, bytes, scales, t, row, first + p * WIDTH, ahead, rows,  \
+               count)
 #define CASE(rows)                                                                                \
     case rows:                                                                                    \
         for (; p + BYTE_PANELS(rows) <= panels; p += BYTE_PANELS(rows))                           \
             BLOCK(rows, BYTE_PANELS(rows));                                                       \
+        if (BYTE_PANELS(rows) > 4 && p + 4 <= panels) {                                           \
+            BLOCK(rows, 4);                                                                       \
+            p += 4;                                                                               \
+        }                                                                                         \
         if (BYTE_PANELS(rows) > 2 && p + 2 <= panels) {                                           \
             BLOCK(rows, 2);                                                                       \
             p += 2;                                                                               \
@@ -250,8 +282,8 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
         break;
 
 static void byte_rows(const byte_in *x, int inputs, const char *panel, size_t bytes,
-                      const float *scales, const struct target *t, int row, int first, int rows,
-                      int panels)
+                      const float *scales, const struct target *t, int row, int first, size_t ahead,
+                      int rows, int panels)
 {
     int p = 0;
     switch (rows) {
@@ -304,15 +336,17 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
         for (int g = 0; g < groups; g++) {
             const int p = g * GROUP, panels = all - p < GROUP ? all - p : GROUP;
             const char *w = weight + p * panel;
-            for (int block = 0; block < rows; block += most) {
+            const int blocks = (rows + most - 1) / most;
+            for (int b = 0; b < blocks; b++) {
                 /* With tiles the last block takes rows of the one before again: they keep their shape. */
-                const int r = tiles && block && block + most > rows ? rows - most : block;
-                const int count = rows - r < most ? rows - r : most;
+                const int last = b + 1 == blocks, count = rows < most ? rows : most;
+                const int r = !tiles ? rows * b / blocks : last ? rows - count : b * most;
                 const byte_in *from = in + (size_t)r * inputs;
                 if (tiles)
                     byte_tiles(from, inputs, w, panel, scales + r, t, r, p * WIDTH, count, panels);
-                else
-                    byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, count, panels);
+                else /* the first block fetches the next group's weights */
+                    byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, b ? 0 : GROUP * panel,
+                              rows * (b + 1) / blocks - r, panels);
             }
         }
         if (tiles)

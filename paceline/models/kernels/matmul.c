@@ -48,6 +48,12 @@
  * no bit of them. */
 #define CHUNK (2048 / GROUP)
 
+/* With several rows there is time to fetch what comes next; for one row the processor does it better
+ * itself where many panels are read at once. */
+#define FETCH(from, rows, panels)                                                                 \
+    if ((rows) > 1 || (panels) < 8)                                                               \
+    __builtin_prefetch(from, 0, 3)
+
 /* Of weights, as in ops.py. HALVES and DOTS lie in memory alike; the latter are for bfloat16 inputs. */
 enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES };
 

@@ -18,7 +18,7 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
     for (int k = from; k < to; k++) {
         if (turn-- == 0) {
             turn = turns - 1;
-            UNROLL for (int p = 0; p < panels; p++) __builtin_prefetch(next + p * panel, 0, 2);
+            UNROLL for (int p = 0; p < panels; p++) FETCH(next + p * panel, rows, panels);
         }
         UNROLL for (int s = 0; s < SUBSTEPS; s++) {
             vec w[GROUP];

@@ -23,7 +23,6 @@ from paceline.models.ops import (
     _Model,
     _packed,
     _path_addresses,
-    _Rows,
 )
 
 Tensor = torch.Tensor
@@ -173,11 +172,11 @@ class Recording:
         file.write_bytes(np.array(numbers, np.int64).tobytes() + bytes(self._memory))
 
     def differing(self, file: Path) -> list[str]:
-        """Results that are other ones in the memory that arm_forward.c has written."""
-        data, wrong = file.read_bytes(), []
-        for i, (at, here) in enumerate(self.results):
-            raw = bytearray(data[at : at + here.nbytes])
-            there = torch.frombuffer(raw, dtype=here.dtype).view(here.shape)
-            if not torch.equal(there, here):
-                wrong.append(f"result {i}: {int((there != here).sum())} of {here.numel()} numbers")
+        """Results with other bits in the memory that arm_forward.c has written."""
+        data, wrong = np.fromfile(file, np.uint8), []
+        for i, (at, result) in enumerate(self.results):
+            here = result.flatten().view(torch.uint8).numpy()
+            there = data[at : at + here.size]
+            if differ := int((here != there).sum()):
+                wrong.append(f"result {i}: {differ} of {here.size} bytes")
         return wrong

@@ -93,7 +93,7 @@ def as_dots(packing: Packing) -> Packing:
 
 
 def record_forwards(dtype: str, packing: Callable[[Packing], Packing] = Packing) -> Recording:
-    """Prompts, a chain beside a tree and single tokens; of the hash that every machine must have."""
+    """Prompts, a chain beside a tree, single tokens, with the hash that every machine must have."""
     runner = load_runner(TARGET_DIR, dtype=DTYPES[dtype], numerics="portable", kv_tokens=400)
     assert isinstance(runner._ops, NativeOps)
     recording = Recording(runner._ops, packing)

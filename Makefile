@@ -82,6 +82,8 @@ demo test test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## run the test suite (9 to 12 minutes on 2 cores)
 	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
+# Arm's kernels run in an emulator where Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and
+# qemu-user are installed.
 .PHONY: test-nightly
 test-nightly: $(STAMP) ## run the long tests, which take hours
 	@$(PYTEST) -n $(or $(PYTEST_WORKERS),auto) --dist load -m "nightly and not serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]

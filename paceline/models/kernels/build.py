@@ -11,8 +11,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,19 +122,16 @@ def build(
         raise BuildFailed(f"no C compiler found: install {needed}, or set CC")
     chosen = [v for v in variants(machine) if not only or v.name in only]
     out.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=out) as scratch,
-        ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as pool,
-    ):
+    libraries: dict[str, Path] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=out) as scratch, _pool() as pool:
         jobs: dict[tuple[str, tuple[str, ...]], tuple[Future[str], Path]] = {}
-        for variant in chosen:
+        for variant in reversed(chosen):  # the last ones take longest
             for source, flags in _objects(variant):
                 if (source, flags) not in jobs:
                     made = Path(scratch) / f"{len(jobs)}.o"
                     arguments = [*command, *FLAGS, *flags, "-c", str(FOLDER / source)]
                     jobs[source, flags] = pool.submit(_run, [*arguments, "-o", str(made)]), made
-        libraries: dict[str, Path] = {}
-        failed: dict[str, str] = {}
         for variant in chosen:
             made_of = [jobs[key] for key in _objects(variant)]
             errors = [error for job, _ in made_of if (error := job.result())]
@@ -148,6 +146,16 @@ def build(
     if not libraries:
         raise BuildFailed(next(iter(failed.values())))
     return libraries, failed
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each core; who is interrupted does not wait for compilations yet to begin."""
+    pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = ("simd.h", "products_impl.h", "bytes.h", "tiles.h", "roofline.h", "decode_impl.h")
+SOURCES = ("decode.c", "products.c", "matmul.c", "noise.c", "variant.c")
+HEADERS = (
+    "simd.h", "products.h", "products_impl.h", "bytes.h", "tiles.h", "roofline.h", "decode_impl.h",
+)  # fmt: skip
 # -ffp-contract=off: a multiplication is fused with an addition only where the source says so, which
 # makes results independent of the instruction set. (-ffast-math would not; it would also make the
 # thread that loads the library flush denormals.)
@@ -36,7 +39,8 @@ class Variant:
     """One instruction set's build.
 
     Attributes:
-        vectors: flags that decode.c gains from; variants with equal ones share its object.
+        vectors: flags for what needs no more than vectors; variants with equal ones share these
+            objects.
         products: flags for matmul.c beyond those.
         features: what variant.c must find on the processor.
         rank: the highest of those that run is chosen.
@@ -81,7 +85,7 @@ def variants(machine: str | None = None) -> tuple[Variant, ...]:
 
 def sources() -> list[Path]:
     """Every file that a build reads."""
-    return [FOLDER / n for n in ("decode.c", "matmul.c", "noise.c", "variant.c", *HEADERS)]
+    return [FOLDER / n for n in (*SOURCES, *HEADERS)]
 
 
 def compiler(machine: str | None = None) -> list[str] | None:
@@ -162,9 +166,10 @@ def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
     """The sources of a variant's library with the flags of each."""
     vectors, products = variant.vectors, (*variant.vectors, *variant.products)
     about = f"-DFEATURES={variant.features}", f"-DRANK={variant.rank}"
-    noise = *vectors, "-O3"  # its loops are left to the compiler
     return [
-        ("decode.c", vectors), ("matmul.c", products), ("noise.c", noise), ("variant.c", about),
+        ("decode.c", (*vectors, "-fpeel-loops")), ("products.c", vectors),
+        ("matmul.c", products), ("variant.c", about),
+        ("noise.c", (*vectors, "-O3")),  # its loops are left to the compiler
     ]  # fmt: skip
 
 

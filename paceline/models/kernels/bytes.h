@@ -317,7 +317,8 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
                         int tiles, const struct target *t)
 {
     const int inputs = (k + 3) / 4 * 4;
-    const int all = (int)(t->outputs + WIDTH - 1) / WIDTH, groups = (all + GROUP - 1) / GROUP;
+    const int group = group_size(rows), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    const int groups = (all + group - 1) / group;
     const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
     const size_t bytes = rows * (sizeof(float) + (size_t)inputs * sizeof(byte_in));
     tiles = tiles && rows > BYTE_ROWS;
@@ -334,7 +335,7 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
             byte_tiles_begin(rows < most ? rows : most, inputs);
 #pragma omp for schedule(static)
         for (int g = 0; g < groups; g++) {
-            const int p = g * GROUP, panels = all - p < GROUP ? all - p : GROUP;
+            const int p = g * group, panels = all - p < group ? all - p : group;
             const char *w = weight + p * panel;
             const int blocks = (rows + most - 1) / most;
             for (int b = 0; b < blocks; b++) {
@@ -345,7 +346,7 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
                 if (tiles)
                     byte_tiles(from, inputs, w, panel, scales + r, t, r, p * WIDTH, count, panels);
                 else /* the first block fetches the next group's weights */
-                    byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, b ? 0 : GROUP * panel,
+                    byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, b ? 0 : group * panel,
                               rows * (b + 1) / blocks - r, panels);
             }
         }

@@ -48,13 +48,8 @@ static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, EL
 static inline void NAME(rotate)(ELEM *x, const float *cosine, const float *sine, int half)
 {
     for (int i = 0; i < half; i += WIDTH) {
-        float cosines[WIDTH] = {0}, sines[WIDTH] = {0};
         const int left = half - i;
-        for (int j = 0; j < (left < WIDTH ? left : WIDTH); j++) {
-            cosines[j] = cosine[i + j];
-            sines[j] = sine[i + j];
-        }
-        const vec c = load_(cosines), s = load_(sines);
+        const vec c = read_(cosine, i, left, 0), s = read_(sine, i, left, 0);
         const vec a = READ(x, i, left), b = READ(x, half + i, left);
         const vec turned = fma_(a, c, sub_(set_(0.0f), mul_(b, s)));
         WRITE(x, i, turned, left);

@@ -16,43 +16,13 @@
 
 #include <stdlib.h>
 
-#include "simd.h"
+#include "products.h"
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_DOTS 1
 #else
 #define HAS_DOTS 0
 #endif
-
-#define LINE 64 /* bytes of a panel for one step of k, or two */
-#define SPAN 96 /* rows whose sums wait at the same time */
-
-/* Panels that a thread takes together, and rows and panels of a block: their sums fill the registers, and
- * are enough to hide the latency of additions. */
-#if W == 16
-#define GROUP 8
-#define MAX_ROWS 6
-#define PANELS(rows) ((rows) <= 3 ? 8 : 4)
-#elif HAS_FMA
-#define GROUP 4
-#define MAX_ROWS 6
-#define PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
-#else /* a multiply-add is many instructions: nothing is gained by several rows */
-#define GROUP 4
-#define MAX_ROWS 1
-#define PANELS(rows) 1
-#endif
-
-/* Steps of k that all rows take before the next ones: a group's panels of them and of the chunk that is
- * fetched meanwhile stay in a core's own cache. Sums wait in memory between two chunks, which changes
- * no bit of them. */
-#define CHUNK (2048 / GROUP)
-
-/* With several rows there is time to fetch what comes next; for one row the processor does it better
- * itself where many panels are read at once. */
-#define FETCH(from, rows, panels)                                                                 \
-    if ((rows) > 1 || (panels) < 8)                                                               \
-    __builtin_prefetch(from, 0, 3)
 
 /* Of weights, as in ops.py. HALVES and DOTS lie in memory alike; the latter are for bfloat16 inputs. */
 enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES };
@@ -83,39 +53,22 @@ ALWAYS_INLINE void put(const struct target *t, int row, int first, vec sum)
 ALWAYS_INLINE void put_group(const struct target *t, int row, int first, const float *sums, int rows,
                              int panels)
 {
+    if (!t->narrow && !t->bias && first + panels * WIDTH <= (int)t->outputs) {
+        for (int r = 0; r < rows; r++)
+            memcpy((float *)t->out + (row + r) * t->outputs + first, sums + r * GROUP * WIDTH,
+                   panels * WIDTH * sizeof *sums);
+        return;
+    }
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++)
             put(t, row + r, first + p * WIDTH, load_(sums + (r * GROUP + p) * WIDTH));
 }
 
-#define JOIN_(a, b) a##_##b
-#define JOIN(a, b) JOIN_(a, b)
-
-ALWAYS_INLINE vec half_of(const char *pairs, int high)
-{
-    vec out;
-    UNROLL for (int i = 0; i < NATS; i++) {
-        const nat_bits both = *(const nat_bits_at *)(pairs + i * W * 4);
-        out.n[i] = (nat)(high ? both & 0xffff0000u : both << 16);
-    }
-    return out;
-}
-
-#define NAME(f) JOIN(f, floats)
-#define X float
-#define SUBSTEPS 1
-#define VALUE(x) set_(x)
-#define WEIGHTS(from, s) load_((const float *)(from))
-#define STEP(acc, w, value) fma_(w, value, acc)
-#include "products_impl.h"
-
-#define NAME(f) JOIN(f, halves)
-#define X float
-#define SUBSTEPS 2
-#define VALUE(x) set_(x)
-#define WEIGHTS(from, s) half_of(from, s)
-#define STEP(acc, w, value) fma_(w, value, acc)
-#include "products_impl.h"
+/* products.c */
+void group_floats(const float *x, size_t stride, const char *weight, size_t panel, const char *after,
+                  float *sums, int rows, int steps, int panels);
+void group_halves(const float *x, size_t stride, const char *weight, size_t panel, const char *after,
+                  float *sums, int rows, int steps, int panels);
 
 #if HAS_DOTS
 /* value: two neighbouring inputs in the 32 bits of each float. */
@@ -135,7 +88,7 @@ ALWAYS_INLINE vec dot(vec acc, vec w, vec value)
 #endif
 }
 
-#define NAME(f) JOIN(f, dots)
+#define NAME(f) f##_dots
 #define X float
 #define SUBSTEPS 1
 #define VALUE(x) set_(x)
@@ -167,7 +120,8 @@ static int linear(const void *x, const void *packed, int packing, int rows, int 
         return byte_product(x, packed, rows, k, threads, share, packing == TILE_BYTES, t);
     const int pairs = packing != FLOATS, dots = packing == DOTS;
     const int steps = pairs ? k / 2 : k;
-    const int all = (int)(t->outputs + WIDTH - 1) / WIDTH, groups = (all + GROUP - 1) / GROUP;
+    const int group = group_size(rows), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    const int groups = (all + group - 1) / group;
     const size_t panel = (size_t)steps * LINE, stride = dots ? k / 2 : k;
     float *wide = NULL;
     if (t->narrow && !dots) {
@@ -187,7 +141,7 @@ static int linear(const void *x, const void *packed, int packing, int rows, int 
         }
 #pragma omp for schedule(static)
         for (int g = 0; g < groups; g++) {
-            const int p = g * GROUP, panels = all - p < GROUP ? all - p : GROUP;
+            const int p = g * group, panels = all - p < group ? all - p : group;
             const char *w = (const char *)packed + p * panel;
             for (int r = 0; r < rows; r += SPAN) {
                 const int count = rows - r < SPAN ? rows - r : SPAN;

@@ -1,4 +1,4 @@
-/* Products of rows with panels of weights; included by matmul.c once for each kind of weights, with
+/* Products of rows with panels of weights; included once for each kind of weights, with
  * NAME(f), X (of inputs), SUBSTEPS (inputs that 64 bytes of a panel hold), VALUE(x) (a vec of one input)
  * and STEP(sums, from, substep, value) set. */
 
@@ -77,11 +77,11 @@ static void NAME(rows)(const X *x, size_t stride, const char *weight, size_t pan
 
 /* Up to GROUP neighbouring panels for at most SPAN rows, chunk after chunk. `after` is what comes next
  * and is fetched during the last chunk. sums: [rows][GROUP][WIDTH]. */
-static void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, const char *after,
-                        float *sums, int rows, int steps, int panels)
+void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, const char *after,
+                 float *sums, int rows, int steps, int panels)
 {
     const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int chunks = (steps + CHUNK - 1) / CHUNK;
+    const int size = CHUNK(group_size(rows)), chunks = (steps + size - 1) / size;
     for (int c = 0; c < chunks; c++) {
         const int from = (int)((int64_t)steps * c / chunks);
         const int to = (int)((int64_t)steps * (c + 1) / chunks);

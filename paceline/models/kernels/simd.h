@@ -83,6 +83,11 @@ ALWAYS_INLINE nat nat_max(nat a, nat b)
     return (nat)_mm512_max_ps((__m512)a, (__m512)b);
 }
 
+ALWAYS_INLINE nat nat_min(nat a, nat b)
+{
+    return (nat)_mm512_min_ps((__m512)a, (__m512)b);
+}
+
 ALWAYS_INLINE nat nat_widen(const uint16_t *x) /* bfloat16 */
 {
     return (nat)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
@@ -103,6 +108,11 @@ ALWAYS_INLINE nat nat_fma(nat a, nat b, nat c)
 ALWAYS_INLINE nat nat_max(nat a, nat b)
 {
     return (nat)_mm256_max_ps((__m256)a, (__m256)b);
+}
+
+ALWAYS_INLINE nat nat_min(nat a, nat b)
+{
+    return (nat)_mm256_min_ps((__m256)a, (__m256)b);
 }
 
 ALWAYS_INLINE nat nat_widen(const uint16_t *x)
@@ -165,6 +175,12 @@ ALWAYS_INLINE nat nat_max(nat a, nat b)
 {
     const nat_int larger = a > b;
     return (nat)(((nat_int)a & larger) | ((nat_int)b & ~larger));
+}
+
+ALWAYS_INLINE nat nat_min(nat a, nat b)
+{
+    const nat_int smaller = a < b;
+    return (nat)(((nat_int)a & smaller) | ((nat_int)b & ~smaller));
 }
 
 ALWAYS_INLINE nat nat_widen(const uint16_t *x)
@@ -255,7 +271,7 @@ ALWAYS_INLINE void write_(void *out, size_t at, vec v, int left, int narrow)
 /* exp(x) within 2 units in the last place for x <= 0 down to underflow; polynomial: Cephes expf. */
 ALWAYS_INLINE nat nat_exp(nat x)
 {
-    x = -nat_max(-nat_max(x, nat_set(-87.0f)), nat_set(-88.0f));
+    x = nat_min(nat_max(x, nat_set(-87.0f)), nat_set(88.0f));
     /* The conversion rounds towards zero, which is downwards here. */
     const nat_int n =
         __builtin_convertvector(nat_fma(x, nat_set(1.44269504f), nat_set(128.5f)), nat_int) - 128;

@@ -5,6 +5,7 @@
  * exact, if the weights are bfloat16 numbers themselves: every product is exact, and sums are float32. */
 
 #define TILE_SPAN 64  /* rows that one thread takes */
+#define TILE_PANELS 4 /* that a block of tiles takes */
 #define TILE_STEPS 32 /* k is padded to a multiple of this in weights for tiles */
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
@@ -28,11 +29,14 @@ EXPORT int allow_tiles(void)
 
 #if HAS_TILES
 
+#ifndef TILE_LOAD /* a test of what is around them brings its own */
 /* The compilers' own functions for these do not say that they touch memory. */
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((long)(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((long)(stride)) : "memory")
+#define TILE_SHAPES(shapes) __asm__ volatile("ldtilecfg %0" ::"m"(shapes))
+#endif
 
 struct tile_shapes {
     uint8_t palette, start, unused[14];
@@ -48,7 +52,7 @@ static void configure_tiles(int rows)
         shapes.bytes[i] = 64;
         shapes.rows[i] = (uint8_t)(i == 4 ? TILE_ROWS : rows);
     }
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+    TILE_SHAPES(shapes);
 }
 
 #define PANEL(tile)                                                                               \
@@ -131,7 +135,8 @@ static int tiled(const void *x, const uint32_t *weight, int rows, int k, int thr
                  const struct target *t)
 {
     const int inputs = (k + TILE_STEPS - 1) / TILE_STEPS * TILE_STEPS, num_pieces = t->narrow ? 1 : 3;
-    const int all = (int)(t->outputs + WIDTH - 1) / WIDTH, groups = (all + GROUP - 1) / GROUP;
+    const int all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    const int groups = (all + TILE_PANELS - 1) / TILE_PANELS;
     const size_t panel = (size_t)inputs * (WIDTH / 2), piece = (size_t)rows * inputs;
     const int count = rows < TILE_ROWS ? rows : TILE_ROWS;
     const int spans = rows < TILE_SPAN ? 1 : rows / TILE_SPAN; /* the last one takes what is left over */
@@ -159,9 +164,9 @@ static int tiled(const void *x, const uint32_t *weight, int rows, int k, int thr
         }
 #pragma omp for schedule(static)
         for (int item = 0; item < groups * spans; item++) {
-            const int span = item / groups, p = item % groups * GROUP, first = p * WIDTH;
+            const int span = item / groups, p = item % groups * TILE_PANELS, first = p * WIDTH;
             const int end = span + 1 < spans ? (span + 1) * TILE_SPAN : rows;
-            const int panels = all - p < GROUP ? all - p : GROUP;
+            const int panels = all - p < TILE_PANELS ? all - p : TILE_PANELS;
             const int straight = !t->narrow && !t->bias && first + panels * WIDTH <= (int)t->outputs;
             const uint32_t *w = weight + p * panel;
             for (int block = span * TILE_SPAN; block < end; block += TILE_ROWS) {
@@ -202,7 +207,7 @@ static void byte_tiles_begin(int rows, int inputs)
     shapes.rows[4] = BYTE_STEPS / 4;
     shapes.rows[6] = (uint8_t)(rest / 4);
     shapes.bytes[7] = (uint16_t)rest;
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+    TILE_SHAPES(shapes);
 }
 
 static void byte_tiles_end(void)

@@ -1,0 +1,41 @@
+/* How products are cut into blocks; what products.c and matmul.c share. */
+
+#include "simd.h"
+
+#define LINE 64 /* bytes of a panel for one step of k, or two */
+#define SPAN 96 /* rows whose sums wait at the same time */
+
+/* Panels that a thread takes together at most, and rows and panels of a block: their sums fill the registers, and
+ * are enough to hide the latency of additions. */
+#if W == 16
+#define GROUP 8
+#define MAX_ROWS 6
+#define PANELS(rows) ((rows) <= 3 ? 8 : 4)
+#elif HAS_FMA
+#define GROUP 4
+#define MAX_ROWS 6
+#define PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#else /* a multiply-add is many instructions: nothing is gained by several rows */
+#define GROUP 4
+#define MAX_ROWS 1
+#define PANELS(rows) 1
+#endif
+
+/* Steps of k that all rows take before the next ones: a group's panels of them and of the chunk that is
+ * fetched meanwhile stay in a core's own cache. Sums wait in memory between two chunks, which changes
+ * no bit of them. */
+#define CHUNK(group) (2048 / (group))
+
+/* Panels that a thread takes together for so many rows. */
+ALWAYS_INLINE int group_size(int rows)
+{
+    return rows <= 3 ? GROUP : 4;
+}
+
+/* With several rows there is time to fetch what comes next; for one row the processor does it better
+ * itself where many panels are read at once. */
+#ifndef FETCH
+#define FETCH(from, rows, panels)                                                                 \
+    if ((rows) > 1 || (panels) < 8)                                                               \
+    __builtin_prefetch(from, 0, 3)
+#endif

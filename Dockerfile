@@ -24,20 +24,25 @@ RUN pip install --no-cache-dir -r first.txt
 # hadolint ignore=DL3006
 FROM torch-${DEVICE} AS build
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY paceline/ paceline/
 COPY rpc/ rpc/
 COPY deployments/ deployments/
 COPY cluster/ cluster/
 COPY tuning/ tuning/
+# The wheel brings the kernels of every instruction set; each pod takes its processor's.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && \
+    rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir --no-build-isolation -c constraints.txt ".[serve,tune,train,tracing]" && \
     python -m compileall -q /opt/venv/lib
 
 FROM python:${PYTHON}-slim-bookworm
-# The kernels are built for the node's processor when a replica starts, so a compiler is part of it.
+# No compiler: the kernels are compiled above. libgomp for builds of torch that bring none, or under
+# another name.
 # hadolint ignore=DL3008
 RUN apt-get update && \
-    apt-get install -y --no-install-recommends gcc libc6-dev libgomp1 && \
+    apt-get install -y --no-install-recommends libgomp1 && \
     rm -rf /var/lib/apt/lists/* && \
     useradd --uid 1000 --create-home paceline
 COPY --from=build /opt/venv /opt/venv

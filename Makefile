@@ -20,6 +20,7 @@ PYTEST_WORKERS ?=
 PYTEST := $(BIN)/python -m pytest
 BENCH_ARGS ?=
 DEMO_MODEL_ARGS ?=
+WHEEL_MACHINES ?= x86_64 aarch64
 
 # Quiet pip, visible progress: one line that changes on a terminal, a line per package elsewhere.
 # Errors stay; pip's warnings are about the user's own pip settings.
@@ -53,19 +54,20 @@ $(BIN)/python:
 	  echo "Paceline builds its CPU kernels with a C compiler, and there is none: install gcc or" \
 	  "clang (Debian: apt install gcc), or name one in CC" >&2; exit 1; \
 	fi; \
-	echo "[1/3] $(VENV): $$($$found --version)"; \
+	echo "[1/4] $(VENV): $$($$found --version)"; \
 	rm -rf "$(VENV)"; "$$found" -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
 	  echo "Python's venv module does not work here (Debian: apt install python3-venv)" >&2; exit 1; }
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@start=$$SECONDS; pin=$$(grep '^torch==' constraints.txt); \
-	$(BIN)/python -m paceline.build_kernels & kernels=$$!; \
-	echo "[2/3] $$pin (the largest download)"; \
+	said=$(VENV)/kernels.txt; $(BIN)/python -m paceline.models.kernels > $$said 2>&1 & kernels=$$!; \
+	echo "[2/4] $$pin (the largest download)"; \
 	$(PIP) -c constraints.txt "$$pin" "$$(grep -i '^setuptools==' constraints.txt)" $(QUIET) | $(PROGRESS); \
-	echo "[3/3] Paceline and $$(grep -c == constraints.txt) packages"; \
+	echo "[3/4] Paceline and $$(grep -c == constraints.txt) packages"; \
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' $(QUIET) | $(PROGRESS); \
 	$(BIN)/python -m compileall -q paceline rpc deployments cluster tuning; \
-	wait $$kernels || echo "the kernels will be built at the first start"; \
+	wait $$kernels || echo "without kernels Paceline computes with torch, more slowly:"; \
+	echo "[4/4] kernels: $$(tail -n 1 $$said)"; \
 	touch $@; echo "installed in $$((SECONDS - start)) s"
 
 .PHONY: demo
@@ -80,6 +82,8 @@ demo test test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## run the test suite (9 to 12 minutes on 2 cores)
 	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
+# Arm's kernels run in an emulator where Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and
+# qemu-user are installed.
 .PHONY: test-nightly
 test-nightly: $(STAMP) ## run the long tests, which take hours
 	@$(PYTEST) -n $(or $(PYTEST_WORKERS),auto) --dist load -m "nightly and not serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
@@ -142,6 +146,21 @@ format: $(STAMP) ## format the code and mend what ruff can mend
 .PHONY: bench
 bench: $(STAMP) ## compare methods and AR on this machine (BENCH_ARGS="--methods draft_model")
 	@$(BIN)/paceline bench $(BENCH_ARGS)
+
+# Debian has a compiler for the other architecture: gcc-aarch64-linux-gnu, on Arm gcc-x86-64-linux-gnu.
+.PHONY: wheel
+wheel: $(STAMP) ## wheels with compiled kernels for x86-64 and Arm, in dist/ (WHEEL_MACHINES="x86_64")
+	@failed=; for machine in $(WHEEL_MACHINES); do \
+	  cc=$${CC:-}; [ $$machine = "$$(uname -m)" ] || cc=$$machine-linux-gnu-gcc; \
+	  if [ -n "$$cc" ] && ! command -v $$cc >/dev/null; then \
+	    echo "no wheel for $$machine without $$cc (Debian: apt install" \
+	    "gcc-$${machine/_/-}-linux-gnu); to leave it out: make wheel WHEEL_MACHINES=$$(uname -m)" >&2; \
+	    failed=1; continue; \
+	  fi; \
+	  rm -rf build/lib; echo "$$machine"; \
+	  CC=$$cc PACELINE_WHEEL_MACHINE=$$machine $(BIN)/python -m pip --disable-pip-version-check \
+	    --no-input wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .; \
+	done; [ -n "$$failed" ] || ls dist/*.whl; [ -z "$$failed" ]
 
 .PHONY: demo-models
 demo-models: $(STAMP) ## train the demo pair again (DEMO_MODEL_ARGS="--extra-corpus FILE"; resumable)

@@ -143,7 +143,7 @@ def building_kernels(file: ConfigFile) -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.build_kernels"],
+        [sys.executable, "-m", "paceline.models.kernels"],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import email
 import importlib.metadata
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -18,6 +21,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from paceline.loading import load_engine
+from paceline.models.kernels import build
+from paceline.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("paceline", "rpc", "deployments", "cluster", "tuning")
@@ -45,19 +52,74 @@ def python(code: str, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: setuptools leaves files beside what it builds."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a wheel is made of: setuptools leaves files beside what it builds."""
+    folder = tmp_path_factory.mktemp("source")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run(
-        [*command, "--no-build-isolation", "--wheel-dir", out, source], check=True, timeout=100
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def make_wheel(source: Path, out: Path, **environment: str) -> tuple[Path, str]:
+    """The wheel, and what pip said when it was built."""
+    command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-index"]
+    done = subprocess.run(
+        [*command, "--no-build-isolation", "--wheel-dir", out, source],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
     )
+    assert done.returncode == 0, done.stdout
     (built,) = out.glob("*.whl")
-    return built
+    return built, done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wheel(source, tmp_path_factory.mktemp("wheel"))[0]
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pip installed the wheel into, and that is not to be written to."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--target", folder, wheel], check=True, timeout=200)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+    return folder
+
+
+def run_installed(installed: Path, empty: Path, *command: str | Path) -> str:
+    """Output of a command on a machine with nothing but Python and the installed wheel."""
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= {
+        "PATH": str(empty), "HOME": str(empty), "PYTHONPATH": str(installed),
+        "PACELINE_CACHE_DIR": str(empty),
+    }  # fmt: skip
+    done = subprocess.run(
+        command,
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def kernels_in(wheel: Path) -> set[str]:
+    """Names of the libraries in a wheel; they all lie in one folder."""
+    libraries = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert all(path.parent == Path("paceline/models/kernels/lib") for path in libraries)
+    return {path.name for path in libraries}
 
 
 def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
@@ -131,6 +193,93 @@ def test_installed_wheel_generates_without_ray_and_grpc(wheel: Path, tmp_path: P
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [str(tmp_path / "paceline" / "loading.py"), "4"]
+
+
+def test_wheel_brings_every_variant_of_the_kernels(wheel: Path, source: Path) -> None:
+    assert kernels_in(wheel) == {build.library_name(v.name) for v in build.variants()}
+    tags = wheel.stem.split("-")[-3:]
+    assert tags[:2] == ["py3", "none"], "the kernels do not know Python"
+    assert tags[2] != "any"
+    if platform.libc_ver()[0] == "glibc":
+        assert re.fullmatch(rf"manylinux_2_\d+_{platform.machine()}", tags[2])
+    assert not list(source.rglob("*.so")), "the next wheel may be for another machine"
+
+
+def test_wheel_of_a_machine_without_a_compiler_says_that_it_has_no_kernels(
+    source: Path, tmp_path: Path
+) -> None:
+    wheel, said = make_wheel(source, tmp_path, CC="/nonexistent/cc")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not kernels_in(wheel)
+    assert "THE WHEEL HAS NO KERNELS" in said
+    assert "/nonexistent/cc" in said
+
+
+def test_source_distribution_has_what_a_wheel_is_made_of(source: Path, tmp_path: Path) -> None:
+    code = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path],
+        cwd=source,
+        stdout=subprocess.DEVNULL,
+        check=True,
+        timeout=100,
+    )
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in build.sources()}
+    assert sources | {"setup.py", "pyproject.toml"} <= names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def test_an_editable_install_brings_no_libraries(source: Path, tmp_path: Path) -> None:
+    """They would be those of another day's sources."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run(
+        [*command, "--no-build-isolation", "--target", tmp_path, "-e", source],
+        check=True,
+        timeout=100,
+    )
+    assert list(tmp_path.glob("*.pth"))
+    assert not [*source.rglob("*.so"), *tmp_path.rglob("*.so")]
+
+
+def test_installed_wheel_has_its_kernels_without_a_compiler(
+    installed: Path, tmp_path: Path
+) -> None:
+    """Into a folder that it may not write to, and none of it is compiled elsewhere."""
+    before = {path: path.stat().st_mtime_ns for path in installed.rglob("*")}
+    code = (
+        "from pathlib import Path; from paceline.demo import TARGET_DIR; "
+        "from paceline.loading import load_runner; "
+        "from paceline.models import kernels; from paceline.models.kernels import build; "
+        "runner = load_runner(TARGET_DIR); assert build.compiler() is None; "
+        "maps = Path('/proc/self/maps'); "
+        "omp = {x.split()[-1] for x in maps.read_text().splitlines() if 'libgomp' in x}; "
+        "print(kernels.status(), type(runner._ops).__name__, *omp, sep='\\n')"
+    )
+    status, ops, *openmp = run_installed(
+        installed, tmp_path, sys.executable, "-c", code
+    ).splitlines()
+    usable, library = ast.literal_eval(status)
+    assert usable, library
+    assert Path(library).parent == installed / "paceline/models/kernels/lib"
+    assert ops == "NativeOps"
+    if sys.platform == "linux":  # torch brings it: the system needs none
+        assert [Path(path).parent.name for path in openmp] == ["lib"]
+        assert "torch" in openmp[0]
+    options = ("--json", "--max-tokens", "24", "--temperature", "0.7", "--seed", "3")
+    prompt = "def load(path):"
+    answer = json.loads(
+        run_installed(installed, tmp_path, installed / "bin/paceline", "generate", prompt, *options)
+    )
+    engine = load_engine()
+    params = SamplingParams(max_tokens=24, temperature=0.7, seed=3)
+    (session,) = engine.generate([engine.tokenizer.encode(prompt)], params)
+    assert answer["token_ids"] == session.output_ids
+    assert not list(tmp_path.rglob("*.so")), "compiled, or copied, instead of loaded"
+    assert not (tmp_path / "paceline/kernels").exists()
+    assert before == {path: path.stat().st_mtime_ns for path in installed.rglob("*")}
 
 
 def test_import_is_light() -> None:

@@ -44,3 +44,11 @@ def test_the_image_has_what_pods_need() -> None:
     assert DOCKERFILE.rindex("USER 1000:1000") > DOCKERFILE.rindex("FROM")
     for package in ("paceline", "rpc", "deployments", "cluster", "tuning"):
         assert f"COPY {package}/ {package}/" in DOCKERFILE
+
+
+def test_kernels_are_compiled_where_the_wheel_is_made_and_nowhere_else() -> None:
+    build, final = DOCKERFILE.split("FROM torch-${DEVICE} AS build")[1].rsplit("\nFROM ", 1)
+    assert re.search(r"install .*\bgcc libc6-dev\b", build)
+    assert build.index("gcc libc6-dev") < build.index("pip install")
+    assert "gcc" not in final
+    assert "libgomp1" in final

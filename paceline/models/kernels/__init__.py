@@ -119,7 +119,9 @@ def _open(file: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
-        raise KernelsUnavailable(f"cannot load {file}: {error}") from error
+        # Some builds of torch bring OpenMP under a name of their own.
+        mend = " (Debian: apt install libgomp1)" if "libgomp" in str(error) else ""
+        raise KernelsUnavailable(f"cannot load {file}: {error}{mend}") from error
     library.self_test.restype = ctypes.c_uint64
     return library
 

@@ -1,9 +1,6 @@
 """Compiles the C kernels: one library for each variant that the compiler can make.
 
-    python -m paceline.models.kernels.build [--out FOLDER] [--machine aarch64]
-
-Without arguments the libraries go where :mod:`paceline.models.kernels` looks for them, which builds
-them at first use anyway.
+Needs nothing but Python: setup.py runs it where the package's dependencies are not installed.
 """
 
 from __future__ import annotations
@@ -14,8 +11,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,12 +88,14 @@ def sources() -> list[Path]:
     return [FOLDER / n for n in (*SOURCES, *HEADERS)]
 
 
-def compiler() -> list[str] | None:
-    """The command of the C compiler: CC, or cc, gcc or clang."""
+def compiler(machine: str | None = None) -> list[str] | None:
+    """The command of the C compiler: CC, or cc, gcc or clang; for another architecture its GCC."""
     if named := os.environ.get("CC"):
         return shlex.split(named)
-    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return [found] if found else None
+    names = ["cc", "gcc", "clang"]
+    if machine not in (None, platform.machine()):
+        names = [f"{machine}-linux-gnu-gcc"]
+    return next(([found] for name in names if (found := shutil.which(name))), None)
 
 
 def library_name(variant: str) -> str:
@@ -109,7 +109,7 @@ def build(
 
     Args:
         out: folder for the libraries.
-        machine: architecture that ``CC`` compiles for; default: this machine's.
+        machine: architecture to compile for; default: this machine's.
         only: names of variants; default: all.
 
     Returns:
@@ -118,24 +118,24 @@ def build(
     Raises:
         BuildFailed: there is no compiler, or no variant could be made.
     """
-    command = compiler()
+    command = compiler(machine)
     if command is None:
-        raise BuildFailed("no C compiler found: install gcc or clang, or set CC")
+        needed = "gcc or clang"
+        if machine not in (None, platform.machine()):
+            needed = f"{machine}-linux-gnu-gcc"
+        raise BuildFailed(f"no C compiler found: install {needed}, or set CC")
     chosen = [v for v in variants(machine) if not only or v.name in only]
     out.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=out) as scratch,
-        ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as pool,
-    ):
+    libraries: dict[str, Path] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=out) as scratch, _pool() as pool:
         jobs: dict[tuple[str, tuple[str, ...]], tuple[Future[str], Path]] = {}
-        for variant in chosen:
+        for variant in reversed(chosen):  # the last ones take longest
             for source, flags in _objects(variant):
                 if (source, flags) not in jobs:
                     made = Path(scratch) / f"{len(jobs)}.o"
                     arguments = [*command, *FLAGS, *flags, "-c", str(FOLDER / source)]
                     jobs[source, flags] = pool.submit(_run, [*arguments, "-o", str(made)]), made
-        libraries: dict[str, Path] = {}
-        failed: dict[str, str] = {}
         for variant in chosen:
             made_of = [jobs[key] for key in _objects(variant)]
             errors = [error for job, _ in made_of if (error := job.result())]
@@ -150,6 +150,16 @@ def build(
     if not libraries:
         raise BuildFailed(next(iter(failed.values())))
     return libraries, failed
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each core; who is interrupted does not wait for compilations yet to begin."""
+    pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
@@ -170,35 +180,3 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{' '.join(command)}: {error}"
     return f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}" if done.returncode else ""
-
-
-def main() -> None:
-    """The command line of this module."""
-    import argparse
-    import sys
-    import time
-
-    from paceline.models import kernels
-
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="folder for the libraries (default: the cache)")
-    parser.add_argument("--machine", help="architecture that CC compiles for")
-    options = parser.parse_args()
-    started = time.monotonic()
-    failed: dict[str, str] = {}
-    try:
-        if options.out is None and options.machine is None:
-            made = kernels.libraries()
-        else:
-            made, failed = build(options.out or Path("."), options.machine)
-    except (BuildFailed, kernels.KernelsUnavailable) as error:
-        sys.exit(str(error))
-    for name, file in made.items():
-        sys.stdout.write(f"{name:12} {file}\n")
-    for name, why in failed.items():
-        sys.stdout.write(f"{name:12} not made: {why}\n")
-    sys.stdout.write(f"{len(made)} variants in {time.monotonic() - started:.1f} s\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -231,9 +231,14 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
 }
 
 
+# Controllers that draft nothing where that is faster, or that do what they are told: as a row's
+# default, the others are asked only while their drafts pay (lengths/goodput.py).
+UNGUARDED = frozenset({"fixed", "goodput", "round_trip"})
+
+
 def length_bounds(config: SpeculationConfig) -> LengthBounds:
     """Between which depths the controller of a resolved config chooses."""
-    longest = config.length_max or 0
+    longest = config.num_speculative_tokens or 0 if config.length_max is None else config.length_max
     return LengthBounds(
         start=config.num_speculative_tokens or 0,
         shortest=config.length_min or 0,
@@ -317,7 +322,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
         ),
         Method(
@@ -337,7 +342,7 @@ METHODS: Mapping[str, Method] = {
             drafter="omnidraft",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
             uses=("draft_model",),
         ),
@@ -389,7 +394,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="chain",
             acceptance="rejection",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 4,
                 "node_budget": None,
@@ -450,7 +455,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="chain",
             acceptance="block",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 4,
                 "node_budget": None,
@@ -482,7 +487,7 @@ METHODS: Mapping[str, Method] = {
             drafter="prompt_lookup",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 10,
                 "node_budget": None,
@@ -497,7 +502,7 @@ METHODS: Mapping[str, Method] = {
             drafter="suffix",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 24,
                 "node_budget": None,
@@ -514,7 +519,7 @@ METHODS: Mapping[str, Method] = {
             drafter="suffix",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 24,
                 "node_budget": 32,
@@ -531,7 +536,7 @@ METHODS: Mapping[str, Method] = {
             drafter="suffix_or_draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 24,
                 "node_budget": None,
@@ -552,7 +557,7 @@ METHODS: Mapping[str, Method] = {
             drafter="sam",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 60,
                 "node_budget": None,
@@ -589,7 +594,7 @@ METHODS: Mapping[str, Method] = {
             drafter="copyspec",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 10,
                 "node_budget": None,
@@ -603,7 +608,7 @@ METHODS: Mapping[str, Method] = {
             drafter="copyspec_or_draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 10,
                 "node_budget": None,
@@ -638,7 +643,7 @@ METHODS: Mapping[str, Method] = {
             drafter="predicted_outputs",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 16,
                 "node_budget": None,
@@ -653,7 +658,7 @@ METHODS: Mapping[str, Method] = {
             drafter="predicted_outputs_or_draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 16,
                 "node_budget": None,
@@ -804,7 +809,7 @@ METHODS: Mapping[str, Method] = {
             drafter="staged",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 6,
                 "node_budget": 12,
@@ -839,7 +844,7 @@ METHODS: Mapping[str, Method] = {
             drafter="combined",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "drafters": ("prompt_lookup", "draft_model"),
                 "num_speculative_tokens": 6,
@@ -855,7 +860,7 @@ METHODS: Mapping[str, Method] = {
             drafter="early_exit",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 3,
                 "node_budget": None,
@@ -1010,7 +1015,7 @@ METHODS: Mapping[str, Method] = {
             drafter="blockwise",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 3, "node_budget": None, "branching": None},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="blockwise",

@@ -10,6 +10,7 @@ from paceline.acceptance.base import AcceptanceRule, knobs_of, with_knobs
 from paceline.config import MAX_NODES, SpeculationConfig
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext, LengthController
+from paceline.lengths.goodput import WhilePays
 from paceline.methods import (
     ACCEPTANCE_RULES,
     COMMON_KNOBS,
@@ -19,8 +20,10 @@ from paceline.methods import (
     METHODS,
     SHAPE_KNOBS,
     SHAPES,
+    UNGUARDED,
     VLLM_METHODS,
     Method,
+    length_bounds,
     template_paths,
 )
 from paceline.models.exits import DepthPolicy
@@ -37,7 +40,8 @@ class Plan:
     """A validated SpeculationConfig with its parts: what a session carries.
 
     ``config`` has every knob of the row filled in. ``parts`` are the rows of the drafters that
-    the knob ``drafters`` names, if the row has it.
+    the knob ``drafters`` names, if the row has it. ``guarded``: the length controller is the row's
+    own and not the request's choice, so it is asked only while its drafts pay.
     """
 
     config: SpeculationConfig
@@ -45,6 +49,7 @@ class Plan:
     shape: Shape | None
     rule: AcceptanceRule
     parts: tuple[Method, ...] = ()
+    guarded: bool = False
 
     @property
     def depth_policy(self) -> DepthPolicy | None:
@@ -80,7 +85,11 @@ class Plan:
             InvalidArgument: a trained controller has no weights, or none that fit.
         """
         name = self.config.length or self.method.length
-        return LENGTHS[name](self.config, context or LengthContext())
+        context = context or LengthContext()
+        controller = LENGTHS[name](self.config, context)
+        if not self.guarded:
+            return controller
+        return WhilePays(controller, length_bounds(self.config), self.config, context)
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:
@@ -159,7 +168,9 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
             f"a shape that rule {rule.name!r} ({rule.draws.value}) can verify: "
             + ", ".join(sorted(fitting)),
         )
-    return Plan(resolved, method, shape, rule, parts)
+    chosen = not {"length", "length_min"}.isdisjoint(given)
+    guarded = method.lossless and length not in UNGUARDED and not chosen
+    return Plan(resolved, method, shape, rule, parts, guarded)
 
 
 def _rule_knobs(rule: AcceptanceRule, method: Method) -> dict[str, Any]:

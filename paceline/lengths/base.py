@@ -141,6 +141,14 @@ class LengthBounds:
         """A budget of this depth; a tree may use all of its nodes at any depth."""
         return Budget(depth, self.nodes if self.is_tree else depth)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Node budgets that a controller may choose from, the largest first; chains have one."""
+        if not self.is_tree:
+            return (self.nodes,)
+        least = min(2, self.nodes)
+        return tuple(dict.fromkeys(max(least, self.nodes >> i) for i in range(4)))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthContext:
@@ -148,6 +156,7 @@ class LengthContext:
 
     Attributes:
         profile: measured costs of this machine, where there are any.
+        measure: finds or measures them when a controller first asks; None where there are none.
         heads: folder with the trained heads of this pair of models; None: the demo pair's.
         vocab_size: of the target; 0 where it is not known.
         target_hidden_size, drafter_hidden_size: width of the models; 0 where it is not known.
@@ -158,6 +167,7 @@ class LengthContext:
     """
 
     profile: CostProfile | None = None
+    measure: Callable[[], CostProfile | None] = lambda: None
     heads: Path | None = None
     vocab_size: int = 0
     target_hidden_size: int = 0
@@ -166,6 +176,11 @@ class LengthContext:
     head_layers: float = 0.0
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    @property
+    def costs(self) -> CostProfile | None:
+        """What forwards and drafts cost here; the first to ask may wait until it is measured."""
+        return self.profile or self.measure()
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value that all controllers of this engine with an equal ``key`` share.

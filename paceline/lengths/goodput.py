@@ -1,9 +1,13 @@
 """The length with the most committed tokens per second, 0 included.
 
 SmartSpec, Liu et al. 2024 (arXiv 2406.14066): goodput = expected tokens of a round / its seconds.
-Expected tokens come from a moving average of acceptance at each depth, seconds from the cost
-profile of this machine where one is loaded, and are learnt from the rounds themselves otherwise.
-Sessions of an engine learn together what a round costs and what acceptance to expect at first.
+Expected tokens come from a moving average of acceptance at each depth. Seconds come from what was
+measured on this machine when the models were loaded (:mod:`paceline.profile`), corrected by the
+rounds as they go by; where nothing was measured, they are learnt from the rounds alone. Sessions of
+an engine learn together what a round costs and what acceptance to expect at first.
+
+:class:`Goodput` chooses the length itself. :class:`WhilePays` lets another controller choose, and
+drafts nothing while its drafts are expected to give fewer tokens per second than AR.
 """
 
 from __future__ import annotations
@@ -12,17 +16,25 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds, LengthContext, StopRule
+from paceline.lengths.base import (
+    LengthBounds,
+    LengthContext,
+    LengthController,
+    StopRule,
+    depth_ahead,
+)
 from paceline.types import Budget, Load, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
+    from paceline.profile import CostProfile
     from paceline.session import Session
 
 Costs = Callable[[int, Load], float]  # seconds of a round with drafts of this depth
 
 PRIOR_ACCEPTANCE = 0.7  # before anything was drafted; soon outweighed
 PRIOR_WEIGHT = 2.0  # in tokens
+HALF_MISSES = 1.0 / 0.85  # a tree of half the nodes misses so many times as often, until tried
 MEMORY = 0.95  # of acceptance, for each round that drafted: about the last 20 count
 COST_MEMORY = 0.9  # of seconds, for each step
 CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost worth counting
@@ -31,9 +43,12 @@ CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost wo
 TRY_DEPTH, TRY_ROUNDS, TRY_SHARE = 2, 2, 0.02
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
+# Where costs were measured, only the latter do.
 AR_SAMPLES = 2
 STEADY_STEPS = 2  # short drafts that an engine begins with: one alone may have been disturbed
 AR_INTERVALS = 16, 128
+HORIZON = 128  # tokens over which a drafter has to earn what it costs to read a text first
+RECONSIDER = 8  # rounds without a draft after which the costs are looked at again
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
@@ -103,6 +118,41 @@ class Acceptance:
         return (hit + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
 
 
+class Sizes:
+    """The acceptance rates of drafts with different node budgets, the largest first.
+
+    Those that were not tried take after the one that was tried last: drafts of fewer nodes miss
+    more often.
+
+    Args:
+        prior: expected rate of a token, by size, as long as nothing is known.
+    """
+
+    def __init__(
+        self, longest: int, count: int, prior: Callable[[int], float], memory: float = MEMORY
+    ) -> None:
+        self._last: int | None = None  # the size that was tried last
+        self._prior = prior
+        self._each = [
+            Acceptance(longest, lambda size=size: self._guess(size), memory)  # type: ignore[misc]
+            for size in range(count)
+        ]
+
+    def of(self, size: int) -> Acceptance:
+        return self._each[size]
+
+    def observe(self, size: int, asked: int, accepted: int) -> None:
+        """As :meth:`Acceptance.observe`."""
+        self._each[size].observe(asked, accepted)
+        self._last = size
+
+    def _guess(self, size: int) -> float:
+        known = self._last
+        if known is None or known == size:
+            return self._prior(size)
+        return 1.0 - min(1.0, (1.0 - self.of(known).mean()) * HALF_MISSES ** (size - known))
+
+
 class Line:
     """A straight line through recent points ``(depth, seconds)``, older ones counting less."""
 
@@ -152,12 +202,12 @@ class Line:
 class _Batch:
     """What rounds cost at one batch size: without drafts, drafting, verifying drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: int) -> None:
         self.ar = Line()
         self.draft = Line()
         self.verify = Line()
         self.steps_since_ar = 0
-        self.ar_interval = AR_INTERVALS[0]
+        self.ar_interval = interval
 
 
 class _Step:
@@ -166,20 +216,84 @@ class _Step:
     def __init__(self, load: Load, measures_ar: bool) -> None:
         self.load = load
         self.measures_ar = measures_ar
-        self.asked: list[int] = []
+        self.asked: list[Budget] = []
         self.steady = True  # no drafter has to catch up with a prompt or a pause first
+        self.behind = 0  # tokens that drafters have to read before they draft
         self.recorded = False
+
+    @property
+    def deepest(self) -> int:
+        return max(budget.depth for budget in self.asked)
+
+
+class _Measured:
+    """Seconds of a verification, as measured when the models were loaded and as rounds go by."""
+
+    def __init__(self, profile: CostProfile) -> None:
+        self._profile = profile
+        # By batch size and tokens of each session; asked for every length of every round.
+        self._by_tokens: dict[int, list[float]] = defaultdict(list)
+        # Observed over measured seconds, without and with drafts: texts are longer than the
+        # measured context, and others use the machine.
+        self._drift = Line(), Line()
+
+    def verify(self, tokens: float, batch: int, drafts: bool) -> float:
+        """Of ``tokens`` tokens of each session of a batch."""
+        return self._measured(tokens, batch) * self._drift_of(drafts)
+
+    def observe(self, tokens: float, batch: int, drafts: bool, seconds: float) -> None:
+        if seconds > 0:
+            line = self._drift[drafts]
+            if not line.weight:
+                line.add(0, self._drift_of(drafts))
+            line.add(0, seconds / self._measured(tokens, batch))
+
+    def _drift_of(self, drafts: bool) -> float:
+        own, other = self._drift[drafts], self._drift[not drafts]
+        known = own if own.weight else other
+        return known.at(0) if known.weight else 1.0
+
+    def _measured(self, tokens: float, batch: int) -> float:
+        known, below = self._by_tokens[batch], int(tokens)
+        while len(known) <= below + 1:
+            known.append(self._profile.verify(max(1, len(known)), batch))
+        return known[below] + (tokens - below) * (known[below + 1] - known[below])
 
 
 class Learnt:
-    """What the sessions of an engine that speculate alike have learnt together."""
+    """What the sessions of an engine that speculate alike have learnt together.
 
-    def __init__(self, longest: int) -> None:
-        self.acceptance = Acceptance(longest, lambda: PRIOR_ACCEPTANCE, memory=0.99)
-        self.knows_drafting = False
+    Args:
+        sizes: node budgets of drafts, the largest first.
+        profile: measured costs of this machine.
+        method: of the catalogue: whether the profile knows what its drafts cost.
+    """
+
+    def __init__(
+        self,
+        longest: int,
+        sizes: Sequence[int] = (0,),
+        profile: CostProfile | None = None,
+        method: str = "",
+    ) -> None:
+        self.acceptance = Sizes(
+            longest,
+            len(sizes),
+            lambda size: 1.0 - (1.0 - PRIOR_ACCEPTANCE) * HALF_MISSES**size,
+            memory=0.99,
+        )
+        self.measured = _Measured(profile) if profile else None
+        self._profile = profile if profile and method in profile.methods else None
+        self.knows_drafting = self._profile is not None
+        # Until a drafter has read a token of a text that it had not to draft for so far.
+        self.read_seconds = self._profile.read_seconds if self._profile else 0.0
+        self.rounds_without = 0.0  # of all sessions, which pay for tries
         self._steady_steps = 0
+        # Of the nodes that were asked for, those that drafts had.
+        self._nodes = self._asked_nodes = PRIOR_WEIGHT * max(1, longest)
+        self._ar_interval = AR_INTERVALS[self.measured is not None]
         # By the power of two that the batch size is below: few enough to be learnt soon.
-        self._batches: dict[int, _Batch] = defaultdict(_Batch)
+        self._batches: dict[int, _Batch] = defaultdict(lambda: _Batch(self._ar_interval))
         self._step: _Step | None = None
         self._fitted: tuple[Load | None, float, float, float] = None, 0.0, 0.0, 0.0
 
@@ -188,17 +302,25 @@ class Learnt:
         if self._step is None or self._step.load is not load:
             batch = self._batches[_size(load)]
             batch.steps_since_ar += 1
-            unknown = batch.ar.weight < AR_SAMPLES - 0.5
+            unknown = self.measured is None and batch.ar.weight < AR_SAMPLES - 0.5
             self._step = _Step(load, unknown or batch.steps_since_ar >= batch.ar_interval)
         return self._step
 
-    def record(self, step: _Step, draft_seconds: float, verify_seconds: float) -> None:
-        """The cost of a step, told by the first of its sessions."""
+    def record(
+        self, step: _Step, outcome: Outcome, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """The cost of a step, told by the first of its sessions, whose outcome is given."""
         if step.recorded:
             return
         step.recorded = True
         batch = self._batches[_size(step.load)]
-        deepest = max(step.asked)
+        deepest, nodes = step.deepest, outcome.draft.num_nodes
+        if self.measured is not None:
+            if len(step.asked) > 1:  # of the others only what they asked for is known
+                nodes += round(self._fill * sum(budget.nodes for budget in step.asked[1:]))
+            sessions = max(len(step.asked), step.load.num_running)
+            tokens = 1 + nodes / sessions
+            self.measured.observe(tokens, sessions, nodes > 0, verify_seconds)
         if deepest == 0:
             batch.ar.add(0, draft_seconds + verify_seconds)
             batch.steps_since_ar = 0
@@ -211,10 +333,51 @@ class Learnt:
             self.knows_drafting = self._steady_steps >= STEADY_STEPS
         if step.steady or not batch.draft.weight or draft_seconds < batch.draft.at(deepest):
             batch.draft.add(deepest, draft_seconds)
-        batch.verify.add(sum(step.asked) / len(step.asked), verify_seconds)
+        elif step.behind and len(step.asked) == 1:
+            reading = draft_seconds - self._draft_seconds(deepest, step.load)
+            self.read_seconds = max(0.0, reading) / step.behind
+        mean = sum(budget.depth for budget in step.asked) / len(step.asked)
+        batch.verify.add(mean, verify_seconds)
+
+    def observe(self, asked: Budget, size: int, outcome: Outcome) -> None:
+        """What became of a session's draft."""
+        self.acceptance.observe(size, asked.depth, outcome.num_accepted)
+        self._nodes = MEMORY * self._nodes + min(asked.nodes, outcome.draft.num_nodes)
+        self._asked_nodes = MEMORY * self._asked_nodes + asked.nodes
+
+    @property
+    def _fill(self) -> float:
+        return self._nodes / self._asked_nodes if self._asked_nodes else 1.0
+
+    def costs(self, nodes: Callable[[int], int]) -> Costs:
+        """Seconds of a round by depth and load, for drafts with so many nodes at a depth."""
+        measured = self.measured
+        if measured is None:
+            return self.seconds
+        fill = self._fill
+
+        def seconds(depth: int, load: Load) -> float:
+            batch = max(1, load.num_running)
+            verify = measured.verify(1 + fill * nodes(depth), batch, depth > 0)
+            return verify + self._draft_seconds(depth, load)
+
+        return seconds
+
+    def _draft_seconds(self, depth: int, load: Load) -> float:
+        """Until a draft is there: learnt, or else measured; unknown, it is hoped to be free."""
+        if depth == 0:
+            return 0.0
+        known = self._nearest(_size(load), lambda batch: batch.draft)
+        if known is not None and (self.knows_drafting or self._profile is None):
+            if self._profile is None or known.draft.weight >= STEADY_STEPS - 0.5:
+                return known.draft.at(depth)
+        if self._profile is not None:
+            return self._profile.draft(depth, max(1, load.num_running))
+        return 0.0
 
     def seconds(self, depth: int, load: Load) -> float:
-        """Expected seconds of a round; an unknown batch size takes after the nearest known one."""
+        """Expected seconds of a round where nothing was measured; an unknown batch size takes
+        after the nearest known one."""
         if self._fitted[0] is not load:  # asked for every depth of every session of a step
             self._fitted = load, *self._fit(_size(load))
         _, ar, first, slope = self._fitted
@@ -242,8 +405,95 @@ def _size(load: Load) -> int:
     return load.num_running.bit_length()
 
 
-class Goodput:
-    """Chooses anew in every round; tries a short draft now and then while drafting does not pay."""
+class _Sharing:
+    """Decides between drafting and AR with what the sessions of an engine have learnt together."""
+
+    def __init__(
+        self,
+        name: str,
+        bounds: LengthBounds,
+        sizes: Sequence[int],
+        config: SpeculationConfig,
+        context: LengthContext,
+    ) -> None:
+        self._bounds = bounds
+        self._sizes = sizes
+        profile = context.costs if bounds.longest else None
+        self._learnt = context.shared(
+            (name, config), lambda: Learnt(bounds.longest, sizes, profile, config.method)
+        )
+        learnt = self._learnt.acceptance
+        self._acceptance = Sizes(bounds.longest, len(sizes), lambda size: learnt.of(size).mean())
+        self._step: _Step | None = None
+        self._asked = Budget(0, 0)
+        self._size = 0  # which of the sizes was asked for
+        self._has_drafted = False
+        self._rounds_without = 0
+        self._pause = FIRST_PAUSE
+        self._tries_left = 0
+
+    def _ask(self, budget: Budget, session: Session, step: _Step) -> Budget:
+        """The step takes note of what it was asked for."""
+        depth = max(0, min(budget.depth, session.remaining - 1))
+        self._asked = Budget(depth, budget.nodes if depth else 0)
+        step.asked.append(self._asked)
+        if depth:
+            behind = self._behind(session)
+            step.behind += behind
+            step.steady &= behind == 0
+        return budget
+
+    def _behind(self, session: Session) -> int:
+        """Tokens that the drafter has to read before it drafts; 0 for few."""
+        if not self._has_drafted:
+            return session.length
+        return self._rounds_without if self._rounds_without > CATCH_UP else 0
+
+    def _earns(self, session: Session, expected: float, spent: float, ar: float) -> bool:
+        """Whether rounds of so many tokens and seconds save time, with what the drafter reads
+        first; ``ar``: seconds without a draft."""
+        saved = (ar - spent / expected) * min(session.remaining, HORIZON)
+        return saved > 0 and saved >= self._learnt.read_seconds * self._behind(session)
+
+    def _tries(self, session: Session, short: float, ar: float) -> bool:
+        """Whether to try a draft although it does not pay; both in seconds."""
+        if not self._tries_left:
+            learnt = self._learnt
+            lost = TRY_ROUNDS * (short - ar) + learnt.read_seconds * self._behind(session)
+            price = max(0.0, lost) / ar / TRY_SHARE  # in rounds of AR
+            if self._rounds_without < self._pause or learnt.rounds_without < price:
+                return False
+            learnt.rounds_without -= price
+            self._tries_left = TRY_ROUNDS
+        return True
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        """As :meth:`paceline.lengths.base.LengthController.observe`."""
+        step, asked = self._step, self._asked
+        if step is None:
+            return  # nobody asked for this round's draft
+        self._step = None
+        self._learnt.record(step, outcome, draft_seconds, verify_seconds)
+        if asked.depth == 0:
+            self._rounds_without += 1
+            self._learnt.rounds_without += 1 / len(step.asked)
+            return
+        self._has_drafted, self._rounds_without = True, 0
+        self._acceptance.observe(self._size, asked.depth, outcome.num_accepted)
+        self._learnt.observe(asked, self._size, outcome)
+        if self._tries_left:
+            self._tries_left -= 1
+            if outcome.num_accepted >= asked.depth:  # go on as long as that lasts
+                self._tries_left, self._pause = max(1, self._tries_left), FIRST_PAUSE
+            elif not self._tries_left:
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+class Goodput(_Sharing):
+    """Chooses anew in every round; tries a short draft now and then while drafting does not pay.
+
+    Trees also have the number of nodes that gives the most, of a few.
+    """
 
     needs: frozenset[Need] = frozenset()
     stop_rule: StopRule | None = None
@@ -251,65 +501,132 @@ class Goodput:
     def __init__(
         self, bounds: LengthBounds, config: SpeculationConfig, context: LengthContext
     ) -> None:
-        self._bounds = bounds
-        self._learnt = context.shared(("goodput", config), lambda: Learnt(bounds.longest))
-        profiled = context.profile.costs(config.method, bounds) if context.profile else None
-        self._is_profiled = profiled is not None
-        self._costs: Costs = profiled or self._learnt.seconds
-        self._acceptance = Acceptance(bounds.longest, self._learnt.acceptance.mean)
-        self._step: _Step | None = None
-        self._asked = 0
-        self._has_drafted = False
-        self._rounds_without = 0
-        self._pause = FIRST_PAUSE
-        self._tries_left = 0
+        super().__init__("goodput", bounds, bounds.sizes, config, context)
+        self._considered: tuple[int, int] | None = None  # at this load, this many rounds ago
 
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth for this round; see :func:`best_length`."""
         step = self._step = self._learnt.step(load)
-        depth = self._choose(load, step)
-        self._asked = max(0, min(depth, session.remaining - 1))
-        step.asked.append(self._asked)
-        caught_up = self._has_drafted and self._rounds_without <= CATCH_UP
-        step.steady &= caught_up or self._asked == 0
-        return self._bounds.budget(depth)
+        depth = self._choose(session, load, step)
+        return self._ask(Budget(depth, self._nodes(self._size, depth)), session, step)
 
-    def _choose(self, load: Load, step: _Step) -> int:
-        bounds, costs = self._bounds, self._costs
+    def _nodes(self, size: int, depth: int) -> int:
+        if depth == 0 or not self._bounds.is_tree:
+            return depth
+        return self._sizes[size]
+
+    def _choose(self, session: Session, load: Load, step: _Step) -> int:
+        bounds, learnt = self._bounds, self._learnt
         if bounds.longest == 0:
             return 0
-        if not self._is_profiled:
-            if step.measures_ar and bounds.shortest == 0:
-                return 0
-            if not self._learnt.knows_drafting:
-                return max(1, bounds.shortest)
-        depth = best_length(self._acceptance.rates(), costs, load, bounds.shortest, bounds.longest)
-        if depth:
-            self._tries_left = 0
-            return depth
-        short = min(TRY_DEPTH, bounds.longest)
-        if not self._tries_left:
-            lost = TRY_ROUNDS * (costs(short, load) / costs(0, load) - 1.0)  # in AR rounds
-            if self._rounds_without < max(self._pause, lost / TRY_SHARE):
-                return 0
-            self._tries_left = TRY_ROUNDS
-        return short
+        if step.measures_ar and bounds.shortest == 0:
+            return 0
+        if learnt.measured is None and not learnt.knows_drafting:
+            return max(1, bounds.shortest)
+        if self._considered is not None:  # nothing was drafted since, and little has changed
+            if self._considered == (load.num_running, self._rounds_without // RECONSIDER):
+                return self._short(session, load)
+            self._considered = None
+        depth = self._best(session, load)
+        if depth == 0:
+            self._considered = load.num_running, self._rounds_without // RECONSIDER
+            return self._short(session, load)
+        self._tries_left = 0
+        if not learnt.knows_drafting:  # and what it costs is known of one token soon
+            return max(1, bounds.shortest)
+        return depth
+
+    def _best(self, session: Session, load: Load) -> int:
+        """The depth with the highest goodput, for the size that has it; 0 where none gains."""
+        bounds, learnt = self._bounds, self._learnt
+        chosen, highest, gains = 0, -1.0, True
+        for size, nodes in enumerate(self._sizes if learnt.measured else self._sizes[:1]):
+            longest = bounds.longest
+            if size:
+                longest = max(bounds.shortest, min(longest, nodes))
+            costs = learnt.costs(lambda depth, size=size: self._nodes(size, depth))  # type: ignore[misc]
+            rates = self._acceptance.of(size).rates()
+            depth = best_length(rates, costs, load, bounds.shortest, longest)
+            expected, spent = expected_tokens(rates, depth), costs(depth, load)
+            if expected / spent > highest * (1 + 1e-9):
+                self._size, chosen, highest = size, depth, expected / spent
+                gains = depth <= bounds.shortest or self._earns(
+                    session, expected, spent, costs(0, load)
+                )
+        return chosen if gains else bounds.shortest
+
+    def _short(self, session: Session, load: Load) -> int:
+        """0, or a short draft to see whether drafts have got better."""
+        short = min(TRY_DEPTH, self._bounds.longest)
+        self._size = len(self._sizes) - 1
+        costs = self._learnt.costs(lambda depth: self._nodes(self._size, depth))
+        return short if self._tries(session, costs(short, load), costs(0, load)) else 0
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
-        step, asked = self._step, self._asked
-        if step is None:
-            return  # nobody asked for this round's draft
-        self._step = None
-        self._learnt.record(step, draft_seconds, verify_seconds)
-        if asked == 0:
-            self._rounds_without += 1
-            return
-        self._has_drafted, self._rounds_without = True, 0
-        self._acceptance.observe(asked, outcome.num_accepted)
-        self._learnt.acceptance.observe(asked, outcome.num_accepted)
-        if self._tries_left:
-            self._tries_left -= 1
-            if outcome.num_accepted >= asked:  # go on as long as that lasts
-                self._tries_left, self._pause = max(1, self._tries_left), FIRST_PAUSE
-            elif not self._tries_left:
-                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        if self._asked.depth:
+            self._considered = None
+        super().observe(outcome, draft_seconds, verify_seconds)
+
+
+class WhilePays(_Sharing):
+    """Another controller, as long as its drafts give more tokens per second than AR.
+
+    While they do not, the other one is not told of rounds and wants nothing of the target; its
+    drafts are tried again as :class:`Goodput` tries its own. A draft that was made ahead of its
+    time, without being asked for, is verified whatever this says.
+
+    Args:
+        inner: the controller that a row has by default.
+    """
+
+    def __init__(
+        self,
+        inner: LengthController,
+        bounds: LengthBounds,
+        config: SpeculationConfig,
+        context: LengthContext,
+    ) -> None:
+        super().__init__("while pays", bounds, (bounds.nodes,), config, context)
+        self._inner = inner
+        self.stop_rule = inner.stop_rule
+        self._drafts = False  # in this round
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The inner controller's, in rounds that draft."""
+        return self._inner.needs if self._drafts else frozenset()
+
+    @property
+    def ahead(self) -> int:
+        """As the inner controller's; see :func:`paceline.lengths.base.depth_ahead`."""
+        return depth_ahead(self._inner, self._bounds.start)
+
+    def budget(self, session: Session, load: Load) -> Budget:
+        """The inner controller's, or none."""
+        step = self._step = self._learnt.step(load)
+        wanted = self._inner.budget(session, load)
+        self._drafts = wanted.depth == 0 or self._pays(session, wanted, load, step)
+        budget = wanted if self._drafts else Budget(0, 0)
+        if self._drafts and self._tries_left:
+            depth = min(wanted.depth, TRY_DEPTH)
+            nodes = wanted.nodes if self._bounds.is_tree else depth
+            budget = Budget(depth, nodes, wanted.exit_layer)
+        return self._ask(budget, session, step)
+
+    def _pays(self, session: Session, wanted: Budget, load: Load, step: _Step) -> bool:
+        learnt = self._learnt
+        if learnt.measured is None and not learnt.knows_drafting:
+            return not step.measures_ar
+        costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
+        ar = costs(0, load)
+        expected = expected_tokens(self._acceptance.of(0).rates(), wanted.depth)
+        if self._earns(session, expected, costs(wanted.depth, load), ar):
+            self._tries_left = 0
+            return True
+        return self._tries(session, costs(min(wanted.depth, TRY_DEPTH), load), ar)
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        drafted = self._drafts
+        super().observe(outcome, draft_seconds, verify_seconds)
+        if drafted:
+            self._inner.observe(outcome, draft_seconds, verify_seconds)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import LengthBounds, LengthContext
+from paceline.lengths.base import LengthContext
 from paceline.loading import load_engine
 from paceline.profile import CostProfile, default_path, find_profile, measure, plot, profile_key
 from paceline.types import Load
@@ -29,7 +29,6 @@ PROFILE = CostProfile(
     round_trip_seconds=0.25,
     methods=("draft_model",),
 )
-BOUNDS = LengthBounds(start=4, shortest=0, longest=4, nodes=4)
 
 
 def test_costs_lie_between_the_measured_points_and_go_on_beyond_them() -> None:
@@ -40,11 +39,8 @@ def test_costs_lie_between_the_measured_points_and_go_on_beyond_them() -> None:
     assert PROFILE.verify(1, 7) == 3.0
     assert PROFILE.draft(0, 1) == 0.0
     assert PROFILE.draft(2, 1) == 1.25
-    costs = PROFILE.costs("draft_model", BOUNDS)
-    assert costs is not None
-    assert costs(0, Load(1, 0)) == 1.0
-    assert costs(2, Load(1, 0)) == 2.0 + 1.25
-    assert PROFILE.costs("prompt_lookup", BOUNDS) is None
+    alone = replace(PROFILE, batches=(1,), verify_seconds=((1.0, 2.0),))
+    assert alone.verify(1, 3) == alone.verify(3, 1) == 2.0  # a row is a row
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
@@ -122,6 +118,6 @@ def test_the_command_keeps_a_profile_that_an_engine_finds(
     assert result.exit_code == 0, result.output
     kept = json.loads(result.stdout)
     assert kept["file"].startswith(str(tmp_path))
-    profile = load_engine(tiny_folder, tiny_folder).length_context.profile
+    profile = load_engine(tiny_folder, tiny_folder).length_context.costs
     assert profile is not None
     assert profile.key == profile_key(tiny_folder, tiny_folder, "float32", "cpu")

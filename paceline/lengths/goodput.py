@@ -37,6 +37,7 @@ PRIOR_WEIGHT = 2.0  # in tokens
 HALF_MISSES = 1.0 / 0.85  # a tree of half the nodes misses so many times as often, until tried
 MEMORY = 0.95  # of acceptance, for each round that drafted: about the last 20 count
 COST_MEMORY = 0.9  # of seconds, for each step
+DRIFT_MEMORY = 0.8, 0.97  # of how seconds differ from measured ones, for steps without and with
 CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost worth counting
 # While drafting does not pay, it is tried again after a pause (in rounds), which doubles each
 # time and is long enough for the tries to take no more than their share of the time.
@@ -47,6 +48,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 AR_SAMPLES = 2
 STEADY_STEPS = 2  # short drafts that an engine begins with: one alone may have been disturbed
 AR_INTERVALS = 16, 128
+HOPELESS_SHARE = 0.005
+UNLIKELY = 0.002
 HORIZON = 128  # tokens over which a drafter has to earn what it costs to read a text first
 RECONSIDER = 8  # rounds without a draft after which the costs are looked at again
 
@@ -233,31 +236,37 @@ class _Measured:
         self._profile = profile
         # By batch size and tokens of each session; asked for every length of every round.
         self._by_tokens: dict[int, list[float]] = defaultdict(list)
-        # Observed over measured seconds, without and with drafts: texts are longer than the
-        # measured context, and others use the machine.
-        self._drift = Line(), Line()
+        # Observed over measured seconds: texts are longer than the measured context, and others
+        # use the machine. What rounds that draft take beyond that is known apart: which of the two
+        # kinds is faster must not depend on when the last one of each was seen.
+        self._drift, self._beyond = 1.0, 1.0
 
     def verify(self, tokens: float, batch: int, drafts: bool) -> float:
         """Of ``tokens`` tokens of each session of a batch."""
-        return self._measured(tokens, batch) * self._drift_of(drafts)
+        seconds = self._measured(tokens, batch) * self._drift
+        return seconds * self._beyond if drafts else seconds
 
     def observe(self, tokens: float, batch: int, drafts: bool, seconds: float) -> None:
-        if seconds > 0:
-            line = self._drift[drafts]
-            if not line.weight:
-                line.add(0, self._drift_of(drafts))
-            line.add(0, seconds / self._measured(tokens, batch))
-
-    def _drift_of(self, drafts: bool) -> float:
-        own, other = self._drift[drafts], self._drift[not drafts]
-        known = own if own.weight else other
-        return known.at(0) if known.weight else 1.0
+        """A verification took so long."""
+        if seconds <= 0:
+            return
+        ratio = seconds / self._measured(tokens, batch)
+        if drafts:
+            drift, beyond = self._drift, self._beyond
+            self._drift = _moved(drift, ratio / beyond, DRIFT_MEMORY[True])
+            self._beyond = _moved(beyond, ratio / drift, COST_MEMORY)
+        else:
+            self._drift = _moved(self._drift, ratio, DRIFT_MEMORY[False])
 
     def _measured(self, tokens: float, batch: int) -> float:
         known, below = self._by_tokens[batch], int(tokens)
         while len(known) <= below + 1:
             known.append(self._profile.verify(max(1, len(known)), batch))
         return known[below] + (tokens - below) * (known[below + 1] - known[below])
+
+
+def _moved(value: float, new: float, memory: float) -> float:
+    return memory * value + (1.0 - memory) * min(new, 2.0 * value)
 
 
 class Learnt:
@@ -285,6 +294,8 @@ class Learnt:
         self.measured = _Measured(profile) if profile else None
         self._profile = profile if profile and method in profile.methods else None
         self.knows_drafting = self._profile is not None
+        self._drift = Line()  # seconds of drafts over what was measured
+        self._drift.add(0, 1.0)
         # Until a drafter has read a token of a text that it had not to draft for so far.
         self.read_seconds = self._profile.read_seconds if self._profile else 0.0
         self.rounds_without = 0.0  # of all sessions, which pay for tries
@@ -296,6 +307,7 @@ class Learnt:
         self._batches: dict[int, _Batch] = defaultdict(lambda: _Batch(self._ar_interval))
         self._step: _Step | None = None
         self._fitted: tuple[Load | None, float, float, float] = None, 0.0, 0.0, 0.0
+        self._drafting: tuple[Load | None, float, float] = None, 0.0, 0.0
 
     def step(self, load: Load) -> _Step:
         """The step that ``load`` belongs to; a new one decides whether it measures AR."""
@@ -333,6 +345,9 @@ class Learnt:
             self.knows_drafting = self._steady_steps >= STEADY_STEPS
         if step.steady or not batch.draft.weight or draft_seconds < batch.draft.at(deepest):
             batch.draft.add(deepest, draft_seconds)
+            if self._profile is not None and step.steady and draft_seconds > 0:
+                measured = self._profile.draft(deepest, max(1, step.load.num_running))
+                self._drift.add(0, draft_seconds / measured)
         elif step.behind and len(step.asked) == 1:
             reading = draft_seconds - self._draft_seconds(deepest, step.load)
             self.read_seconds = max(0.0, reading) / step.behind
@@ -358,22 +373,29 @@ class Learnt:
 
         def seconds(depth: int, load: Load) -> float:
             batch = max(1, load.num_running)
-            verify = measured.verify(1 + fill * nodes(depth), batch, depth > 0)
+            if depth == 0:
+                return measured.verify(1.0, batch, False)
+            verify = measured.verify(1.0 + fill * nodes(depth), batch, True)
             return verify + self._draft_seconds(depth, load)
 
         return seconds
 
     def _draft_seconds(self, depth: int, load: Load) -> float:
         """Until a draft is there: learnt, or else measured; unknown, it is hoped to be free."""
-        if depth == 0:
-            return 0.0
-        known = self._nearest(_size(load), lambda batch: batch.draft)
-        if known is not None and (self.knows_drafting or self._profile is None):
-            if self._profile is None or known.draft.weight >= STEADY_STEPS - 0.5:
-                return known.draft.at(depth)
+        if self._drafting[0] is not load:  # asked for every depth
+            self._drafting = load, *self._draft_line(load)
+        _, first, slope = self._drafting
+        return first + slope * depth
+
+    def _draft_line(self, load: Load) -> tuple[float, float]:
+        """Seconds until a draft is there: of any, and for each of its tokens."""
         if self._profile is not None:
-            return self._profile.draft(depth, max(1, load.num_running))
-        return 0.0
+            batch, drift = max(1, load.num_running), self._drift.at(0)
+            one, more = self._profile.draft(1, batch), self._profile.draft(1 + _SPAN, batch)
+            slope = drift * (more - one) / _SPAN
+            return drift * one - slope, slope
+        known = self._nearest(_size(load), lambda batch: batch.draft)
+        return known.draft.fit() if known is not None else (0.0, 0.0)
 
     def seconds(self, depth: int, load: Load) -> float:
         """Expected seconds of a round where nothing was measured; an unknown batch size takes
@@ -399,6 +421,9 @@ class Learnt:
         """The batch size nearest to ``size`` for which ``line`` is known."""
         known = [s for s, batch in self._batches.items() if line(batch).weight]
         return self._batches[min(known, key=lambda s: abs(s - size))] if known else None
+
+
+_SPAN = 3  # depths between which a draft's cost for each token is read off a profile
 
 
 def _size(load: Load) -> int:
@@ -431,6 +456,10 @@ class _Sharing:
         self._rounds_without = 0
         self._pause = FIRST_PAUSE
         self._tries_left = 0
+        # What tries would cost, in rounds without a draft, and at which load and how many of those
+        # rounds ago that was reckoned; nothing has changed much since.
+        self._price = 0.0
+        self._reckoned: tuple[int, int] | None = None
 
     def _ask(self, budget: Budget, session: Session, step: _Step) -> Budget:
         """The step takes note of what it was asked for."""
@@ -455,15 +484,30 @@ class _Sharing:
         saved = (ar - spent / expected) * min(session.remaining, HORIZON)
         return saved > 0 and saved >= self._learnt.read_seconds * self._behind(session)
 
-    def _tries(self, session: Session, short: float, ar: float) -> bool:
-        """Whether to try a draft although it does not pay; both in seconds."""
+    def _reckon(self, session: Session, load: Load, costs: Costs, short: int, longest: int) -> None:
+        """Drafts do not pay: what it would cost to try ``short`` ones.
+
+        Where not even drafts that are accepted whole would pay, tries have a smaller share of the
+        time: all that they may find is that verification costs less than was measured.
+        """
+        learnt, ar = self._learnt, costs(0, load)
+        lost = TRY_ROUNDS * (costs(short, load) - ar) + learnt.read_seconds * self._behind(session)
+        hopeful = any(
+            (d + 1) * ar > costs(d, load) for d in {short, (short + longest) // 2, longest}
+        )
+        share = TRY_SHARE if hopeful else HOPELESS_SHARE
+        self._price = max(0.0, lost) / ar / share
+        self._reckoned = self._moment(load)
+
+    def _moment(self, load: Load) -> tuple[int, int]:
+        return load.num_running, self._rounds_without // RECONSIDER
+
+    def _tries(self) -> bool:
+        """Whether to try a draft although it does not pay."""
         if not self._tries_left:
-            learnt = self._learnt
-            lost = TRY_ROUNDS * (short - ar) + learnt.read_seconds * self._behind(session)
-            price = max(0.0, lost) / ar / TRY_SHARE  # in rounds of AR
-            if self._rounds_without < self._pause or learnt.rounds_without < price:
+            if self._rounds_without < self._pause or self._learnt.rounds_without < self._price:
                 return False
-            learnt.rounds_without -= price
+            self._learnt.rounds_without -= self._price
             self._tries_left = TRY_ROUNDS
         return True
 
@@ -478,7 +522,7 @@ class _Sharing:
             self._rounds_without += 1
             self._learnt.rounds_without += 1 / len(step.asked)
             return
-        self._has_drafted, self._rounds_without = True, 0
+        self._has_drafted, self._rounds_without, self._reckoned = True, 0, None
         self._acceptance.observe(self._size, asked.depth, outcome.num_accepted)
         self._learnt.observe(asked, self._size, outcome)
         if self._tries_left:
@@ -487,6 +531,16 @@ class _Sharing:
                 self._tries_left, self._pause = max(1, self._tries_left), FIRST_PAUSE
             elif not self._tries_left:
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def _reach(rates: Sequence[float]) -> int:
+    """The depth beyond which drafts are hardly ever accepted: not worth a look."""
+    reached = 1.0
+    for depth, rate in enumerate(rates):
+        reached *= rate
+        if reached < UNLIKELY:
+            return depth
+    return len(rates)
 
 
 class Goodput(_Sharing):
@@ -502,7 +556,6 @@ class Goodput(_Sharing):
         self, bounds: LengthBounds, config: SpeculationConfig, context: LengthContext
     ) -> None:
         super().__init__("goodput", bounds, bounds.sizes, config, context)
-        self._considered: tuple[int, int] | None = None  # at this load, this many rounds ago
 
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth for this round; see :func:`best_length`."""
@@ -523,14 +576,15 @@ class Goodput(_Sharing):
             return 0
         if learnt.measured is None and not learnt.knows_drafting:
             return max(1, bounds.shortest)
-        if self._considered is not None:  # nothing was drafted since, and little has changed
-            if self._considered == (load.num_running, self._rounds_without // RECONSIDER):
-                return self._short(session, load)
-            self._considered = None
+        short = min(TRY_DEPTH, bounds.longest)
+        if self._reckoned == self._moment(load):
+            return short if self._tries() else 0
         depth = self._best(session, load)
         if depth == 0:
-            self._considered = load.num_running, self._rounds_without // RECONSIDER
-            return self._short(session, load)
+            self._size = len(self._sizes) - 1
+            costs = learnt.costs(lambda depth: self._nodes(self._size, depth))
+            self._reckon(session, load, costs, short, min(bounds.longest, bounds.nodes))
+            return short if self._tries() else 0
         self._tries_left = 0
         if not learnt.knows_drafting:  # and what it costs is known of one token soon
             return max(1, bounds.shortest)
@@ -546,6 +600,7 @@ class Goodput(_Sharing):
                 longest = max(bounds.shortest, min(longest, nodes))
             costs = learnt.costs(lambda depth, size=size: self._nodes(size, depth))  # type: ignore[misc]
             rates = self._acceptance.of(size).rates()
+            longest = max(bounds.shortest, min(longest, _reach(rates)))
             depth = best_length(rates, costs, load, bounds.shortest, longest)
             expected, spent = expected_tokens(rates, depth), costs(depth, load)
             if expected / spent > highest * (1 + 1e-9):
@@ -554,18 +609,6 @@ class Goodput(_Sharing):
                     session, expected, spent, costs(0, load)
                 )
         return chosen if gains else bounds.shortest
-
-    def _short(self, session: Session, load: Load) -> int:
-        """0, or a short draft to see whether drafts have got better."""
-        short = min(TRY_DEPTH, self._bounds.longest)
-        self._size = len(self._sizes) - 1
-        costs = self._learnt.costs(lambda depth: self._nodes(self._size, depth))
-        return short if self._tries(session, costs(short, load), costs(0, load)) else 0
-
-    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
-        if self._asked.depth:
-            self._considered = None
-        super().observe(outcome, draft_seconds, verify_seconds)
 
 
 class WhilePays(_Sharing):
@@ -617,13 +660,14 @@ class WhilePays(_Sharing):
         learnt = self._learnt
         if learnt.measured is None and not learnt.knows_drafting:
             return not step.measures_ar
-        costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
-        ar = costs(0, load)
-        expected = expected_tokens(self._acceptance.of(0).rates(), wanted.depth)
-        if self._earns(session, expected, costs(wanted.depth, load), ar):
-            self._tries_left = 0
-            return True
-        return self._tries(session, costs(min(wanted.depth, TRY_DEPTH), load), ar)
+        if self._reckoned != self._moment(load):
+            costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
+            expected = expected_tokens(self._acceptance.of(0).rates(), wanted.depth)
+            if self._earns(session, expected, costs(wanted.depth, load), costs(0, load)):
+                self._tries_left = 0
+                return True
+            self._reckon(session, load, costs, min(wanted.depth, TRY_DEPTH), wanted.depth)
+        return self._tries()
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         drafted = self._drafts

@@ -59,7 +59,7 @@ class CostProfile:
         read_seconds: of the draft model, for each token of a text that it has not seen; 0 where
             it was not measured.
         round_trip_seconds: the way to the drafter and back; 0 in the same process.
-        methods: rows of the catalogue whose drafter was measured.
+        methods: rows of the catalogue whose drafter was measured, or is made with it.
     """
 
     key: dict[str, str]
@@ -438,7 +438,7 @@ def _measure_load(
         depths=LOAD_DEPTHS[: len(draft[0])] if draft else (),
         draft_seconds=draft,
         read_seconds=read,
-        methods=_rows_of_the_draft_model() if draft else (),
+        methods=rows_with_draft_model() if draft else (),
     )
 
 
@@ -447,10 +447,11 @@ def _forward_once(runner: ModelRunner, segment: Segment) -> None:
     runner.commit(segment.sequence, ())
 
 
-def _rows_of_the_draft_model() -> tuple[str, ...]:
+def rows_with_draft_model() -> tuple[str, ...]:
+    """Rows of the catalogue whose drafts cost what the draft model's do, or are made with it."""
     from paceline.methods import METHODS
 
-    return tuple(row.name for row in METHODS.values() if row.drafter == "draft_model")
+    return tuple(row.name for row in METHODS.values() if "draft_model" in (row.drafter, *row.uses))
 
 
 def _within(limit_s: float) -> _Clock:

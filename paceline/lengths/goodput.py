@@ -42,7 +42,7 @@ CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost wo
 # While drafting does not pay, it is tried again after a pause (in rounds), which doubles each
 # time and is long enough for the tries to take no more than their share of the time.
 TRY_DEPTH, TRY_ROUNDS, TRY_SHARE = 2, 2, 0.02
-FIRST_PAUSE, LONGEST_PAUSE = 8, 256
+FIRST_PAUSE, LONGEST_PAUSE = 2, 256
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
 # Where costs were measured, only the latter do.
 AR_SAMPLES = 2
@@ -240,6 +240,7 @@ class _Measured:
         # use the machine. What rounds that draft take beyond that is known apart: which of the two
         # kinds is faster must not depend on when the last one of each was seen.
         self._drift, self._beyond = 1.0, 1.0
+        self._num_drafted = 0  # rounds that drafted
 
     def verify(self, tokens: float, batch: int, drafts: bool) -> float:
         """Of ``tokens`` tokens of each session of a batch."""
@@ -253,8 +254,10 @@ class _Measured:
         ratio = seconds / self._measured(tokens, batch)
         if drafts:
             drift, beyond = self._drift, self._beyond
+            self._num_drafted += 1
+            memory = min(COST_MEMORY, self._num_drafted / (self._num_drafted + 1))
             self._drift = _moved(drift, ratio / beyond, DRIFT_MEMORY[True])
-            self._beyond = _moved(beyond, ratio / drift, COST_MEMORY)
+            self._beyond = _moved(beyond, ratio / drift, memory)
         else:
             self._drift = _moved(self._drift, ratio, DRIFT_MEMORY[False])
 
@@ -266,7 +269,8 @@ class _Measured:
 
 
 def _moved(value: float, new: float, memory: float) -> float:
-    return memory * value + (1.0 - memory) * min(new, 2.0 * value)
+    """A moving average that one disturbed round does not move far."""
+    return memory * value + (1.0 - memory) * min(new, 4.0 * value)
 
 
 class Learnt:
@@ -586,8 +590,6 @@ class Goodput(_Sharing):
             self._reckon(session, load, costs, short, min(bounds.longest, bounds.nodes))
             return short if self._tries() else 0
         self._tries_left = 0
-        if not learnt.knows_drafting:  # and what it costs is known of one token soon
-            return max(1, bounds.shortest)
         return depth
 
     def _best(self, session: Session, load: Load) -> int:

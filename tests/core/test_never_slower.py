@@ -199,3 +199,27 @@ def test_no_row_is_slower_than_ar(
     if METHODS[row].acceptance == "coupled":
         assert [session.output_ids for session in sessions] == expected
     assert speed >= 0.95
+
+
+# What is given up for it, where drafts do pay.
+@pytest.mark.parametrize("row", ["draft_model", "sequoia", "token_recycling", "suffix_decoding"])
+def test_where_verification_is_cheap_rows_lose_little_against_whole_drafts(
+    row: str, demo: Engine, heads: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = []
+    for knobs in ({}, {"length": "fixed"}):
+        with monkeypatch.context() as patch:
+            run = Run(demo, heads, FLAT, patch, FLAT.profile())
+            speeds.append(run.generate(prompts, method=row, **knobs)[1])
+    assert speeds[0] > max(1.0, 0.8 * speeds[1])
+
+
+@pytest.mark.parametrize("row", ["draft_model", "token_recycling", "copy_relay"])
+def test_a_profile_of_another_machine_is_soon_put_right(
+    row: str, demo: Engine, heads: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that rows are nearly free, and each costs as much as the first one."""
+    run = Run(demo, heads, MACHINES["linear"], monkeypatch, FLAT.profile())
+    run.generate(prompts, method=row)
+    _, speed = run.generate(prompts, method=row)
+    assert speed > 0.9

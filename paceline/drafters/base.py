@@ -185,12 +185,14 @@ def greedy_chain_depth(
     Args:
         stops: the kernel can end chains where the confidence is low (:func:`stop_below`).
     """
-    depth = max((min(budget.depth, budget.nodes) for budget in budgets), default=0)
+    depths = [min(budget.depth, budget.nodes) for budget in budgets]
+    depth = max(depths, default=0)
     plain = all(
-        session.plan.shape == chain()
+        (own == depth or session.remaining > depth)  # there is room for what will be cut
+        and session.plan.shape == chain()
         and session.params.is_plain_argmax
         and _runs_on(session.length_controller.stop_rule, stops)
-        for session in sessions
+        for session, own in zip(sessions, depths, strict=True)
     )
     return depth if plain else 0
 

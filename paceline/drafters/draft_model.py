@@ -106,6 +106,8 @@ class DraftModel:
             isinstance(runner, LlamaRunner) and runner.drafts_chains and not self._padding and depth
         ):
             return None
+        if any(session.length + depth > runner.context_length for session in sessions):
+            return None
         behind = self._catch_up(sessions)
         states = [self._states[session.session_id] for session in sessions]
         tokens = runner.greedy_chain(

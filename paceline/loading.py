@@ -211,6 +211,7 @@ def load_engine(
         runner,
         draft_model if isinstance(draft_model, DraftModel) else None,
     )
+    costs.look()
     return Engine(
         ModelTarget(runner),
         drafters,

@@ -22,6 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.errors import InvalidArgument
+from paceline.models.llama import LlamaRunner
+from paceline.models.threads import (
+    SIZES,
+    Steps,
+    Threads,
+    measure_threads,
+    timed_after_pause,
+    usable_cores,
+)
 from paceline.sampling import argmax_rows
 from paceline.types import Budget
 
@@ -60,6 +69,8 @@ class CostProfile:
             it was not measured.
         round_trip_seconds: the way to the drafter and back; 0 in the same process.
         methods: rows of the catalogue whose drafter was measured, or is made with it.
+        threads, draft_threads: of the target and the draft model, see
+            :class:`paceline.models.threads.Threads`; empty where there was nothing to choose.
     """
 
     key: dict[str, str]
@@ -71,6 +82,8 @@ class CostProfile:
     read_seconds: float = 0.0
     round_trip_seconds: float = 0.0
     methods: tuple[str, ...] = ()
+    threads: Steps = ()
+    draft_threads: Steps = ()
     version: int = VERSION
 
     def verify(self, nodes: float, batch: int) -> float:
@@ -111,6 +124,8 @@ class CostProfile:
                 raw[name] = tuple(raw[name])
             for name in ("verify_seconds", "draft_seconds"):
                 raw[name] = tuple(tuple(float(x) for x in row) for row in raw[name])
+            for name in ("threads", "draft_threads"):
+                raw[name] = tuple((int(rows), int(count)) for rows, count in raw.get(name, ()))
             profile = CostProfile(**raw)
             _check(profile)
             return profile
@@ -247,6 +262,7 @@ def measure(
         raise InvalidArgument("batches", list(batches), f"{runner.num_free} KV entries at most")
     drafter = engine.drafters.get("draft_model")
     drafter = drafter if drafter is not None and is_local(drafter) else None
+    threads, draft_threads = choose_threads(runner), choose_threads(_runner_of(drafter))
     total = len(batches) * (len(nodes) + (len(depths) if drafter else 0))
     done = 0
     verify, draft = [], []
@@ -267,7 +283,9 @@ def measure(
         depths=tuple(depths) if drafter else (),
         draft_seconds=tuple(draft),
         round_trip_seconds=round_trip_seconds,
-        methods=("draft_model", "speculative_sampling") if drafter else (),
+        methods=rows_with_draft_model() if drafter else (),
+        threads=threads,
+        draft_threads=draft_threads,
     )
 
 
@@ -380,12 +398,50 @@ class LoadCosts:
             self._profile = self._find()
         return self._profile
 
+    def look(self) -> None:
+        """Use costs that are on the disk already; measure nothing."""
+        profile = find_profile(self._key())
+        if profile is not None:
+            self._use(profile)
+
+    def _use(self, profile: CostProfile) -> None:
+        self._profile = profile
+        self.source = f"read from {default_path(profile.key)}"
+        set_threads(self._runner, profile.threads)
+        set_threads(_runner_of(self._drafter), profile.draft_threads)
+
+    def report(self) -> dict[str, Any]:
+        """What was measured and what follows from it, in words, for people to look at."""
+        profile, cores = self._profile, usable_cores()
+        report: dict[str, Any] = {"costs": self.source, "processors": str(cores)}
+        if profile is None:
+            report["threads"] = f"at most {cores.usable}, by the size of the model: not measured"
+            return report
+        first = profile.verify_seconds[0]
+        report["verify_ms_by_rows"] = {
+            rows: round(1e3 * s, 3) for rows, s in zip(profile.nodes, first, strict=True)
+        }
+        if profile.draft_seconds:
+            report["draft_ms_by_depth"] = {
+                depth: round(1e3 * s, 3)
+                for depth, s in zip(profile.depths, profile.draft_seconds[0], strict=True)
+            }
+        if profile.threads:
+            report["threads"] = f"{Threads(profile.threads)}: the fastest by more than 5 %"
+        else:
+            report["threads"] = "1: there is no other to choose" if cores.usable == 1 else (
+                f"at most {cores.usable}, by the size of the model: not measured"
+            )  # fmt: skip
+        eight = profile.verify(8, 1) / profile.verify(1, 1)
+        report["rows"] = f"eight rows cost {eight:.1f} times as much as one"
+        return report
+
     def _find(self) -> CostProfile | None:
         key = self._key()
         file = default_path(key)
         profile = find_profile(key)
         if profile is not None:
-            self.source = f"read from {file}"
+            self._use(profile)
             return profile
         if os.environ.get("PACELINE_MEASURE", "on") == "off":
             self.source = "not measured: PACELINE_MEASURE=off"
@@ -410,6 +466,7 @@ def _measure_load(
 ) -> CostProfile | None:
     from paceline.models.base import Segment
 
+    threads, draft_threads = choose_threads(runner), choose_threads(_runner_of(drafter))
     longest = LOAD_NODES[-1]
     room = min(runner.context_length, runner.num_free) - longest - 1
     if room < 1:
@@ -439,7 +496,49 @@ def _measure_load(
         draft_seconds=draft,
         read_seconds=read,
         methods=rows_with_draft_model() if draft else (),
+        threads=threads,
+        draft_threads=draft_threads,
     )
+
+
+def _runner_of(drafter: Drafter | None) -> ModelRunner | None:
+    return getattr(drafter, "runner", None)
+
+
+def set_threads(runner: ModelRunner | None, steps: Steps) -> None:
+    """Compute a model's forwards on so many threads, where they run in the C kernels."""
+    if isinstance(runner, LlamaRunner) and runner.native_ops and steps:
+        runner.native_ops.threads = Threads(steps)
+
+
+def choose_threads(runner: ModelRunner | None) -> Steps:
+    """Measure on how many threads a model's forwards are fastest, and set that; ``()`` where there
+    is nothing to choose."""
+    from paceline.models import kernels
+    from paceline.models.base import Segment
+
+    limit = kernels.num_threads()
+    candidates = [count for count in usable_cores().candidates if count <= limit]
+    if not isinstance(runner, LlamaRunner) or runner.native_ops is None or len(candidates) < 2:
+        return ()
+    ops = runner.native_ops
+    room = min(runner.num_free, runner.context_length)
+    sizes = [rows for rows in SIZES if rows < room]
+    if not sizes:
+        return ()
+    sequence = runner.new_sequence()
+
+    def seconds(rows: int, count: int) -> float:
+        ops.threads = Threads(((1, count),))
+        ids = np.asarray(_tokens(rows, runner.vocab_size), np.int64)
+        return timed_after_pause(lambda: _forward_once(runner, Segment(sequence, ids)))
+
+    try:
+        seconds(sizes[0], candidates[-1])  # warms up
+        ops.threads = measure_threads(seconds, candidates, sizes)
+    finally:
+        runner.free(sequence)
+    return ops.threads.steps
 
 
 def _forward_once(runner: ModelRunner, segment: Segment) -> None:

@@ -17,6 +17,8 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+from paceline.models.threads import usable_cores
+
 _HEADERS = ("common.h", "decode_impl.h", "matmul_impl.h")
 _COMMON = ("-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fopenmp")
 _SOURCES = {
@@ -101,17 +103,15 @@ _num_threads = 0
 def num_threads() -> int:
     """Threads that a kernel uses when it has work for them, as a prompt is.
 
-    The decoding of small models stays on one thread whatever this is: waking others costs more.
+    Forwards may take fewer (paceline/models/threads.py): waking others costs more than a small one
+    gains.
     """
     return _num_threads or available_cores()
 
 
-@lru_cache(maxsize=1)
 def available_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Threads that this process can run at the same time: by affinity and by quota."""
+    return usable_cores().usable
 
 
 def set_num_threads(count: int) -> None:

@@ -1,15 +1,15 @@
-"""Is any row of the catalogue slower than AR? All lossless rows, interleaved with AR, on one engine.
+"""Is any row slower than AR? All lossless rows of the catalogue, interleaved with AR.
 
     PACELINE_KERNELS=portable python -m benchmarks.never_slower
     python -m benchmarks.never_slower --linear
 
 With the kernels' slowest variant a forward over n rows takes nearly n times as long as one over a
-single row, so that hardly any draft is worth its verification, and what a row gains by being clever
-it can only lose. ``--linear`` makes it exactly so on any machine: forwards of the target that decode
-are stretched to a fixed time for each row. Every row has its defaults. Seconds are of the processor,
-on one thread, so that other work on the machine does not count. The speed of a row is the
-median over pairs of runs, on the same prompt in the same repetition. Ends with 1 if a row has less
-than ``--least`` of AR's.
+single row, so that hardly any draft is worth its verification. ``--linear`` makes it exactly so on
+any machine: forwards of the target that decode are stretched to a fixed time for each row.
+
+Every row has its defaults. Seconds are of the processor, on one thread, so that other work on the
+machine does not count. The speed of a row is the median over pairs of runs, on the same prompt in
+the same repetition. Ends with 1 if a row has less than ``--least`` of AR's.
 """
 
 from __future__ import annotations

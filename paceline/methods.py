@@ -47,7 +47,7 @@ from paceline.lengths.confidence import Confidence
 from paceline.lengths.del_ import Del
 from paceline.lengths.disco import Disco
 from paceline.lengths.fixed import FixedLength
-from paceline.lengths.goodput import Goodput
+from paceline.lengths.goodput import Goodput, WhilePays
 from paceline.lengths.heuristic import Heuristic
 from paceline.lengths.ldlp import LengthPredictor
 from paceline.lengths.pearl import Pearl
@@ -225,7 +225,7 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
         length_bounds(config), config.stop_threshold or 0.0, context
     ),
     "ldlp": lambda config, context: LengthPredictor(length_bounds(config), context),
-    "round_trip": lambda config, _: RoundTrip(length_bounds(config)),
+    "round_trip": lambda config, context: RoundTrip(length_bounds(config), context),
     "pearl": lambda config, _: Pearl(config.num_speculative_tokens or 0, config.node_budget or 0),
     "del": lambda config, context: Del(length_bounds(config), config.exit_layers, context),
 }
@@ -234,6 +234,13 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
 # Controllers that draft nothing where that is faster, or that do what they are told: as a row's
 # default, the others are asked only while their drafts pay (lengths/goodput.py).
 UNGUARDED = frozenset({"fixed", "goodput", "round_trip"})
+
+
+def while_pays(
+    controller: LengthController, config: SpeculationConfig, context: LengthContext
+) -> LengthController:
+    """A row's own controller, asked only while its drafts give more tokens per second than AR."""
+    return WhilePays(controller, length_bounds(config), config, context)
 
 
 def length_bounds(config: SpeculationConfig) -> LengthBounds:

@@ -10,7 +10,6 @@ from paceline.acceptance.base import AcceptanceRule, knobs_of, with_knobs
 from paceline.config import MAX_NODES, SpeculationConfig
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext, LengthController
-from paceline.lengths.goodput import WhilePays
 from paceline.methods import (
     ACCEPTANCE_RULES,
     COMMON_KNOBS,
@@ -23,8 +22,8 @@ from paceline.methods import (
     UNGUARDED,
     VLLM_METHODS,
     Method,
-    length_bounds,
     template_paths,
+    while_pays,
 )
 from paceline.models.exits import DepthPolicy
 from paceline.shapes.base import Shape
@@ -89,7 +88,7 @@ class Plan:
         controller = LENGTHS[name](self.config, context)
         if not self.guarded:
             return controller
-        return WhilePays(controller, length_bounds(self.config), self.config, context)
+        return while_pays(controller, self.config, context)
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:

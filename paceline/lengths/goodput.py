@@ -17,11 +17,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.lengths.base import (
+    COST_MEMORY,
+    TRY_SHARE,
     LengthBounds,
     LengthContext,
     LengthController,
+    Line,
     StopRule,
     depth_ahead,
+    rounds_for_a_try,
 )
 from paceline.types import Budget, Load, Need, Outcome
 
@@ -36,12 +40,11 @@ PRIOR_ACCEPTANCE = 0.7  # before anything was drafted; soon outweighed
 PRIOR_WEIGHT = 2.0  # in tokens
 HALF_MISSES = 1.0 / 0.85  # a tree of half the nodes misses so many times as often, until tried
 MEMORY = 0.95  # of acceptance, for each round that drafted: about the last 20 count
-COST_MEMORY = 0.9  # of seconds, for each step
 DRIFT_MEMORY = 0.8, 0.97  # of how seconds differ from measured ones, for steps without and with
 CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost worth counting
 # While drafting does not pay, it is tried again after a pause (in rounds), which doubles each
 # time and is long enough for the tries to take no more than their share of the time.
-TRY_DEPTH, TRY_ROUNDS, TRY_SHARE = 2, 2, 0.02
+TRY_DEPTH, TRY_ROUNDS = 2, 2
 FIRST_PAUSE, LONGEST_PAUSE = 2, 256
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
 # Where costs were measured, only the latter do.
@@ -154,52 +157,6 @@ class Sizes:
         if known is None or known == size:
             return self._prior(size)
         return 1.0 - min(1.0, (1.0 - self.of(known).mean()) * HALF_MISSES ** (size - known))
-
-
-class Line:
-    """A straight line through recent points ``(depth, seconds)``, older ones counting less."""
-
-    def __init__(self) -> None:
-        self.weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, depth: float, seconds: float) -> None:
-        """Learn a point.
-
-        One far above the line (somebody else had the machine) counts as twice the line; one far
-        below says that the points so far were disturbed, and outweighs them.
-        """
-        memory = COST_MEMORY
-        if self.weight:
-            expected = self.at(depth)
-            memory = 0.1 if seconds < 0.5 * expected else memory
-            seconds = min(seconds, 2.0 * expected)
-        self.weight = memory * self.weight + 1.0
-        self._x = memory * self._x + depth
-        self._y = memory * self._y + seconds
-        self._xx = memory * self._xx + depth * depth
-        self._xy = memory * self._xy + depth * seconds
-
-    def at(self, depth: float, origin: float | None = None) -> float:
-        """Seconds at ``depth``; see :meth:`fit`."""
-        first, slope = self.fit(origin)
-        return first + slope * depth
-
-    def fit(self, origin: float | None = None) -> tuple[float, float]:
-        """Seconds at depth 0 and for each token.
-
-        While only one depth is known, the line starts at ``origin`` seconds, or else at half of
-        the known ones: a hopeful guess about deeper drafts, which the first of them puts right.
-        """
-        x, y = self._x / self.weight, self._y / self.weight
-        if x == 0:
-            return y, 0.0
-        variance = self._xx / self.weight - x * x
-        if variance > 1e-3:
-            slope = (self._xy / self.weight - x * y) / variance
-        else:
-            slope = (y - (0.5 * y if origin is None else origin)) / x
-        slope = min(max(slope, 0.0), y / x)
-        return y - slope * x, slope
 
 
 class _Batch:
@@ -500,7 +457,7 @@ class _Sharing:
             (d + 1) * ar > costs(d, load) for d in {short, (short + longest) // 2, longest}
         )
         share = TRY_SHARE if hopeful else HOPELESS_SHARE
-        self._price = max(0.0, lost) / ar / share
+        self._price = rounds_for_a_try(lost, ar, share)
         self._reckoned = self._moment(load)
 
     def _moment(self, load: Load) -> tuple[int, int]:

@@ -45,14 +45,22 @@ LOADERS = {"native": load_runner, "torch": load_runner_without_kernels}
 # Rows and knobs by the way in which their drafts are computed.
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"method": "layer_skip", "length": "fixed", "exit_layer": 2},
-    "tree": {"method": "layer_skip", "length": "fixed", "exit_layer": 2, "shape": "kary", "node_budget": 6},
-    "repeating siblings": {
-        "method": "layer_skip", "length": "fixed", "exit_layer": 1, "shape": "iid", "acceptance": "k_seq",
+    "tree": {
+        "method": "layer_skip", "length": "fixed", "exit_layer": 2, "shape": "kary",
         "node_budget": 6,
     },
+    "repeating siblings": {
+        "method": "layer_skip", "length": "fixed", "exit_layer": 1, "shape": "iid",
+        "acceptance": "k_seq", "node_budget": 6,
+    },
     "del": {"method": "del", "length": "del", "length_min": 2, "num_speculative_tokens": 3},
-    "del tree": {"method": "del", "length": "del", "length_min": 1, "shape": "confidence", "node_budget": 6},
-    "combined": {"method": "combined", "length": "fixed", "drafters": ["early_exit", "prompt_lookup"]},
+    "del tree": {
+        "method": "del", "length": "del", "length_min": 1, "shape": "confidence",
+        "node_budget": 6,
+    },
+    "combined": {
+        "method": "combined", "length": "fixed", "drafters": ["early_exit", "prompt_lookup"],
+    },
     "spread": {"method": "unified_layer_skipping", "length": "fixed"},
     "upper": {"method": "skipdecode", "length": "fixed"},
     "ends": {"method": "d3", "length": "fixed", "depth_decay": 0.9},
@@ -281,7 +289,10 @@ def test_sessions_with_different_exits_share_their_forwards(
     """Beside AR, trees, a prompt that is still read, and a session that begins later."""
     engine = new_engine(runner, limits=EngineLimits(prefill_chunk=7))
     configs = [
-        *({"method": "layer_skip", "length": "fixed", "exit_layer": e} for e in range(1, NUM_LAYERS + 1)),
+        *(
+            {"method": "layer_skip", "length": "fixed", "exit_layer": e}
+            for e in range(1, NUM_LAYERS + 1)
+        ),
         {"method": "ar"}, DRAFTS["tree"], DRAFTS["del"], DRAFTS["spread"], DRAFTS["upper"],
     ]  # fmt: skip
     sessions: list[Session] = []

@@ -19,10 +19,10 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import DraftStep, LengthBounds, LengthContext, StopRule
+from paceline.lengths.base import DraftStep, LengthBounds, LengthContext, Line, StopRule
 from paceline.lengths.bass import BatchLength
 from paceline.lengths.disco import ClassifierStop, features
-from paceline.lengths.goodput import Acceptance, Line, best_length, expected_tokens
+from paceline.lengths.goodput import Acceptance, best_length, expected_tokens
 from paceline.lengths.specdecpp import RejectionStop
 from paceline.methods import LENGTH_KNOBS, LENGTHS
 from paceline.plan import resolve

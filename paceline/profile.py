@@ -461,6 +461,19 @@ class LoadCosts:
         return profile
 
 
+def report_costs(engine: Engine) -> dict[str, Any]:
+    """What forwards cost an engine here, on how many threads they run and why, in words.
+
+    Measures what is not known yet. ``costs`` says where they come from; the other entries are
+    there where they are known.
+    """
+    measure = engine.length_context.measure
+    if not isinstance(measure, LoadCosts):
+        return {"costs": "learnt from rounds: the models were not loaded from folders"}
+    measure()
+    return measure.report()
+
+
 def _measure_load(
     runner: ModelRunner, drafter: Drafter | None, key: dict[str, str]
 ) -> CostProfile | None:
@@ -478,12 +491,12 @@ def _measure_load(
     finally:
         runner.free(probe)
     context = max(1, min(CONTEXT, room, max(8, int(0.25 * LOAD_SECONDS / one))))
-    verify = _measure_target(runner, 1, LOAD_NODES, context, _within(LOAD_SECONDS))
+    verify = _measure_target(runner, 1, LOAD_NODES, context, within(LOAD_SECONDS))
     draft: Table = ()
     read = 0.0
     if drafter is not None:
         sessions = [new_session(runner.vocab_size, 0, context)]
-        clock = _within(0.5 * LOAD_SECONDS)
+        clock = within(0.5 * LOAD_SECONDS)
         draft = (_measure_drafter(drafter, sessions, LOAD_DEPTHS, clock),)
         anew = _measure_drafter(drafter, sessions, (1,), lambda call, _: (_timed(call, 1),))
         read = max(0.0, anew[0] - draft[0][0]) / context
@@ -553,7 +566,7 @@ def rows_with_draft_model() -> tuple[str, ...]:
     return tuple(row.name for row in METHODS.values() if "draft_model" in (row.drafter, *row.uses))
 
 
-def _within(limit_s: float) -> _Clock:
+def within(limit_s: float) -> _Clock:
     """The shortest time of each size, as often as the limit allows: others may be at work, too.
 
     Large sizes that would take too long are left out.

@@ -7,7 +7,8 @@ cost on a machine that the test describes, so results are the same everywhere an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline import engine as engine_module
 from paceline import loop
 from paceline.bench.prompts import builtin_prompts, limit_per_category
 from paceline.config import SpeculationConfig
@@ -29,6 +31,7 @@ from paceline.profile import LOAD_DEPTHS, LOAD_NODES, CostProfile, rows_with_dra
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
+from paceline.types import Draft, Need
 from tests.core.engines import LOCAL_METHODS
 from tests.heads import untrained_heads
 
@@ -88,7 +91,8 @@ class Clock:
         self.machine = machine
         self.seconds = 0.0
         self._patch = monkeypatch
-        monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+        for module in (loop, engine_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
         propose_with = loop.propose_with
 
         def charged(drafter: Any, sessions: Any, budgets: Any) -> Any:
@@ -203,6 +207,45 @@ def test_no_row_is_slower_than_ar(
     if METHODS[row].acceptance == "coupled":
         assert [session.output_ids for session in sessions] == expected
     assert speed >= 0.95
+
+
+class Elsewhere:
+    """A drafter in another actor: drafts take a way there and back."""
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, drafter: DraftModel, clock: Clock, travel: float) -> None:
+        self._drafter, self._clock, self._travel = drafter, clock, travel
+        self.open, self.close, self.observe = drafter.open, drafter.close, drafter.observe
+
+    def propose_async(self, sessions: Any, budgets: Any) -> list[Future[Draft]]:
+        futures: list[Future[Draft]] = [Future() for _ in sessions]
+        if any(budget.depth for budget in budgets):
+            # What the engine has measured until now was before this way.
+            self._clock.seconds += self._travel
+        for future, draft in zip(futures, self._drafter.propose(sessions, budgets), strict=True):
+            future.set_result(draft)
+        return futures
+
+
+@pytest.mark.parametrize("machine", ["linear", "avx2"])
+@pytest.mark.parametrize("travel", [0.1, 1.0])
+def test_with_a_drafter_in_another_actor(
+    travel: float, machine: str, demo: Engine, heads: Path, prompts: list[list[int]],
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The target's costs are measured, the drafter's and the way to it are learnt."""
+    profile = replace(MACHINES[machine].profile(), methods=(), depths=(), draft_seconds=())
+    run = Run(demo, heads, MACHINES[machine], monkeypatch, replace(profile, read_seconds=0.0))
+    drafter = run.engine.drafters["draft_model"]
+    assert isinstance(drafter, DraftModel)
+    run.engine.drafters["draft_model"] = Elsewhere(drafter, run.clock, travel)
+    sessions, first = run.generate(prompts, method="draft_model")
+    assert [session.output_ids for session in sessions] == expected
+    _, then = run.generate(prompts, method="draft_model")
+    assert then >= 0.95
+    if machine == "linear":  # elsewhere what it takes the drafter to read is only known then
+        assert first >= 0.95
 
 
 # What is given up for it, where drafts do pay.

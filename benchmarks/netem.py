@@ -63,6 +63,11 @@ class Netem:
         """Change the link; what is on its way keeps its arrival time."""
         self._link = replace(self._link, **changes)  # type: ignore[arg-type]
 
+    def redirect(self, upstream: str) -> None:
+        """Lead new connections to another server, as when one is replaced behind its address."""
+        host, _, port = upstream.rpartition(":")
+        self._upstream = host, int(port)
+
     def reset(self) -> None:
         """Break all connections with a TCP reset; new ones are accepted."""
         self._call(self._reset)

@@ -29,6 +29,8 @@ from cluster.cli_output import (
     Drafter,
     Json,
     Key,
+    Numerics,
+    NumericsMismatch,
     Target,
     TokenFile,
     client_options,
@@ -41,6 +43,7 @@ from cluster.cli_output import (
     show_tree,
 )
 from cluster.cli_train import train
+from paceline.errors import InvalidArgument
 
 
 class Commands(TyperGroup):
@@ -220,6 +223,13 @@ def generate(
         ),
     ] = None,
     threads: Threads = None,
+    numerics: Numerics = None,
+    transcript: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write what was asked and generated, for `paceline verify`."
+        ),
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Generate on a server, over gRPC, instead of here."),
@@ -231,6 +241,7 @@ def generate(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="With `--server`: give up after this time.")
     ] = 600.0,
+    numerics_mismatch: NumericsMismatch = None,
     as_json: Json = False,
 ) -> None:
     """Generate text from a prompt and show which tokens came from the draft.
@@ -246,6 +257,7 @@ def generate(
     - `paceline generate - --prediction code.py < instruction-and-code.txt`
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
+    - `paceline generate 'Hello' --numerics portable --transcript hello.json`
     """
     from cluster import cli_generate
 
@@ -269,6 +281,10 @@ def generate(
     )
     connection = client_options(server, ca, cert, key, token_file)
     if server is None:
+        if numerics_mismatch is not None:
+            raise InvalidArgument(
+                "numerics_mismatch", numerics_mismatch, "this option together with --server"
+            )
         run = cli_generate.run_here(
             request,
             target=target,
@@ -279,6 +295,9 @@ def generate(
             drafter_device=drafter_device,
             batch_invariant=batch_invariant,
             threads=threads,
+            numerics=numerics or "fastest",
+            transcript=transcript,
+            with_fingerprint=as_json,
         )
     else:
         cli_generate.refuse_local_options(
@@ -289,6 +308,7 @@ def generate(
             heads=heads,
             batch_invariant=batch_invariant,
             threads=threads,
+            numerics=numerics,
         )
         require("serve", "grpc")
         run = cli_generate.run_on_server(
@@ -297,6 +317,8 @@ def generate(
             timeout=timeout,
             tokenizer_from=target,
             client_options=connection,
+            transcript=transcript,
+            numerics_mismatch=numerics_mismatch,
         )
     if as_json:
         print_json(cli_generate.finish(run))
@@ -305,6 +327,66 @@ def generate(
 
 
 _command()(draft)
+
+
+@_command()
+def verify(
+    transcript: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRANSCRIPT.json", help="What `paceline generate --transcript` has written."
+        ),
+    ],
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The model that wrote it. Default: the folder that the transcript names, else the "
+            "demo's.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="auto (default), cpu, cuda or cuda:N."),
+    ] = None,
+    threads: Threads = None,
+    numerics_mismatch: Annotated[
+        str,
+        typer.Option(
+            "--numerics-mismatch",
+            metavar="M",
+            help="Where the numerics here are not those of the transcript: refuse, or allow, which "
+            "compares anyway.",
+        ),
+    ] = "refuse",
+    as_json: Json = False,
+) -> None:
+    """Verify a transcript token by token: what a server wrote is what this model writes.
+
+    Exit code 0 when all tokens are the model's, 1 with the first position that differs, 2 when the
+    transcript cannot be verified here (damaged, another model, other numerics). Transcripts of the
+    numerics class `portable` can be verified on any machine.
+
+    Examples:
+
+    - `paceline generate 'Once' -t 0.8 --seed 7 --transcript once.json --server 127.0.0.1:50051`
+    - `paceline verify once.json`
+    """
+    from cluster import cli_verify
+
+    result = cli_verify.run(
+        transcript,
+        target=target,
+        device=device or "auto",
+        threads=threads,
+        numerics_mismatch=numerics_mismatch,
+    )
+    if as_json:
+        print_json(result)
+    else:
+        cli_verify.show(result)
+    if not result["verified"]:
+        raise typer.Exit(1)
 
 
 @_command()
@@ -477,6 +559,7 @@ def bench(
     ] = "float32",
     device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Threads = None,
+    numerics: Numerics = None,
     as_json: Json = False,
 ) -> None:
     """Compare methods with AR: same prompts, one process, interleaved; medians and spread.
@@ -514,6 +597,7 @@ def bench(
         allow_lossy=allow_lossy,
         dtype=dtype,
         device=device,
+        numerics=numerics or "fastest",
     )
     if options.topology != "colocated":
         require("serve", "ray", "grpc")
@@ -552,6 +636,7 @@ def profile(
     ] = "float32",
     device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Threads = None,
+    numerics: Numerics = None,
     as_json: Json = False,
 ) -> None:
     """Measure what drafting and verifying cost on this machine, for `length=goodput`.
@@ -574,6 +659,7 @@ def profile(
         client_options=client_options(server, ca, cert, key, None),
         dtype=dtype,
         device=device,
+        numerics=numerics or "fastest",
         repetitions=repetitions,
         file=file,
         plot_file=plot,

@@ -52,6 +52,7 @@ class ServerBackend:
         self._client = client
         self._pool = ThreadPoolExecutor(batch)
         self.batch_invariant: bool = model.batch_invariant
+        self.fingerprint: str = model.fingerprint
         self.methods = [name for name in model.methods if name != "client"]
         self.unavailable = {
             name: "the server does not offer it" for name in METHODS if name not in model.methods
@@ -163,7 +164,8 @@ def _deployment(options: BenchOptions, report: Callable[[str], None]) -> Iterato
         "threads": torch.get_num_threads(),
     }
     file = read_config_file(local.DEMO_CONFIG)
-    file = file.with_args({"model": model, "gateway": {"grpc_port": 0, "http_port": None}})
+    gateway, numerics = {"grpc_port": 0, "http_port": None}, {"numerics": options.numerics}
+    file = file.with_args({"model": model, "gateway": gateway, "target": numerics})
     with local.deployed(file, report=report) as running:
         yield str(running["gateway"])
 

@@ -28,6 +28,7 @@ from cluster.cli_output import (
     Cert,
     Json,
     Key,
+    NumericsMismatch,
     TokenFile,
     client_options,
     err,
@@ -37,6 +38,7 @@ from cluster.cli_output import (
     set_threads,
 )
 from paceline.errors import InvalidArgument
+from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel
@@ -136,6 +138,7 @@ def draft(
             "--give-up", metavar="SECONDS", help="How long to look for a server that answers."
         ),
     ] = 30.0,
+    numerics_mismatch: NumericsMismatch = None,
     only_device: Annotated[
         bool,
         typer.Option(
@@ -193,6 +196,7 @@ def draft(
         offline_ok=offline_ok,
         give_up=give_up,
         only_device=only_device,
+        numerics_mismatch=numerics_mismatch or "refuse",
         threads=threads,
         connection=client_options(server, ca, cert, key, token_file),
         screen=screen,
@@ -212,6 +216,7 @@ def _run(
     offline_ok: bool,
     give_up: float,
     only_device: bool,
+    numerics_mismatch: str,
     threads: int | None,
     connection: Mapping[str, Any],
     screen: _Screen,
@@ -223,6 +228,7 @@ def _run(
     from rpc.device import LADDER, DeviceClient, checked_speculation
     from rpc.remote_target import Mode, Patience
 
+    check_mismatch(numerics_mismatch)
     if not give_up > 0:
         raise InvalidArgument("give_up", give_up, "seconds above 0")
     row_name = "draft_model" if target_tokenizer is None else "omnidraft"
@@ -254,6 +260,7 @@ def _run(
         connect=connect,
         patience=patience,
         offline_ok=offline_ok,
+        numerics_mismatch=numerics_mismatch,
         modes=(Mode.DEVICE,) if only_device else LADDER,
         on_unverified=screen.unverified,
     ) as client:  # fmt: skip
@@ -355,6 +362,8 @@ def _result(
         "num_prompt_tokens": num_prompt_tokens,
         **stats.as_dict(),
         "finish_reason": result.finish_reason,
+        "fingerprint": result.fingerprint,
+        "numerics_changed": result.numerics_changed,
         "verified": not result.unverified_ids,
         "unverified_text": tokenizer.decode(result.unverified_ids),
         "unverified_token_ids": result.unverified_ids,
@@ -455,6 +464,8 @@ def statistics(result: Mapping[str, Any]) -> list[str]:
             f"{result['rounds_ahead_right']} of {result['rounds_sent_ahead']} rounds ahead were "
             "right"
         )
+    if result["numerics_changed"]:
+        parts.append("numerics changed on the way")
     if result["num_failures"]:
         parts.append(f"{result['num_failures']} lost connections")
     parts += [

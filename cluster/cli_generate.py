@@ -18,11 +18,13 @@ from rich.text import Text
 
 from cluster.cli_output import err, out, set_threads
 from paceline.errors import InvalidArgument
+from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
     from paceline.sampling import SamplingParams
     from paceline.tokenizer import Tokenizer
+    from rpc.client import Completion
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "bold"
@@ -143,6 +145,19 @@ def _set(result: dict[str, Any], key: str, value: Any) -> None:
     result[key] = value
 
 
+def check_transcript(file: Path | None, config: SpeculationConfig, params: SamplingParams) -> None:
+    """That a transcript can be written there and verified, before tokens are made for it."""
+    if file is None:
+        return
+    from paceline.methods import METHODS
+    from paceline.transcript import check_verifiable
+
+    if not file.parent.is_dir():
+        raise InvalidArgument("transcript", str(file), "a file in a folder that exists")
+    if config.method in METHODS:
+        check_verifiable(config, params)
+
+
 def refuse_local_options(**options: Any) -> None:
     """Options about loading a model make no sense when a server has loaded it."""
     for name, value in options.items():
@@ -164,13 +179,22 @@ def run_here(
     drafter_device: str | None,
     batch_invariant: bool | None,
     threads: int | None,
+    numerics: str,
+    transcript: Path | None,
+    with_fingerprint: bool,
 ) -> Run:
-    """Load the models and generate with an engine of our own."""
+    """Load the models and generate with an engine of our own.
+
+    Args:
+        transcript: where to write one; None writes none.
+        with_fingerprint: the result has it, which costs a look at all weights.
+    """
     from paceline.methods import METHODS
     from paceline.plan import resolve
 
     paired = target is None or drafter is not None
     config = request.config("draft_model" if paired else "prompt_lookup", METHODS)
+    check_transcript(transcript, config, request.params)
     resolve(config)  # before anything is loaded: a wrong name should not cost seconds
 
     with err.status("loading the models ..."):
@@ -187,6 +211,7 @@ def run_here(
             drafter_device=drafter_device,
             batch_invariant=batch_invariant,
             translate=config.method == "omnidraft",
+            numerics=numerics,
         )
     assert engine.tokenizer is not None  # load_engine always has one
     splitter = PieceSplitter(engine.tokenizer)
@@ -211,6 +236,21 @@ def run_here(
         engine.cancel(session.session_id)  # does nothing when it has finished
     if session.error is not None:
         raise session.error
+    numerics_of: dict[str, Any] = {}
+    if transcript is not None or with_fingerprint:
+        fingerprint = engine.local_target.fingerprint
+        numerics_of = {"fingerprint": str(fingerprint)}
+    if transcript is not None:
+        from paceline.transcript import Transcript
+
+        Transcript(
+            model="demo" if target is None else str(target.resolve()),
+            fingerprint=fingerprint,
+            prompt_token_ids=tuple(session.token_ids[: session.prompt_length]),
+            token_ids=tuple(session.output_ids),
+            params=request.params,
+            finish_reason=session.finish_reason or "",
+        ).write(transcript)
     return {
         "text": session.text,
         "token_ids": session.output_ids,
@@ -218,6 +258,7 @@ def run_here(
         "num_prompt_tokens": session.prompt_length,
         **session.stats.as_dict(),
         "finish_reason": session.finish_reason,
+        **numerics_of,
     }
 
 
@@ -239,6 +280,8 @@ def run_on_server(
     timeout: float,
     tokenizer_from: Path | None,
     client_options: Mapping[str, Any],
+    transcript: Path | None = None,
+    numerics_mismatch: str | None = None,
 ) -> Run:
     """Generate over gRPC.
 
@@ -247,22 +290,32 @@ def run_on_server(
         tokenizer_from: a model folder whose tokenizer tells which text came from which token;
             None tries the demo pair's.
         client_options: how to connect, see :func:`cluster.cli_output.client_options`.
+        transcript: where to write one; None writes none.
+        numerics_mismatch: see :meth:`rpc.client.Client.generate`.
     """
-    from rpc.client import Client
+    from rpc.client import Client, Completion
 
     check_address(server)
+    if numerics_mismatch is not None:
+        check_mismatch(numerics_mismatch)
     if not timeout > 0:
         raise InvalidArgument("timeout", timeout, "seconds above 0")
     connect_s = min(timeout, _CONNECT_TIMEOUT_S)
     with Client(server, timeout=connect_s, **client_options) as client:
         model = client.get_model()
     config = request.config(model.default_method, model.methods)
+    check_transcript(transcript, config, request.params)
     splitter = PieceSplitter(_tokenizer_of(model.vocab_size, tokenizer_from))
     rounds = []
     with (
         Client(server, timeout=timeout, **client_options) as client,
         client.generate(
-            request.prompt, request.params, config, prediction=request.prediction
+            request.prompt,
+            request.params,
+            config,
+            prediction=request.prediction,
+            return_prompt_token_ids=transcript is not None,
+            numerics_mismatch=numerics_mismatch,
         ) as generation,
     ):
         for item in generation:
@@ -272,16 +325,38 @@ def run_on_server(
                 yield pieces
     last = rounds[-1]
     assert last.statistics is not None  # the last round of a generation has them
+    done = Completion.of(rounds)
+    if transcript is not None:
+        _write_transcript(transcript, model.name, request.params, done)
     return {
-        "text": "".join(item.text for item in rounds),
-        "token_ids": [token for item in rounds for token in item.token_ids],
+        "text": done.text,
+        "token_ids": list(done.token_ids),
         "method": config.method,
         "num_prompt_tokens": last.prompt_length,
         **last.statistics.as_dict(),
         "finish_reason": last.finish_reason,
         "target_pid": last.target_pid,
         "drafter_pid": last.drafter_pid,
+        "fingerprint": done.fingerprint,
+        "numerics_changed": done.numerics_changed,
     }
+
+
+def _write_transcript(file: Path, model: str, params: SamplingParams, done: Completion) -> None:
+    from paceline.numerics import Fingerprint
+    from paceline.transcript import Transcript
+
+    if not done.fingerprint or not done.last.prompt_token_ids:
+        raise InvalidArgument("transcript", str(file), "a server that tells its fingerprint")
+    Transcript(
+        model=model,
+        fingerprint=Fingerprint.parse(done.fingerprint),
+        numerics_changed=done.numerics_changed,
+        prompt_token_ids=done.last.prompt_token_ids,
+        token_ids=done.token_ids,
+        params=params,
+        finish_reason=done.finish_reason,
+    ).write(file)
 
 
 def _tokenizer_of(vocab_size: int, folder: Path | None) -> Tokenizer | None:
@@ -367,6 +442,12 @@ def show(run: Run) -> None:
         run.close()
         if started:
             out.print()
+    if result.get("numerics_changed"):
+        err.print(
+            "the server was lost on the way, and one with other numerics went on: the rest may "
+            "differ from an unbroken generation",
+            style="yellow",
+        )
     if result.get("drafter_lost"):
         err.print("the drafter was lost on the way; the rest is plain AR", style="yellow")
     seconds = result["num_tokens"] / result["tokens_per_second"] if result["num_tokens"] else 0.0

@@ -42,6 +42,23 @@ Drafter = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
 ]
 
+Numerics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="fastest (default), or portable: logits with the same bits on any processor.",
+    ),
+]
+NumericsMismatch = Annotated[
+    str | None,
+    typer.Option(
+        "--numerics-mismatch",
+        metavar="M",
+        help="Where a server is lost and the next one has other numerics: refuse (default) or "
+        "allow, which goes on and says so.",
+    ),
+]
+
 # Options of commands that talk to a server.
 Ca = Annotated[
     Path | None,

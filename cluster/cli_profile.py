@@ -29,6 +29,7 @@ def run(
     client_options: Mapping[str, Any],
     dtype: str,
     device: str,
+    numerics: str,
     repetitions: int,
     file: Path | None,
     plot_file: Path | None,
@@ -41,8 +42,8 @@ def run(
     device = pick_device(device)
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
-    engine = load_engine(target, drafter, dtype=dtype, device=device)
-    key = profile_key(target, drafter, dtype, device)
+    engine = load_engine(target, drafter, dtype=dtype, device=device, numerics=numerics)
+    key = profile_key(target, drafter, dtype, device, numerics)
     round_trip = 0.0
     if server:
         round_trip = _round_trip(server, engine.target.vocab_size, client_options)

@@ -126,6 +126,33 @@ def join_ray(address: str, token: str | None = None) -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+# --- the kernels ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def building_kernels(file: ConfigFile) -> Iterator[Callable[[], bool]]:
+    """Compile the C kernels in a process of their own while Ray and the replicas start.
+
+    The first start on a machine compiles them, which may take as long as the rest of it. A replica
+    that needs them earlier waits for this process.
+
+    Yields:
+        whether they are still being compiled.
+    """
+    if file.config.engine != "paceline":
+        yield lambda: False
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.build_kernels"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield lambda: process.poll() is None
+    finally:
+        process.terminate()
+        process.wait()
+
+
 # --- an application on it -------------------------------------------------------------------------
 
 
@@ -165,10 +192,18 @@ def start_serve(file: ConfigFile) -> None:
     )
 
 
-def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S) -> None:
+def deploy(
+    file: ConfigFile,
+    report: Report,
+    timeout_s: float = START_TIMEOUT_S,
+    compiling: Callable[[], bool] | None = None,
+) -> None:
     """Deploy the application of ``file`` on the Ray that this process is connected to.
 
     Returns when every replica is ready.
+
+    Args:
+        compiling: tells whether the kernels that replicas need are still being compiled.
 
     Raises:
         ClusterError: a replica failed to start, or it took too long; the message says why.
@@ -196,6 +231,9 @@ def deploy(file: ConfigFile, report: Report, timeout_s: float = START_TIMEOUT_S)
             serve.delete(file.name)
             raise ClusterError(f"{file.path}: {problem}")
         line = "loading " + ", ".join(waiting)
+        if compiling is not None and compiling():
+            deadline = time.monotonic() + timeout_s  # the compiler has a limit of its own
+            line += "; compiling the kernels for this processor, once"
         if waiting and line != seen:
             report(line)
             seen = line
@@ -330,12 +368,15 @@ def deployed(
     if address is None:
         check_ports(file)  # elsewhere only the gateway itself can tell
     report("joining Ray" if address else "starting Ray")
-    try:
-        ray_address = join_ray(address) if address else start_ray(file)
-        deploy(file, report)
-        yield {**describe(file.name), "ray_address": ray_address, "metrics": metrics_addresses()}
-    finally:
-        _take_down(file.name)
+    with contextlib.ExitStack() as stack:
+        compiling = None if address else stack.enter_context(building_kernels(file))
+        try:
+            ray_address = join_ray(address) if address else start_ray(file)
+            deploy(file, report, compiling=compiling)
+            described = describe(file.name)
+            yield {**described, "ray_address": ray_address, "metrics": metrics_addresses()}
+        finally:
+            _take_down(file.name)
 
 
 def _take_down(app: str) -> None:
@@ -667,10 +708,19 @@ def status() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def showing_progress(show: bool = True) -> Iterator[Report]:
-    """A spinner with the current stage and the time, on standard error."""
+    """A spinner with the current stage and the time, on standard error.
+
+    Where that is no terminal, each stage is a line, with the seconds that went before it.
+    """
     console = Console(stderr=True, quiet=not show)
     if not console.is_terminal:
-        yield lambda line: console.print(line, highlight=False) if line else None
+        started = time.monotonic()
+
+        def print_line(line: str) -> None:
+            if line:
+                console.print(f"{time.monotonic() - started:5.1f} s  {line}", highlight=False)
+
+        yield print_line
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -10,16 +10,14 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deployments.engines.rows import chain_plan
 from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
-from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf import is_gguf
 from paceline.methods import VLLM_METHODS, Method
@@ -28,6 +26,9 @@ from rpc.access import Limits
 from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.tls import ClientTls, ServerTls, check_plain_text
 from rpc.tracing import Tracing, start_tracing
+
+if TYPE_CHECKING:
+    from paceline.engine import EngineLimits
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 """The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""
@@ -132,6 +133,8 @@ class LimitsConfig(CallLimits):
     )
 
     def engine_limits(self) -> EngineLimits:
+        from paceline.engine import EngineLimits  # loads torch, which a gateway does without
+
         return EngineLimits(**self.model_dump(exclude=set(CallLimits.model_fields)))
 
 
@@ -228,6 +231,16 @@ class _GpuReplicas(_Replicas):
 
 class TargetConfig(_GpuReplicas):
     limits: LimitsConfig = LimitsConfig()
+    numerics: Literal["fastest", "portable"] = Field(
+        "fastest",
+        description="portable: logits have the same bits on any processor, so that sessions may "
+        "move between all of them.",
+    )
+    numerics_mismatch: Literal["refuse", "allow"] = Field(
+        "refuse",
+        description="A session whose tokens come from other numerics, where the request does not "
+        "say: refused, or continued with an answer that says so.",
+    )
     idle_timeout_s: float = Field(
         120.0, gt=0, description="Verify sessions that nobody touches for so long are closed."
     )
@@ -396,6 +409,11 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         method = _default_method(config)
     except InvalidArgument as error:
         raise InvalidArgument(f"speculation.{error.field}", error.value, error.allowed) from None
+    if config.engine == "vllm" and config.target.numerics != "fastest":
+        raise InvalidArgument(
+            "target.numerics", config.target.numerics,
+            "'fastest' with engine vllm, which adds in an order of its own",
+        )  # fmt: skip
     if config.drafter_folder is None and config.topology == "actors":
         raise InvalidArgument(
             "model.drafter", None, "a model folder with topology 'actors', or topology 'colocated'"
@@ -440,6 +458,8 @@ def _default_method(config: DeploymentConfig) -> Method:
     if config.engine == "paceline":
         return resolve(speculation).method
     if speculation.method not in VLLM_METHODS:
+        from deployments.engines.rows import chain_plan  # loads torch
+
         return chain_plan(speculation, config.vllm.max_speculative_tokens).method
     if config.topology == "actors":
         raise InvalidArgument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,16 +13,18 @@ from ray import serve
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from deployments.metrics import report_gauges
-from paceline.drafters.draft_model import DraftModel
-from paceline.loading import limit_threads, load_drafter
-from rpc.draft_service import DraftServicer
 from rpc.server import start_server
+
+if TYPE_CHECKING:
+    from paceline.drafters.draft_model import DraftModel
 
 HEALTH_TIMEOUT_S = 10.0
 """A replica that does not answer for so long is not well; three times, and it is replaced."""
 
 
 def _load(config: DeploymentConfig) -> DraftModel:
+    from paceline.loading import limit_threads, load_drafter
+
     folder, model = config.drafter_folder, config.model
     assert folder is not None  # checked with topology "actors"
     limit_threads(config.num_threads(config.drafter.num_cpus))
@@ -45,6 +47,8 @@ class DrafterDeployment:
     async def __init__(self, config: DeploymentConfig) -> None:
         self._tracing = config.tracing.start("paceline-drafter")
         drafter = await asyncio.to_thread(_load, config)
+        from rpc.draft_service import DraftServicer  # what it imports is here by now
+
         self._servicer = DraftServicer(
             drafter,
             name="draft_model",

@@ -31,6 +31,7 @@ from deployments.openai.server import HttpServer, start_http
 from paceline.errors import (
     FailedPrecondition,
     InvalidArgument,
+    NumericsMismatch,
     ResourceExhausted,
     SessionNotFound,
 )
@@ -52,6 +53,8 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full
 VERIFY: str = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 SWEEP_INTERVAL_S = 2.0
+MAX_LOOKS = 16
+"""Targets that are looked at for one whose numerics are those of a session that goes on."""
 MAX_TRIES = 3
 """Targets that a generation may lose in a row without a token: it may be what kills them."""
 _RETRY_S = 0.2
@@ -163,8 +166,9 @@ class Relay:
         admission = self._gate.admit()
         span = self._begin("gateway.generate", traceparent)
         failure: BaseException | None = None
-        whole = Continuation(request, timeout_s)
         try:
+            pinned = _parse(generate_pb2.GenerateRequest, request).fingerprint
+            whole = Continuation(request, timeout_s, fingerprint=pinned)
             while True:
                 try:
                     attempt = self._generate_once(request, whole, _metadata(admission, span))
@@ -174,12 +178,12 @@ class Relay:
                             admission.charge(len(message.token_ids) + message.prompt_length)
                             yield reply, message
                     break
-                except (TargetGone, ResourceExhausted) as error:
+                except (TargetGone, ResourceExhausted, NumericsMismatch) as error:
                     exhausted = isinstance(error, TargetGone) and whole.num_tries >= MAX_TRIES
                     if exhausted or not whole.may_go_on(error, self._resume_s):
                         raise
                     logger.info("after %d tokens: %s", whole.num_tokens, error)
-                    if isinstance(error, ResourceExhausted):
+                    if not isinstance(error, TargetGone):
                         await asyncio.sleep(_RETRY_S)
                     request = whole.next_request()
         except BaseException as error:
@@ -195,7 +199,7 @@ class Relay:
         self, request: bytes, whole: Continuation, metadata: Metadata
     ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
         """Replies of one target, added to the whole."""
-        lease = await self._open_lease()
+        lease = await self._lease_for(whole.fingerprint)
         try:
             method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
             call = method(request, timeout=whole.timeout_s, metadata=metadata)
@@ -208,6 +212,28 @@ class Relay:
                     yield (message.SerializeToString() if changed else reply), message
         finally:
             lease.release()
+
+    async def _lease_for(self, fingerprint: str) -> Lease:
+        """A lease on a target with these numerics, or on another one if none is found.
+
+        That one refuses the session, or takes it where a mismatch is allowed. Targets that are not
+        the one are kept until there is one, so that Serve looks at the others.
+        """
+        others: list[Lease] = []
+        try:
+            while True:
+                lease = await self._open_lease()
+                found = not fingerprint or lease.endpoint.fingerprint in ("", fingerprint)
+                if found or len(others) == MAX_LOOKS - 1:
+                    return lease
+                others.append(lease)
+        except ServerUnavailable:  # the rest is starting or busy
+            if not others:
+                raise
+            return others.pop()
+        finally:
+            for other in others:
+                other.release()
 
     def _begin(self, name: str, traceparent: str) -> Span | None:
         return None if self._tracing is None else self._tracing.begin(name, traceparent)
@@ -245,7 +271,7 @@ class Relay:
         if frame.WhichOneof("frame") != "open":
             kind = frame.WhichOneof("frame") or "nothing"
             raise FailedPrecondition(f"the first frame must be open, got {kind}")
-        session_id, route = await self._route_for(frame.open.resume_session_id)
+        session_id, route = await self._route_for(frame.open)
         span = self._begin("gateway.session", traceparent_of(context.invocation_metadata()))
         failure: BaseException | None = None
         try:
@@ -283,8 +309,7 @@ class Relay:
     # --- VerifyService: unary calls -------------------------------------------------------------
 
     async def _open(self, request: bytes, context: Context) -> bytes:
-        resumed = _parse(verify_pb2.OpenRequest, request).resume_session_id
-        session_id, route = await self._route_for(resumed)
+        session_id, route = await self._route_for(_parse(verify_pb2.OpenRequest, request))
         try:
             timeout_s, metadata = context.time_remaining(), _metadata(route.admission)
             reply = await self._unary(route.lease, f"/{VERIFY}/Open", request, timeout_s, metadata)
@@ -342,15 +367,16 @@ class Relay:
 
     # --- routes ---------------------------------------------------------------------------------
 
-    async def _route_for(self, resumed: str) -> tuple[str, _Route]:
+    async def _route_for(self, opening: verify_pb2.OpenRequest) -> tuple[str, _Route]:
         """The route of a session that is resumed, or a new one; ``users`` counts the caller."""
+        resumed: str = opening.resume_session_id
         if resumed:
             self._gate.count_open()  # who guesses session ids is slowed down
             route = self._of_caller(resumed)
         else:
             admission = self._gate.admit()
             try:
-                route = _Route(await self._open_lease(), admission)
+                route = _Route(await self._lease_for(opening.fingerprint), admission)
             except BaseException as error:
                 admission.refused(error)
                 raise

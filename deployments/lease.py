@@ -37,11 +37,16 @@ SERVE_NAMESPACE = "serve"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a replica's data plane listens, and who it is."""
+    """Where a replica's data plane listens, and who it is.
+
+    Attributes:
+        fingerprint: of a target's numerics, as text; empty: not known, or a drafter.
+    """
 
     address: str
     pid: int
     replica_id: str
+    fingerprint: str = ""
 
 
 def data_host(config: DeploymentConfig) -> str:
@@ -83,9 +88,9 @@ class LeaseBook:
     looked for every few seconds.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, fingerprint: str = "") -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self.endpoint = Endpoint(address, os.getpid(), replica_id)
+        self.endpoint = Endpoint(address, os.getpid(), replica_id, fingerprint)
         self._ends: dict[Holder, set[asyncio.Event]] = {}
         self._watcher = asyncio.create_task(self._watch_holders())
 

@@ -13,18 +13,16 @@ from ray.serve.handle import DeploymentHandle
 from deployments.config import DeploymentConfig
 from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
 from deployments.metrics import report_engine
-from paceline.engine import Engine, EngineThread
-from paceline.loading import limit_threads, load_engine
 from paceline.tokenizer import chat_template
 from rpc.access import Gate
 from rpc.bridge import Serving, on_engine
-from rpc.draft_service import served_with
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import start_server
 
 if TYPE_CHECKING:
     from deployments.engines.vllm import VllmEngine
+    from paceline.engine import Engine, EngineThread
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +34,8 @@ POOL_INTERVAL_S = 1.0
 
 
 def _load(config: DeploymentConfig) -> Engine:
+    from paceline.loading import limit_threads, load_engine
+
     model = config.model
     limit_threads(config.num_threads(config.target.num_cpus))
     return load_engine(
@@ -49,6 +49,7 @@ def _load(config: DeploymentConfig) -> Engine:
         kv_tokens=model.kv_tokens,
         limits=config.target.limits.engine_limits(),
         translate=config.speculation.method == "omnidraft",
+        numerics=config.target.numerics,
     )
 
 
@@ -93,9 +94,11 @@ class TargetDeployment:
             gate=Gate(limits=config.target.limits.call_limits()),
             idle_timeout_s=config.target.idle_timeout_s,
             tracing=self._tracing,
+            numerics_mismatch=config.target.numerics_mismatch,
         )
         self._reporting = report_engine(self._engine, self._server.gate)
-        self._leases = LeaseBook(self._server.address)
+        self._fingerprint = str(self._engine.engine.target.fingerprint)
+        self._leases = LeaseBook(self._server.address, self._fingerprint)
         if self._remote is not None:
             ready = await asyncio.to_thread(self._remote.wait_ready, DRAFTER_TIMEOUT_S)
             if not ready:
@@ -104,6 +107,10 @@ class TargetDeployment:
     async def _start_engine(self, config: DeploymentConfig) -> EngineThread:
         """Paceline's own engine on its thread."""
         engine = await asyncio.to_thread(_load, config)
+        # Imported by now, on the thread that loaded the engine.
+        from paceline.engine import EngineThread
+        from rpc.draft_service import served_with
+
         if self._drafters is not None:
             tls = config.data_plane_tls
             self._remote = RemoteDrafter(
@@ -154,6 +161,7 @@ class TargetDeployment:
             "replica_id": endpoint.replica_id,
             "pid": endpoint.pid,
             "address": endpoint.address,
+            "fingerprint": self._fingerprint,
             "leases": self._leases.num_leases,
             **await on_engine(self._engine, counters),
         }

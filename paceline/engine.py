@@ -231,7 +231,7 @@ class Engine:
         if plan.rule.name == "greedy" and params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
         prompt_ids = self._checked_prompt(prompt_ids)
-        committed = self._checked_tokens("committed_token_ids", committed)
+        committed = self.checked_tokens("committed_token_ids", committed)
         self._check_prediction(prediction, plan)
         params.check_vocabulary(self.target.vocab_size)
         if params.stop and self.tokenizer is None:
@@ -392,9 +392,10 @@ class Engine:
                 "prompt", f"{len(prompt_ids)} tokens",
                 f"fewer tokens than the context of {self.target.context_length}",
             )  # fmt: skip
-        return self._checked_tokens("prompt_token_ids", prompt_ids)
+        return self.checked_tokens("prompt_token_ids", prompt_ids)
 
-    def _checked_tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
+    def checked_tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
+        """Token ids from outside; InvalidArgument names ``field`` where one is unknown."""
         size, checked = self.target.vocab_size, []
         for i, token in enumerate(token_ids):
             try:

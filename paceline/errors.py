@@ -59,5 +59,19 @@ class FailedPrecondition(PacelineError, RuntimeError):
     """The call does not fit the state of the session (diverged prefix, fenced epoch, ...)."""
 
 
+class NumericsMismatch(FailedPrecondition):
+    """Tokens of one numerics fingerprint are to be continued, or verified, with another one.
+
+    Attributes:
+        expected: the fingerprint of the tokens so far, as text.
+        actual: the one that was met.
+    """
+
+    def __init__(self, message: str, expected: str = "", actual: str = "") -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.actual = actual
+
+
 class DrafterUnavailable(PacelineError, ConnectionError):
     """The drafter cannot be reached or has died; the session goes on as AR."""

@@ -20,6 +20,7 @@ from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary
 from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
+from paceline.numerics import refuse_portable
 from paceline.profile import LoadCosts, profile_key
 from paceline.target import ModelTarget
 from paceline.tokenizer import Tokenizer, check_same_tokenizer, eos_token_ids, load_tokenizer
@@ -57,6 +58,7 @@ def load_runner(
     kv_tokens: int | None = None,
     general: bool | None = None,
     int8: bool = False,
+    numerics: str = "fastest",
 ) -> ModelRunner:
     """A model from a Hugging Face folder.
 
@@ -68,10 +70,12 @@ def load_runner(
             takes the fast path for the model types that it knows. Encoder-decoder models are on
             the general path too (:mod:`paceline.models.seq2seq` says what their prompts are).
         int8: a model that drafts may compute its products in eight bits, where that is faster.
+        numerics: "fastest" takes what is fastest on this processor; "portable" has the same bits on
+            all processors (:mod:`paceline.numerics`).
 
     Raises:
         ModelNotFound: the folder, or something in it, is missing or damaged.
-        InvalidArgument: an option that does not fit.
+        InvalidArgument: an option that does not fit, or portable numerics where there are none.
     """
     if dtype not in DTYPES:
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}")
@@ -87,6 +91,9 @@ def load_runner(
     if general is None:
         general = config.get("model_type") not in MODEL_TYPES
     if general:
+        refuse_portable(
+            numerics, f"a model of type {config.get('model_type')!r} runs in transformers"
+        )
         from paceline.models.seq2seq import Seq2SeqRunner
         from paceline.models.transformers import TransformersRunner
 
@@ -97,7 +104,7 @@ def load_runner(
         )  # fmt: skip
     return LlamaRunner(
         folder, dtype=DTYPES[dtype], device=device, kv_tokens=kv_tokens,
-        batch_invariant=batch_invariant, int8=int8,
+        batch_invariant=batch_invariant, int8=int8, numerics=numerics,
     )  # fmt: skip
 
 
@@ -147,7 +154,7 @@ def _load_draft_runner(
 ) -> ModelRunner:
     if is_gguf(path):
         return GgufRunner(path, kv_tokens=kv_tokens, gpu=pick_device(device) != "cpu")
-    if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_bfloat16():
+    if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_dots():
         dtype = "bfloat16"
     return load_runner(
         path, dtype=dtype, device=device, batch_invariant=False, kv_tokens=kv_tokens, int8=True
@@ -171,6 +178,7 @@ def load_engine(
     limits: EngineLimits | None = None,
     heads: str | Path | None = None,
     translate: bool = False,
+    numerics: str = "fastest",
 ) -> Engine:
     """An engine over model folders; without any, over the demo pair.
 
@@ -179,6 +187,7 @@ def load_engine(
         drafter_device: where the drafter runs; None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
             default: the demo's, or the folder ``heads`` in the target's.
+        numerics: the target's; see :func:`load_runner`.
 
     Raises:
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
@@ -187,8 +196,9 @@ def load_engine(
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
     runner = load_runner(
-        target, dtype=dtype, device=device, batch_invariant=batch_invariant, kv_tokens=kv_tokens
-    )
+        target, dtype=dtype, device=device, batch_invariant=batch_invariant, kv_tokens=kv_tokens,
+        numerics=numerics,
+    )  # fmt: skip
     tokenizer = load_tokenizer(target)
     drafters: dict[str, Drafter | AsyncDrafter] = {}
     if drafter is not None:
@@ -207,7 +217,7 @@ def load_engine(
     heads = Path(heads) if heads else HEADS_DIR if is_demo else Path(target) / "heads"
     draft_model = drafters.get("draft_model")
     costs = LoadCosts(
-        lambda: profile_key(target, drafter, dtype, pick_device(device)),
+        lambda: profile_key(target, drafter, dtype, pick_device(device), numerics),
         runner,
         draft_model if isinstance(draft_model, DraftModel) else None,
     )

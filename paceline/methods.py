@@ -24,21 +24,12 @@ from paceline.drafters.aggressive import AggressiveDecoding
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.combined import Combined
 from paceline.drafters.copyspec import CopySpec
-from paceline.drafters.head import HeadDrafter
 from paceline.drafters.jacobi import Jacobi
 from paceline.drafters.lookahead import Lookahead
-from paceline.drafters.omnidraft import OmniDraft
 from paceline.drafters.predicted_outputs import MIN_MATCH, PredictedOutputs
 from paceline.drafters.prompt_lookup import PromptLookup
-from paceline.drafters.pseudo import PseudoTokenDrafter
-from paceline.drafters.rasd import Rasd
-from paceline.drafters.s2d import S2D
 from paceline.drafters.sam import SamDecoding
-from paceline.drafters.self_drafter import SelfDrafter
-from paceline.drafters.staged import Staged
-from paceline.drafters.stand import NGramTable, Stand
 from paceline.drafters.suffix import SuffixDecoding
-from paceline.drafters.token_recycling import TokenRecycling
 from paceline.errors import InvalidArgument
 from paceline.lengths.adl import AdaptiveDraftLength
 from paceline.lengths.base import LengthBounds, LengthContext, LengthController
@@ -263,6 +254,70 @@ DEPTH_POLICIES: Mapping[str, Callable[[SpeculationConfig], DepthPolicy]] = {
     "d3": lambda config: D3(config.depth_decay or 1.0, config.min_layers or 0.0),
 }
 
+# Drafters that compute with torch are imported when the first one is made: who only reads the
+# catalogue (a client, a gateway, the command line) starts a second sooner without torch.
+
+
+def _with_head(kind: str) -> Callable[[DrafterContext], Drafter]:
+    def make(context: DrafterContext) -> Drafter:
+        from paceline.drafters.head import HeadDrafter
+
+        return HeadDrafter(context.head(kind))
+
+    return make
+
+
+def _with_pseudo_tokens(kind: str) -> Callable[[DrafterContext], Drafter]:
+    def make(context: DrafterContext) -> Drafter:
+        from paceline.drafters.pseudo import PseudoTokenDrafter
+
+        return PseudoTokenDrafter(context.head(kind))
+
+    return make
+
+
+def _of_target(context: DrafterContext) -> Drafter:
+    from paceline.drafters.self_drafter import SelfDrafter
+
+    return SelfDrafter(context.target)
+
+
+def _token_recycling(context: DrafterContext) -> Drafter:
+    from paceline.drafters.token_recycling import TokenRecycling
+
+    return TokenRecycling(context.vocab_size)
+
+
+def _stand(context: DrafterContext) -> Drafter:
+    from paceline.drafters.stand import NGramTable, Stand
+
+    return Stand(NGramTable(context.vocab_size))
+
+
+def _staged(context: DrafterContext) -> Drafter:
+    from paceline.drafters.staged import Staged
+
+    return Staged(context)
+
+
+def _rasd(context: DrafterContext) -> Drafter:
+    from paceline.drafters.rasd import Rasd
+
+    return Rasd(context)
+
+
+def _s2d(context: DrafterContext) -> Drafter:
+    from paceline.drafters.s2d import S2D
+
+    return S2D(context)
+
+
+def _omnidraft(context: DrafterContext) -> Drafter:
+    from paceline.drafters.omnidraft import OmniDraft
+
+    return OmniDraft(cast("DraftModel", context.drafter("draft_model")))
+
+
 # Drafters that an engine makes by itself, the first time that a request wants them. The others
 # (a draft model, a client) are given to it.
 DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
@@ -282,29 +337,29 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "gauss_seidel": lambda context: Jacobi("blocks"),
     "hybrid_jacobi": lambda context: Jacobi("hybrid"),
     "aggressive": lambda context: AggressiveDecoding(),
-    "token_recycling": lambda context: TokenRecycling(context.vocab_size),
-    "stand": lambda context: Stand(NGramTable(context.vocab_size)),
+    "token_recycling": _token_recycling,
+    "stand": _stand,
     "aded": lambda context: Aded(TrigramTable()),
-    "medusa": lambda context: HeadDrafter(context.head("medusa")),
-    "blockwise": lambda context: HeadDrafter(context.head("blockwise")),
-    "hydra": lambda context: HeadDrafter(context.head("hydra")),
-    "hydra_pp": lambda context: HeadDrafter(context.head("hydra_pp")),
-    "eagle": lambda context: HeadDrafter(context.head("eagle")),
-    "chimera": lambda context: HeadDrafter(context.head("chimera")),
-    "fspad": lambda context: HeadDrafter(context.head("fspad")),
-    "falcon": lambda context: HeadDrafter(context.head("falcon")),
-    "dovetail": lambda context: HeadDrafter(context.head("dovetail")),
-    "moa": lambda context: HeadDrafter(context.head("moa")),
-    "ppd": lambda context: PseudoTokenDrafter(context.head("ppd")),
-    "hidden_transfer": lambda context: PseudoTokenDrafter(context.head("hidden_transfer")),
-    "early_exit": lambda context: SelfDrafter(context.target),
-    "fewer_layers": lambda context: SelfDrafter(context.target),
-    "staged": Staged,
-    "rasd": Rasd,
-    "s2d": S2D,
+    "medusa": _with_head("medusa"),
+    "blockwise": _with_head("blockwise"),
+    "hydra": _with_head("hydra"),
+    "hydra_pp": _with_head("hydra_pp"),
+    "eagle": _with_head("eagle"),
+    "chimera": _with_head("chimera"),
+    "fspad": _with_head("fspad"),
+    "falcon": _with_head("falcon"),
+    "dovetail": _with_head("dovetail"),
+    "moa": _with_head("moa"),
+    "ppd": _with_pseudo_tokens("ppd"),
+    "hidden_transfer": _with_pseudo_tokens("hidden_transfer"),
+    "early_exit": _of_target,
+    "fewer_layers": _of_target,
+    "staged": _staged,
+    "rasd": _rasd,
+    "s2d": _s2d,
     "combined": lambda context: Combined(context.drafter),
     # A draft model with the target's tokenizer; one with another is given to the engine.
-    "omnidraft": lambda context: OmniDraft(cast("DraftModel", context.drafter("draft_model"))),
+    "omnidraft": _omnidraft,
 }
 
 COMMON_KNOBS = frozenset({"method", "acceptance", "length", "allow_lossy"})

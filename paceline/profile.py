@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -177,7 +178,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def profile_key(
-    target: str | Path, drafter: str | Path | None, dtype: str, device: str
+    target: str | Path,
+    drafter: str | Path | None,
+    dtype: str,
+    device: str,
+    numerics: str = "fastest",
 ) -> dict[str, str]:
     """What a profile holds for: models, what computes them, and on how many threads."""
     import torch
@@ -190,14 +195,17 @@ def profile_key(
         "target": fingerprint(Path(target)),
         "drafter": fingerprint(Path(drafter)) if drafter is not None else "",
         "dtype": dtype,
+        "numerics": numerics,
         "device": device,
         "processor": processor() if on_cpu else torch.cuda.get_device_name(device),
-        # The library's name has a digest of its source and its flags.
-        "kernels": f"{Path(library).stem} {os.environ.get('PACELINE_KERNELS', '')}".strip()
-        if usable
-        else "off",
+        "kernels": f"{kernels.variant()} {_digest(Path(library))}" if usable else "off",
         "threads": str(min(kernels.num_threads(), kernels.available_cores())) if on_cpu else "",
     }
+
+
+@lru_cache(maxsize=8)
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def processor() -> str:

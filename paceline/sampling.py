@@ -9,8 +9,9 @@ trick) and reproducible with any drafter, tree, batch or crash, because nothing 
 decides the noise. A drafter that knows the seed proposes with the same noise and is then accepted
 almost as often as an optimal coupling allows (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
-All of it runs on one row of logits at a time in NumPy, so that a row's result cannot depend on
-what is computed beside it.
+All of it runs on one row of logits at a time, so that a row's result cannot depend on what is
+computed beside it, and from operations that give the same bits on every processor
+(:mod:`paceline.exact_math`), in C where the kernels are and in NumPy otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline import exact_math
 from paceline.errors import InvalidArgument
+from paceline.exact_math import in_chunks, log64, log_of, log_of_normal, weights64
 
 if TYPE_CHECKING:
     import torch
@@ -179,6 +182,11 @@ class SamplingParams:
         plain = not self.logit_bias and not self.depends_on_history and self.constraint is None
         return self.temperature == 0 and plain
 
+    @property
+    def keeps_all_tokens(self) -> bool:
+        """True when no token is left out for being unlikely."""
+        return self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """Field values that differ from the defaults, for logs and the wire."""
         default = SamplingParams()
@@ -235,8 +243,9 @@ def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
         count: of the most likely tokens.
     """
     scores = logits.astype(np.float64)
+    total = weights64(scores)[1]
     scores -= scores.max()
-    scores -= math.log(np.exp(scores).sum())
+    scores -= log_of(total)
     top: tuple[tuple[int, float], ...] = ()
     if count:
         least = np.partition(scores, -min(count, len(scores)))[-min(count, len(scores))]
@@ -257,19 +266,36 @@ def scaled_scores(logits: Row, params: SamplingParams) -> Probs:
         kth = np.partition(scores, -params.top_k)[-params.top_k]
         scores[scores < kth] = -np.inf
     if params.top_p < 1.0:
-        order = np.argsort(-scores, kind="stable")
-        mass = np.cumsum(_softmax(scores)[order])
-        # The token that crosses top_p is kept, as everywhere in the field.
-        cut = int(np.searchsorted(mass, params.top_p)) + 1
-        scores[order[cut:]] = -np.inf
+        kept = _most_likely(scores, params.top_p)
+        values = scores[kept]
+        scores.fill(-np.inf)
+        scores[kept] = values
     if params.min_p > 0.0:
-        scores[scores < scores.max() + math.log(params.min_p)] = -np.inf
+        scores[scores < scores.max() + log_of(params.min_p)] = -np.inf
     return scores
 
 
+_OFTEN_ENOUGH = 1024  # most likely tokens that hold top_p more often than not
+
+
+def _most_likely(scores: Probs, top_p: float) -> npt.NDArray[np.int64]:
+    """The smallest set of most likely tokens whose mass reaches ``top_p``, best first."""
+    p, ids = _softmax(scores), np.arange(len(scores))
+    if len(scores) > _OFTEN_ENOUGH:  # sorting a whole vocabulary takes milliseconds
+        ids = np.flatnonzero(scores >= np.partition(scores, -_OFTEN_ENOUGH)[-_OFTEN_ENOUGH])
+    while True:
+        order = ids[np.argsort(-scores[ids], kind="stable")]
+        mass = np.cumsum(p[order])
+        # The token that crosses top_p is kept, as everywhere in the field.
+        cut = int(np.searchsorted(mass, top_p)) + 1
+        if cut <= len(order) or len(order) == len(scores):
+            return order[:cut]
+        ids = np.arange(len(scores))
+
+
 def _softmax(scores: Probs) -> Probs:
-    weights: Probs = np.exp(scores - scores.max())
-    weights /= weights.sum()
+    weights, total = weights64(scores)
+    weights /= total
     return weights
 
 
@@ -305,10 +331,13 @@ def _stream(seed: int, position: int, salt: int) -> int:
     return key
 
 
+_BELOW_1 = 1.0 - 2.0**-53
+
+
 def uniform(seed: int, position: int, token_id: int, salt: int) -> float:
     """One uniform number in (0, 1) from the same family of streams as :func:`gumbel`."""
     bits = _mix((_stream(seed, position, salt) + token_id * _GOLDEN) & _MASK) >> 11
-    return (bits + 0.5) * 2.0**-53
+    return min((bits + 0.5) * 2.0**-53, _BELOW_1)  # the last half rounds up to 1
 
 
 @lru_cache(maxsize=8)
@@ -317,60 +346,46 @@ def _token_counters(vocab_size: int) -> npt.NDArray[np.uint64]:
         return np.arange(vocab_size, dtype=np.uint64) * np.uint64(_GOLDEN)
 
 
-def _uniforms(counters: npt.NDArray[np.uint64], seed: int, position: int, salt: int) -> Probs:
-    bits = counters + np.uint64(_stream(seed, position, salt))
+def _gumbel(counters: npt.NDArray[np.uint64], stream: int) -> Probs:
+    """What noise.c computes, where it cannot be loaded."""
+    bits = counters + np.uint64(stream)
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(_MIX1)
     bits ^= bits >> np.uint64(27)
     bits *= np.uint64(_MIX2)
     bits ^= bits >> np.uint64(31)
     bits >>= np.uint64(11)
-    result: Probs = bits.astype(np.float64)
-    result += 0.5
-    result *= 2.0**-53
-    return result
-
-
-def _as_gumbel(noise: Probs) -> Probs:
-    np.log(noise, out=noise)
+    uniforms: Probs = bits.astype(np.float64)
+    uniforms += 0.5
+    uniforms *= 2.0**-53
+    np.minimum(uniforms, _BELOW_1, out=uniforms)
+    noise = log_of_normal(uniforms)
     np.negative(noise, out=noise)
-    np.log(noise, out=noise)
-    np.negative(noise, out=noise)
-    return noise
+    noise = log_of_normal(noise)
+    return np.negative(noise, out=noise)
 
 
 def gumbel(seed: int, position: int, vocab_size: int, salt: int = Salt.TARGET) -> Probs:
     """Standard Gumbel noise for every token id at a position.  # [vocab_size] float64
 
-    Value ``v`` depends on (seed, position, v, salt) only: the noise for a subset of the
-    vocabulary is the subset of the noise.
+    Value ``v`` is ``-log(-log(uniform(seed, position, v, salt)))`` with
+    :func:`~paceline.exact_math.log64`, so it depends on nothing else, and the noise for a subset of
+    the vocabulary is the subset of the noise, bit for bit.
     """
-    return _as_gumbel(_uniforms(_token_counters(vocab_size), seed, position, salt))
+    stream, library = _stream(seed, position, salt), exact_math.native()
+    if library is not None:
+        return library.gumbel(stream, vocab_size)
+    return in_chunks(lambda counters: _gumbel(counters, stream), _token_counters(vocab_size))
 
 
 def gumbel_at(
     seed: int, position: int, token_ids: npt.NDArray[np.int64], salt: int = Salt.TARGET
 ) -> Probs:
     """What :func:`gumbel` gives to these token ids.  # [len(token_ids)] float64"""
-    counters = token_ids.astype(np.uint64) * np.uint64(_GOLDEN)
-    return _as_gumbel(_uniforms(counters, seed, position, salt))
-
-
-def _exact_log(value: float) -> float:
-    """Natural logarithm from IEEE additions, products and one division: the same bits anywhere."""
-    mantissa, exponent = math.frexp(value)
-    if mantissa < math.sqrt(0.5):
-        mantissa, exponent = mantissa * 2.0, exponent - 1
-    s = (mantissa - 1.0) / (mantissa + 1.0)
-    square, total = s * s, 0.0
-    for k in range(27, 0, -2):
-        total = total * square + 1.0 / k
-    return 2.0 * s * total + exponent * 0.6931471805599453
-
-
-# NumPy's logarithms are good to a few units in the last place but differ between machines. Scores
-# closer to the best than this are compared again with the portable logarithm above.
-_TIE_MARGIN = 1e-9
+    stream, library = _stream(seed, position, salt), exact_math.native()
+    if library is not None:
+        return library.gumbel_at(stream, token_ids)
+    return _gumbel(token_ids.astype(np.uint64) * np.uint64(_GOLDEN), stream)
 
 
 def perturbed_argmax(scores: Probs, seed: int, position: int, salt: int = Salt.TARGET) -> int:
@@ -379,17 +394,12 @@ def perturbed_argmax(scores: Probs, seed: int, position: int, salt: int = Salt.T
     Args:
         scores: unnormalised log-probabilities, -inf where excluded.  # [vocab_size] float64
     """
+    library = exact_math.native()
+    if library is not None:
+        return library.sample_scores(scores, _stream(seed, position, salt))
     total = gumbel(seed, position, len(scores), salt)
     total += scores
-    best = int(np.argmax(total))
-    near = np.flatnonzero(total >= total[best] - _TIE_MARGIN)
-    if len(near) == 1:
-        return best
-    exact = [
-        float(scores[t]) - _exact_log(-_exact_log(uniform(seed, position, int(t), salt)))
-        for t in near
-    ]
-    return int(near[int(np.argmax(exact))])
+    return int(np.argmax(total))
 
 
 def argmax_rows(logits: torch.Tensor) -> list[int]:
@@ -408,10 +418,13 @@ def coupled_sample(logits: Row, params: SamplingParams, position: int) -> int:
     """
     if params.temperature == 0:
         return int(np.argmax(logits))
+    library = exact_math.native()
+    if library is not None and params.keeps_all_tokens and logits.dtype == np.float32:
+        stream = _stream(params.seed, position, Salt.TARGET)
+        return library.sample_logits(logits, params.temperature, stream)
     return perturbed_argmax(scaled_scores(logits, params), params.seed, position)
 
 
 def sample_from(probs: Probs, seed: int, position: int, salt: int) -> int:
     """A token from ``probs`` with the noise stream ``salt``."""
-    with np.errstate(divide="ignore"):
-        return perturbed_argmax(np.log(probs), seed, position, salt)
+    return perturbed_argmax(log64(probs), seed, position, salt)

@@ -13,6 +13,7 @@ from paceline.models.base import KVSequence, ModelRunner, PseudoTokens, Segment
 from paceline.models.exits import layers_of
 from paceline.models.llama import LlamaRunner
 from paceline.models.prefix_cache import PrefixCache
+from paceline.numerics import Fingerprint
 from paceline.session import Session
 from paceline.tree import is_chain
 from paceline.types import Draft, FloatArray, IntArray, Need, Verification
@@ -122,6 +123,11 @@ class ModelTarget:
     @property
     def kv_capacity(self) -> int:
         return self.runner.kv_capacity
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the model's numerics; the first use reads all weights."""
+        return self.runner.fingerprint
 
     @property
     def num_free(self) -> int:

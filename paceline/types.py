@@ -214,6 +214,8 @@ class Verdict:
         sent_ahead: the draft left before the answer to the round before it came.
         verify_seconds: of the target, forward and waiting for its batch.
         travel_seconds: of a frame there and its answer back, the target's time not included.
+        fingerprint: of the target's numerics; empty: not known.
+        numerics_changed: tokens before these come from a target with other numerics.
     """
 
     draft: Draft
@@ -221,6 +223,8 @@ class Verdict:
     sent_ahead: bool = False
     verify_seconds: float = 0.0
     travel_seconds: float = 0.0
+    fingerprint: str = ""
+    numerics_changed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

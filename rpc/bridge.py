@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.config import SpeculationConfig
-from paceline.engine import EventHandler, RoundEvent
 from paceline.sampling import SamplingParams
 from paceline.session import Session
+
+if TYPE_CHECKING:
+    from paceline.engine import EventHandler, RoundEvent
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.config import SpeculationConfig
 from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
+from paceline.numerics import check_mismatch
 from paceline.sampling import SamplingParams, TokenLogprobs
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft
@@ -183,7 +184,9 @@ def open_channel(
 class Round:
     """What one round committed. The first ``num_accepted`` of ``token_ids`` were drafted.
 
-    The fields from ``finish_reason`` to ``num_predicted`` are set in the last round only.
+    The fields from ``finish_reason`` to ``num_predicted`` are set in the last round only, and so is
+    ``prompt_token_ids``, where it was asked for. ``fingerprint`` is in the first round of each
+    server, with ``numerics_changed`` where it is not the one of the rounds before.
     """
 
     round: int
@@ -199,6 +202,9 @@ class Round:
     prompt_length: int = 0
     prediction_length: int = 0
     num_predicted: int = 0
+    fingerprint: str = ""
+    numerics_changed: bool = False
+    prompt_token_ids: tuple[int, ...] = ()
     draft: generate_pb2.RoundDraft | None = None  # where the request asked for it
 
 
@@ -216,6 +222,16 @@ class Completion:
     def last(self) -> Round:
         """The round that has the process ids."""
         return self.rounds[-1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the numerics of the first token; empty: the server did not say."""
+        return next((r.fingerprint for r in self.rounds if r.fingerprint), "")
+
+    @property
+    def numerics_changed(self) -> bool:
+        """Whether a server with other numerics went on."""
+        return any(r.numerics_changed for r in self.rounds)
 
     @staticmethod
     def of(rounds: Sequence[Round]) -> Completion:
@@ -253,8 +269,11 @@ def _generate_request(
     params: SamplingParams | None,
     speculation: SpeculationConfig | None,
     prediction: Prompt,
+    numerics_mismatch: str | None,
 ) -> generate_pb2.GenerateRequest:
     request = generate_pb2.GenerateRequest(sampling=sampling_to_message(params))
+    if numerics_mismatch is not None:
+        request.numerics_mismatch = check_mismatch(numerics_mismatch)
     if isinstance(prompt, str):
         request.text = prompt
     else:
@@ -277,8 +296,13 @@ def _open_request(
     prompt_ids: Sequence[int],
     params: SamplingParams | None,
     speculation: SpeculationConfig | None,
+    fingerprint: str,
+    numerics_mismatch: str | None,
 ) -> verify_pb2.OpenRequest:
     request = build(verify_pb2.OpenRequest, "", token_ids=list(prompt_ids))
+    request.fingerprint = fingerprint
+    if numerics_mismatch is not None:
+        request.numerics_mismatch = check_mismatch(numerics_mismatch)
     request.sampling.CopyFrom(sampling_to_message(params))
     if speculation is not None:
         request.speculation.CopyFrom(speculation_to_message(speculation))
@@ -304,6 +328,9 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         prompt_length=reply.prompt_length,
         prediction_length=reply.prediction_length,
         num_predicted=reply.num_predicted,
+        fingerprint=reply.fingerprint,
+        numerics_changed=reply.numerics_changed,
+        prompt_token_ids=tuple(reply.prompt_token_ids),
         draft=reply.draft if reply.HasField("draft") else None,
     )
 
@@ -314,9 +341,13 @@ class Prefix:
     Attributes:
         token_ids: prompt plus everything committed; enough to open the session elsewhere.
         finish_reason: None while the session goes on.
+        fingerprint: of the server's numerics, to be sent when the session is opened elsewhere.
+        numerics_changed: whether the tokens that it was opened with come from other numerics.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
+        self.fingerprint = ""
+        self.numerics_changed = False
         self.token_ids = list(token_ids)
         self.session_id = ""
         self.epoch = 0
@@ -333,6 +364,8 @@ class Prefix:
         self.epoch = result.epoch
         self.max_nodes = result.max_nodes
         self.max_depth = result.max_depth
+        self.fingerprint = result.fingerprint
+        self.numerics_changed = result.numerics_changed
         if self.unanswered is not None and result.next_round == self.next_round + 1:
             return True
         self.next_round = result.next_round
@@ -496,18 +529,25 @@ class Client:
         prediction: Prompt = (),
         timeout: float | None = None,
         return_draft: bool = False,
+        return_prompt_token_ids: bool = False,
+        numerics_mismatch: str | None = None,
     ) -> Generation:
         """Start generating; the rounds come as they are committed.
 
         Args:
             prediction: what the output is expected to be; a draft, which never changes it.
             return_draft: rounds say what was drafted, too (``Round.draft``).
+            return_prompt_token_ids: the last round has the prompt's tokens.
+            numerics_mismatch: where the server is lost and has other numerics when it is back,
+                "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
+                what the server is configured to do.
 
         Raises:
             PacelineError: whatever the server refused, when the first round is asked for.
         """
-        request = _generate_request(prompt, params, speculation, prediction)
+        request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
         request.return_draft = return_draft
+        request.return_prompt_token_ids = return_prompt_token_ids
         return Generation(self._start_generation, request, timeout or self._timeout, self._resume_s)
 
     def _start_generation(
@@ -523,11 +563,13 @@ class Client:
         *,
         prediction: Prompt = (),
         timeout: float | None = None,
+        numerics_mismatch: str | None = None,
     ) -> Completion:
         """Generate and wait for the end."""
         generation = self.generate(
-            prompt, params, speculation, prediction=prediction, timeout=timeout
-        )
+            prompt, params, speculation, prediction=prediction, timeout=timeout,
+            numerics_mismatch=numerics_mismatch,
+        )  # fmt: skip
         return Completion.of(list(generation))
 
     def get_model(self) -> generate_pb2.Model:
@@ -539,9 +581,22 @@ class Client:
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
         speculation: SpeculationConfig | None = None,
+        *,
+        fingerprint: str = "",
+        numerics_mismatch: str | None = None,
     ) -> VerifySession:
-        """Open a verify session over unary calls."""
-        request = _open_request(prompt_ids, params, speculation)
+        """Open a verify session over unary calls.
+
+        Args:
+            fingerprint: of the server that has committed some of these tokens
+                (``Prefix.fingerprint``): one with other numerics refuses.
+            numerics_mismatch: "refuse", or "allow" it to go on (``Prefix.numerics_changed``); None:
+                what it is configured to do.
+
+        Raises:
+            NumericsMismatch: the server's fingerprint is another one.
+        """
+        request = _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
         prefix = Prefix(prompt_ids)
         prefix.opened(self._unary(self._verify.Open, request))
         return VerifySession(self, prefix)
@@ -716,10 +771,13 @@ class AsyncClient:
         prediction: Prompt = (),
         timeout: float | None = None,
         return_draft: bool = False,
+        return_prompt_token_ids: bool = False,
+        numerics_mismatch: str | None = None,
     ) -> AsyncGeneration:
         """Start generating; see :meth:`Client.generate`."""
-        request = _generate_request(prompt, params, speculation, prediction)
+        request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
         request.return_draft = return_draft
+        request.return_prompt_token_ids = return_prompt_token_ids
         return AsyncGeneration(
             self._start_generation, request, timeout or self._timeout, self._resume_s
         )
@@ -737,11 +795,13 @@ class AsyncClient:
         *,
         prediction: Prompt = (),
         timeout: float | None = None,  # noqa: ASYNC109  the deadline travels with the call
+        numerics_mismatch: str | None = None,
     ) -> Completion:
         """Generate and wait for the end."""
         generation = self.generate(
-            prompt, params, speculation, prediction=prediction, timeout=timeout
-        )
+            prompt, params, speculation, prediction=prediction, timeout=timeout,
+            numerics_mismatch=numerics_mismatch,
+        )  # fmt: skip
         return Completion.of([r async for r in generation])
 
     async def get_model(self) -> generate_pb2.Model:
@@ -758,10 +818,15 @@ class AsyncClient:
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
         speculation: SpeculationConfig | None = None,
+        *,
+        fingerprint: str = "",
+        numerics_mismatch: str | None = None,
     ) -> AsyncVerifySession:
-        """Open a verify session on a stream of its own."""
+        """Open a verify session on a stream of its own; see :meth:`Client.open_session`."""
         session = AsyncVerifySession(self._session_call(), Prefix(prompt_ids), self._timeout)
-        return await session._open(_open_request(prompt_ids, params, speculation))
+        return await session._open(
+            _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
+        )
 
     async def resume_session(self, prefix: Prefix) -> AsyncVerifySession:
         """Take a session of this server over on a new stream; the old one is fenced off.
@@ -769,7 +834,8 @@ class AsyncClient:
         A round whose answer was lost is asked for again and applied to ``prefix``.
 
         Raises:
-            SessionNotFound: it is gone; open a new one with ``prefix.token_ids``.
+            SessionNotFound: it is gone; open a new one with ``prefix.token_ids`` and
+                ``prefix.fingerprint``.
         """
         session = AsyncVerifySession(self._session_call(), prefix, self._timeout)
         return await session._open(verify_pb2.OpenRequest(resume_session_id=prefix.session_id))

@@ -1,14 +1,15 @@
 """A generation that goes on elsewhere when its server is lost.
 
 Committed tokens are all that a server knows of a generation, and who reads its stream has them. So
-the next server is asked for what comes after them, and coupled sampling makes it the same.
+the next server is asked for what comes after them, and coupled sampling makes it the same, where
+numerics are the same: the request names the fingerprint of the last server.
 """
 
 from __future__ import annotations
 
 import time
 
-from paceline.errors import PacelineError, ResourceExhausted
+from paceline.errors import NumericsMismatch, PacelineError, ResourceExhausted
 from rpc.errors import Cancelled, ServerUnavailable
 from rpc.gen.paceline.v1 import generate_pb2
 
@@ -19,16 +20,21 @@ class Continuation:
     Args:
         request: a serialized GenerateRequest.
         timeout_s: for the whole generation; None: no limit.
+        fingerprint: that the request has.
 
     Attributes:
         num_tries: servers that were asked since the last token came.
+        fingerprint: of the server that committed the last token; empty: not known.
     """
 
-    def __init__(self, request: bytes, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, request: bytes, timeout_s: float | None = None, *, fingerprint: str = ""
+    ) -> None:
         self._request = request
         self._started = time.monotonic()
         self._deadline = None if timeout_s is None else self._started + timeout_s
         self._tokens: list[int] = []
+        self.fingerprint = fingerprint
         self._rounds = 0
         self._first_token_s = 0.0
         self._lost_at: float | None = None  # after the last token
@@ -56,6 +62,7 @@ class Continuation:
             whether the reply has changed.
         """
         now = time.monotonic() - self._started
+        self.fingerprint = reply.fingerprint or self.fingerprint
         if reply.token_ids:
             self._first_token_s = self._first_token_s or now
             self._tokens += reply.token_ids
@@ -81,15 +88,21 @@ class Continuation:
         """Whether to ask again, here or elsewhere.
 
         Args:
-            error: what ended the last try. A server that is full ends only what it is asked first.
+            error: what ended the last try. A server that is full ends only what it is asked first,
+                and one with other numerics nothing: another one may come in its place.
             patience_s: so long after the loss of a server this may take.
         """
         now = time.monotonic()
         lost = isinstance(error, (ServerUnavailable, Cancelled))
-        full = isinstance(error, ResourceExhausted) and error.retry_after_s > 0
+        busy = isinstance(error, ResourceExhausted) and error.retry_after_s > 0
+        other = isinstance(error, NumericsMismatch)
         if self._lost_at is None and lost:
             self._lost_at = now
-        if self._lost_at is None or not (lost or full) or now - self._lost_at >= patience_s:
+        if (
+            self._lost_at is None
+            or not (lost or busy or other)
+            or now - self._lost_at >= patience_s
+        ):
             return False
         return self._deadline is None or now < self._deadline
 
@@ -102,4 +115,5 @@ class Continuation:
             return self._request
         request = generate_pb2.GenerateRequest.FromString(self._request)
         request.committed_token_ids.extend(self._tokens)
+        request.fingerprint = self.fingerprint
         return request.SerializeToString()

@@ -165,6 +165,8 @@ class DeviceResult:
     Attributes:
         unverified_ids: tokens after ``token_ids`` that no target has verified, because no server
             came back in time.
+        fingerprint: of the numerics of the server that committed the last token; empty: not known.
+        numerics_changed: whether a server with other numerics went on in between.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -174,6 +176,8 @@ class DeviceResult:
     counters: RemoteCounters = field(default_factory=RemoteCounters)
     mode_changes: list[ModeChange] = field(default_factory=list)
     unverified_ids: list[int] = field(default_factory=list)
+    fingerprint: str = ""
+    numerics_changed: bool = False
 
 
 class DeviceClient:
@@ -188,6 +192,8 @@ class DeviceClient:
         connect: makes a channel to an address; the place for TLS and credentials.
         patience: when a server counts as lost.
         offline_ok: decode on with the drafter alone while no server answers.
+        numerics_mismatch: where a server is lost, and those that answer have other numerics:
+            "refuse" ends the generation with NumericsMismatch, "allow" goes on and says so.
         modes: ways to get tokens that may be used, the first to begin with.
         max_in_flight: rounds under way at a time.
         on_unverified: called while no server answers, with all tokens after the committed ones that
@@ -211,6 +217,7 @@ class DeviceClient:
         connect: Connect = open_channel,
         patience: Patience | None = None,
         offline_ok: bool = False,
+        numerics_mismatch: str = "refuse",
         modes: Sequence[Mode] = LADDER,
         max_in_flight: int = MAX_IN_FLIGHT,
         on_unverified: Callable[[Sequence[int]], None] = lambda token_ids: None,
@@ -234,6 +241,7 @@ class DeviceClient:
             patience=patience,
             alone_ok=offline_ok,
             on_alone=self._on_alone,
+            numerics_mismatch=numerics_mismatch,
             first_mode=modes[0],
             max_in_flight=max_in_flight,
         )  # fmt: skip
@@ -285,10 +293,12 @@ class DeviceClient:
                     if event.outcome is None:
                         break  # the session failed
                     self._unverified = []
+                    verdict = event.outcome.verification.verdict
+                    assert verdict is not None  # of a remote target
+                    result.fingerprint = verdict.fingerprint
+                    result.numerics_changed = verdict.numerics_changed
                     yield self._round(event, session, ladder.mode)
                     if not event.finished:
-                        verdict = event.outcome.verification.verdict
-                        assert verdict is not None  # of a remote target
                         mode = ladder.observe(len(event.token_ids), verdict.verify_seconds)
                         self.target.change_mode(session, mode)
                 events.clear()

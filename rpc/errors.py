@@ -26,6 +26,7 @@ from paceline.errors import (
     FailedPrecondition,
     InvalidArgument,
     ModelNotFound,
+    NumericsMismatch,
     PacelineError,
     ResourceExhausted,
     SessionNotFound,
@@ -184,6 +185,18 @@ ERRORS: tuple[ErrorRow, ...] = (
         lambda e: {"expected_round": str(e.expected_round)},
     ),
     ErrorRow(EpochFenced, _CODE.FAILED_PRECONDITION, "EPOCH_FENCED", _message_only(EpochFenced)),
+    ErrorRow(
+        NumericsMismatch,
+        _CODE.FAILED_PRECONDITION,
+        "NUMERICS_MISMATCH",
+        lambda d: NumericsMismatch(
+            d.message, d.metadata.get("expected", ""), d.metadata.get("actual", "")
+        ),
+        lambda e: {
+            "expected": _shortened(e.expected, _MAX_VALUE),
+            "actual": _shortened(e.actual, _MAX_VALUE),
+        },
+    ),
     ErrorRow(
         TokenizerMismatch,
         _CODE.FAILED_PRECONDITION,

@@ -8,14 +8,14 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
-from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument
+from paceline.numerics import Fingerprint, check_mismatch
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
 from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
@@ -24,12 +24,16 @@ from rpc.bridge import Serving, hand_over
 from rpc.errors import InternalError
 from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from rpc.messages import (
+    numerics_differ,
     sampling_from_message,
     speculation_from_message,
     statistics_to_message,
 )
 from rpc.round_drafts import RoundDrafts
 from rpc.tracing import Span, Tracing, traceparent_of
+
+if TYPE_CHECKING:
+    from paceline.engine import RoundEvent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,6 +66,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     Args:
         gate: admits calls and counts what they use; None admits all that the engine takes.
         tracing: None traces nothing.
+        numerics_mismatch: as of :class:`rpc.verify_service.VerifyServicer`.
     """
 
     def __init__(
@@ -71,7 +76,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         *,
         gate: Gate | None = None,
         tracing: Tracing | None = None,
+        numerics_mismatch: str = "refuse",
     ) -> None:
+        self._fingerprint: Fingerprint = thread.engine.target.fingerprint
+        self._numerics_mismatch = check_mismatch(numerics_mismatch)
         self._thread = thread
         self._tracing = tracing
         self._gate = gate or Gate()
@@ -108,6 +116,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         span: Span | None,
         scope: str,
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
+        changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         prompt_ids = await self._prompt_ids(request)
         prediction = await self._prediction(request)
         params = sampling_from_message(request.sampling)
@@ -126,7 +135,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         session_id = secrets.token_urlsafe(16)
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        finished = False
+        first, finished = True, False
         submitted = self._thread.submit(
             prompt_ids,
             params,
@@ -156,6 +165,11 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                     span.round(event)
                 admission.charge(len(event.token_ids))
                 reply = self._reply(event, drafter_name)
+                if first:
+                    reply.fingerprint, reply.numerics_changed = str(self._fingerprint), changed
+                    first = False
+                if finished and request.return_prompt_token_ids:
+                    reply.prompt_token_ids.extend(prompt_ids)
                 if drafts is not None and event.outcome is not None:
                     reply.draft.CopyFrom(drafts.of(event, event.outcome))
                 yield reply
@@ -187,6 +201,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             bos_token=self._model.chat_template.bos_token,
             eos_token=self._model.chat_template.eos_token,
             tokenizer=self._tokenizer_fingerprint,
+            fingerprint=str(self._fingerprint),
             limits=generate_pb2.Limits(
                 max_sessions=engine.limits.max_sessions,
                 max_waiting=engine.limits.max_waiting,

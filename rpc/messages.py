@@ -17,6 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
+from paceline.numerics import Fingerprint, check_mismatch, mismatch
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft, DraftProbs
@@ -190,6 +191,33 @@ def tokens_from_message(field: str, token_ids: Sequence[int], vocab_size: int) -
 
 # Moments are local to a process; they travel as seconds since the session's start.
 MOMENTS = ("started_at", "admitted_at", "prefilled_at", "first_token_at", "finished_at")
+
+
+def numerics_differ(request: Any, own: Fingerprint, default: str) -> bool:
+    """The fence: whether a session goes on with other numerics than its tokens so far have.
+
+    Args:
+        request: has ``fingerprint`` and ``numerics_mismatch``.
+        own: of this replica.
+        default: for a request that does not say what happens to a mismatch.
+
+    Raises:
+        NumericsMismatch: they differ, and that is not allowed.
+        InvalidArgument: one of the two fields makes no sense.
+    """
+    policy = check_mismatch(request.numerics_mismatch or default)
+    if not request.fingerprint:
+        return False
+    given = Fingerprint.parse(request.fingerprint)
+    if given == own:
+        return False
+    if policy == "allow":
+        return True
+    raise mismatch(
+        "the tokens so far are of", given, own,
+        "go on where the fingerprint is the same, run all replicas with `target.numerics: "
+        "portable`, or ask with numerics_mismatch 'allow' if the rest may differ",
+    )  # fmt: skip
 
 
 def statistics_to_message(stats: SessionStatistics) -> common_pb2.Statistics:

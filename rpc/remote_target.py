@@ -13,7 +13,9 @@ the answer has come.
 
 *Losing a server.* Committed tokens are all that a target knows of a session, and this side has
 them. A stream that breaks is resumed, or opened anew with these tokens, there or at the next
-address, and the rounds in flight are sent again. Coupled sampling makes the continuation the same.
+address, and the rounds in flight are sent again. Coupled sampling makes the continuation the same
+where numerics are the same: a session that is opened anew names the fingerprint of its tokens, and
+a server with another one refuses. When no server has it the session fails, or goes on and says so.
 
 *Other ways to the same tokens.* :class:`Mode` names them; a session may change between rounds.
 """
@@ -41,12 +43,14 @@ from paceline.config import SpeculationConfig
 from paceline.errors import (
     FailedPrecondition,
     InvalidArgument,
+    NumericsMismatch,
     PacelineError,
     ResourceExhausted,
     SessionNotFound,
 )
 from paceline.lengths.base import depth_ahead
 from paceline.models.base import PseudoTokens
+from paceline.numerics import check_mismatch
 from paceline.session import Session
 from paceline.tree import is_chain
 from paceline.types import (
@@ -93,7 +97,7 @@ DraftAhead = Callable[[Session, Budget], Draft]
 # After these another attempt, there or elsewhere, can help; everything else is the caller's to see.
 _TRANSIENT = (
     ServerUnavailable, DeadlineExceeded, Cancelled, InternalError, ResourceExhausted,
-    SessionNotFound, PrefixDiverged, RoundOutOfOrder, EpochFenced,
+    SessionNotFound, PrefixDiverged, RoundOutOfOrder, EpochFenced, NumericsMismatch,
 )  # fmt: skip
 
 # Rounds that may be under way while the connection is up, and the chance below which a guess about
@@ -142,6 +146,7 @@ class TargetInfo:
     name: str = ""
     default_method: str = ""
     tokenizer: str = ""  # its fingerprint (paceline.tokenizer); empty: not known
+    fingerprint: str = ""  # of its numerics (paceline.numerics); empty: not known
 
     @staticmethod
     def of(model: generate_pb2.Model) -> TargetInfo:
@@ -152,6 +157,7 @@ class TargetInfo:
             name=model.name,
             default_method=model.default_method,
             tokenizer=model.tokenizer,
+            fingerprint=model.fingerprint,
         )
 
 
@@ -292,6 +298,11 @@ class _Link:
         self.epoch = 0
         self._wire_id = ""  # the server's name for the session; empty: nothing to resume
         self._resuming = False
+        # Numerics of the server that has the session; empty: it did not say.
+        self.fingerprint = ""
+        self.numerics_changed = False
+        self._allows_other = False  # numerics, for the next attempt
+        self._tried: dict[int, PacelineError] = {}  # servers, since the last answer
         # Sessions by server that were not closed in proper form, and may still hold memory there.
         self._left: dict[str, list[verify_pb2.CloseRequest]] = {}
         self._ready = False  # rounds may be sent
@@ -392,6 +403,7 @@ class _Link:
             open_request = verify_pb2.OpenRequest(token_ids=session.token_ids)
             open_request.sampling.CopyFrom(self._sampling())
             open_request.speculation.CopyFrom(self._draft_limits())
+            self._fence(open_request)
             owner.counters.num_opened += 1
         self._owed.append("open")
         self._stream.send(verify_pb2.VerifyFrame(open=open_request))
@@ -420,6 +432,17 @@ class _Link:
             replace(session.params, stop=(), max_tokens=max(1, session.remaining))
         )
 
+    def _fence(self, request: verify_pb2.OpenRequest | generate_pb2.GenerateRequest) -> None:
+        """Say which numerics the tokens so far have, if a server has made some."""
+        if self.fingerprint and self.session.length > self.session.prompt_length:
+            request.fingerprint = self.fingerprint
+            request.numerics_mismatch = "allow" if self._allows_other else "refuse"
+
+    def _met(self, reply: verify_pb2.OpenResult | generate_pb2.GenerateReply) -> None:
+        """Note the numerics of a server that has taken the session."""
+        self.fingerprint = reply.fingerprint or self.fingerprint
+        self.numerics_changed |= reply.numerics_changed
+
     def _draft_limits(self) -> common_pb2.Speculation:
         config = self.session.plan.config
         depth = max(config.num_speculative_tokens or 0, config.length_max or 0)
@@ -440,6 +463,7 @@ class _Link:
         request.token_ids.token_ids.extend(session.token_ids[: session.prompt_length])
         if self.mode is Mode.AR:
             request.speculation.method = "ar"
+        self._fence(request)
         return request
 
     def _drop_stream(self) -> None:
@@ -477,7 +501,8 @@ class _Link:
             self._retry_at = now  # it may only have been the connection
             return
         self._leave()
-        self._server = (self._server + 1) % len(owner.servers)
+        self._tried[self._server] = error
+        self._server = self._next_server()
         extra = self._failures - 1 - len(owner.servers)
         pause = 0.0
         if extra >= 0:
@@ -487,9 +512,31 @@ class _Link:
                 pause = max(pause, error.retry_after_s)
         self._retry_at = now + pause
 
+    def _next_server(self) -> int:
+        """The next of the list, or one with other numerics where they are allowed and none with the
+        right ones answers.
+
+        Raises:
+            NumericsMismatch: all of them have other numerics.
+        """
+        owner, after = self._owner, (self._server + 1) % len(self._owner.servers)
+        self._allows_other = False
+        others = [i for i, e in self._tried.items() if isinstance(e, NumericsMismatch)]
+        if not others or len(self._tried) < len(owner.servers):
+            return after
+        if owner.numerics_mismatch == "allow":
+            self._allows_other = True
+            return others[0]
+        if len(others) == len(owner.servers):
+            raise self._tried[others[0]]
+        return after
+
     def _give_up_after(self, now: float) -> None:
         since = self._failing_since
         if since is not None and now - since > self._owner.patience.give_up:
+            for error in self._tried.values():
+                if isinstance(error, NumericsMismatch):
+                    raise error
             raise ServerUnavailable(
                 f"no answer from {', '.join(self._owner.servers)} for {now - since:.0f} s; the "
                 f"last error: {self._last_error}"
@@ -574,6 +621,7 @@ class _Link:
 
     def _opened(self, result: verify_pb2.OpenResult) -> None:
         self._wire_id, self.epoch = result.session_id, result.epoch
+        self._met(result)
         if not self._resuming:
             return
         self._resuming = False
@@ -624,6 +672,8 @@ class _Link:
             sent_ahead=first.bonus is not None,
             verify_seconds=result.timings.total_seconds,
             travel_seconds=self._owner.travel_seconds,
+            fingerprint=self.fingerprint,
+            numerics_changed=self.numerics_changed,
         )
 
     def _went_as_guessed(self) -> Verdict:
@@ -639,6 +689,8 @@ class _Link:
             acceptance=Acceptance(tuple(range(first.draft.num_nodes)), bonus),
             sent_ahead=first.bonus is not None,
             travel_seconds=self._owner.travel_seconds,
+            fingerprint=self.fingerprint,
+            numerics_changed=self.numerics_changed,
         )
 
     def _check_end(self, tokens: list[int], reason: str) -> None:
@@ -676,6 +728,8 @@ class _Link:
             now = time.monotonic()
             self._owner.counters.outage_seconds.append(now - self._failing_since)
         self._failures, self._failing_since = 0, None
+        self._tried.clear()
+        self._allows_other = False
         self._owner.preferred = self._server
 
     def _learn(self, first: _Round, accepted: int, server_seconds: float) -> None:
@@ -700,6 +754,7 @@ class _Link:
         if len(tokens) == accepted:
             self._check_end(tokens, reply.finish_reason)
         self._digest.extend(tokens)
+        self._met(reply)
         self._back()
         return Verdict(
             draft=Draft.chain(tokens[:accepted]),
@@ -707,6 +762,8 @@ class _Link:
                 tuple(range(accepted)), tokens[accepted] if len(tokens) > accepted else 0
             ),
             travel_seconds=self._owner.travel_seconds,
+            fingerprint=self.fingerprint,
+            numerics_changed=self.numerics_changed,
         )
 
     # --- drafting ahead -------------------------------------------------------------------------
@@ -781,6 +838,8 @@ class RemoteTarget:
         alone_ok: while no server answers, the drafter decodes on alone.
         on_alone: called with a session and its tokens after the committed ones that no target has
             verified, each time that there are more of them.
+        numerics_mismatch: where the servers that answer have other numerics than a session's
+            tokens: "refuse" ends it with NumericsMismatch, "allow" goes on.
         first_mode: of new sessions.
         max_in_flight: rounds under way at a time; 1 waits for every answer.
 
@@ -804,6 +863,7 @@ class RemoteTarget:
         patience: Patience | None = None,
         alone_ok: bool = False,
         on_alone: Callable[[Session, list[int]], None] = lambda session, tokens: None,
+        numerics_mismatch: str = "refuse",
         first_mode: Mode = Mode.DEVICE,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
@@ -817,6 +877,7 @@ class RemoteTarget:
         self.patience = patience or Patience()
         self.alone_ok = alone_ok
         self.on_alone = on_alone
+        self.numerics_mismatch = check_mismatch(numerics_mismatch)
         self.first_mode = first_mode
         self.max_in_flight = max_in_flight
         self.draft_ahead: DraftAhead | None = None

@@ -7,17 +7,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument, PacelineError
 from rpc.access import AccessInterceptor, Gate
 from rpc.bridge import Serving
-from rpc.draft_service import DraftServicer
 from rpc.errors import ErrorInterceptor
 from rpc.gen.paceline.v1 import (
     draft_pb2,
@@ -32,6 +30,9 @@ from rpc.messages import MAX_MESSAGE_BYTES
 from rpc.tls import check_plain_text
 from rpc.tracing import Tracing
 from rpc.verify_service import NoVerifyServicer, VerifyServicer
+
+if TYPE_CHECKING:
+    from rpc.draft_service import DraftServicer
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ async def start_server(
     idle_timeout_s: float = 120.0,
     register: Callable[[grpc.aio.Server], list[str]] | None = None,
     tracing: Tracing | None = None,
+    numerics_mismatch: str = "refuse",
 ) -> RpcServer:
     """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
 
@@ -128,6 +130,8 @@ async def start_server(
         idle_timeout_s: sessions and streams that nobody touches for so long are closed.
         register: adds further services and returns their full names.
         tracing: for the services over an engine; it stays the caller's to stop.
+        numerics_mismatch: "refuse" or "allow" a session whose tokens come from other numerics than
+            the engine's, where the request does not say.
 
     Raises:
         InvalidArgument: nothing to serve, a port outside the range, or plain text on an address
@@ -152,17 +156,31 @@ async def start_server(
     names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
     result = RpcServer("", 0, server, health.aio.HealthServicer(), gate)
     if engine is not None:
-        result.generate = GenerateServicer(engine, model or ModelInfo(), gate=gate, tracing=tracing)
+        from paceline.engine import EngineThread  # loads torch, which a gateway does without
+
+        # Read here for the first time, which takes a while: not on the event loop.
+        await asyncio.to_thread(lambda: engine.engine.target.fingerprint)
+        result.generate = GenerateServicer(
+            engine,
+            model or ModelInfo(),
+            gate=gate,
+            tracing=tracing,
+            numerics_mismatch=numerics_mismatch,
+        )
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(result.generate, server)
         names.append(_full_name(generate_pb2, "GenerateService"))
         if not isinstance(engine, EngineThread):
             verify_pb2_grpc.add_VerifyServiceServicer_to_server(NoVerifyServicer(), server)
-    if isinstance(engine, EngineThread):
-        result.verify = VerifyServicer(
-            engine, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing
-        )
-        verify_pb2_grpc.add_VerifyServiceServicer_to_server(result.verify, server)
-        names.append(_full_name(verify_pb2, "VerifyService"))
+        else:
+            result.verify = VerifyServicer(
+                engine,
+                idle_timeout_s=idle_timeout_s,
+                gate=gate,
+                tracing=tracing,
+                numerics_mismatch=numerics_mismatch,
+            )
+            verify_pb2_grpc.add_VerifyServiceServicer_to_server(result.verify, server)
+            names.append(_full_name(verify_pb2, "VerifyService"))
     if drafter is not None:
         result.draft = drafter
         draft_pb2_grpc.add_DraftServiceServicer_to_server(drafter, server)

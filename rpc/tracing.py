@@ -12,11 +12,13 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.session import Session, SessionStatistics
+
+if TYPE_CHECKING:
+    from paceline.engine import RoundEvent
 
 Exporter = Literal["otlp", "console", "file", "none"]
 EXPORTERS: tuple[Exporter, ...] = ("otlp", "console", "file", "none")

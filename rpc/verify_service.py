@@ -12,15 +12,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import numpy as np
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.client import ClientDrafter
-from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
+from paceline.numerics import Fingerprint, check_mismatch
 from paceline.sampling import CONSTRAINTS, SamplingParams
 from paceline.session import Session
 from paceline.tree import depths, height
@@ -39,12 +39,16 @@ from rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
 from rpc.messages import (
     PrefixDigest,
     draft_from_message,
+    numerics_differ,
     sampling_from_message,
     speculation_from_message,
     statistics_to_message,
 )
 from rpc.streams import within
 from rpc.tracing import Span, Tracing, traceparent_of
+
+if TYPE_CHECKING:
+    from paceline.engine import EngineThread, RoundEvent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -88,6 +92,7 @@ class _Wire:
         self.arrived_at = 0.0
         self.verify_seconds = 0.0
         self.finish_reason = ""
+        self.numerics_changed = False
         self.touched_at = time.monotonic()
 
     def on_event(self, event: RoundEvent) -> None:
@@ -134,6 +139,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             send nothing for so long.
         gate: admits sessions and counts what they use; None admits all that the engine takes.
         tracing: None traces nothing.
+        numerics_mismatch: for requests that do not say what happens to a session with another
+            fingerprint than this replica's: "refuse" or "allow".
     """
 
     def __init__(
@@ -143,7 +150,10 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         idle_timeout_s: float = 120.0,
         gate: Gate | None = None,
         tracing: Tracing | None = None,
+        numerics_mismatch: str = "refuse",
     ) -> None:
+        self._fingerprint: Fingerprint = thread.engine.local_target.fingerprint
+        self._numerics_mismatch = check_mismatch(numerics_mismatch)
         self._thread = thread
         self._tracing = tracing
         self._gate = gate or Gate()
@@ -301,6 +311,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         span: Span | None,
         scope: str,
     ) -> _Wire:
+        changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         speculation = SpeculationConfig(method="client")
         if request.HasField("speculation"):
             given = speculation_from_message(request.speculation)
@@ -341,6 +352,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             if not opened:
                 self._cancel(session_id)
         wire = self._wires[session_id] = _Wire(session, admission, span)
+        wire.numerics_changed = changed
         if span is not None:
             span.session = session
         for event in early:  # it failed before it was known here
@@ -358,6 +370,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             max_nodes=min(config.node_budget or 0, self._gate.limits.max_nodes),
             max_depth=config.num_speculative_tokens or 0,
             idle_timeout_seconds=self._idle_timeout_s,
+            fingerprint=str(self._fingerprint),
+            numerics_changed=wire.numerics_changed,
         )
 
     async def _verify(

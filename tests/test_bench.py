@@ -24,7 +24,7 @@ from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_pro
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.loading import load_engine
+from paceline.loading import load_engine, load_runner
 from paceline.methods import METHODS
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import load_tokenizer
@@ -136,6 +136,7 @@ def test_a_result_has_every_method_category_and_field(
     for name in ("python", "torch", "cpu", "cores", "threads", "dtype", "paceline", "date"):
         assert environment[name], name
     assert environment["batch_invariant"] is True
+    assert environment["fingerprint"] == str(load_runner(target, kv_tokens=64).fingerprint)
     assert environment["target"] == str(target)
 
     runs = len(methods) * (1 + 2 * 4)  # a warm-up, then 2 repetitions of 4 prompts

@@ -322,7 +322,8 @@ def check(work: Work, points: Sequence[str]) -> dict[str, Any]:
         group = models.groups()[0]
         params = models.space.document.workload.sampling_params()
         ar = models.space.ar
-        models.backend(ar).generate(ar.speculation, [group[0][:1]], params)
+        backend = models.backend(ar)
+        backend.generate(ar.speculation, [group[0][:1]], params)
         refused = {}
         for text in points:
             point = Point.model_validate_json(text)
@@ -330,7 +331,8 @@ def check(work: Work, points: Sequence[str]) -> dict[str, Any]:
                 models.check(point, group[0], params)
             except PacelineError as error:
                 refused[point.key] = str(error)
-        return {"refused": refused, "environment": describe_environment()}
+        environment = {**describe_environment(), "fingerprint": backend.fingerprint}
+        return {"refused": refused, "environment": environment}
     except (PacelineError, ValueError, RuntimeError, OSError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

@@ -35,6 +35,7 @@ class VllmBackend:
         assert engine.tokenizer is not None
         self.tokenizer: Tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
+        self.fingerprint = str(engine.target.fingerprint)
         reasons = {name: engine.refusal(row) for name, row in engine.catalogue.items()}
         self.methods = [name for name, reason in reasons.items() if reason is None]
         self.unavailable: Mapping[str, str] = {n: r for n, r in reasons.items() if r is not None}

@@ -35,7 +35,9 @@ from paceline.errors import (
     ResourceExhausted,
 )
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
+from paceline.models.kernels import NUMERICS_VERSION
 from paceline.models.llama import read_config
+from paceline.numerics import Fingerprint, class_name, digest_files, torch_class
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams, TokenLogprobs
 from paceline.session import Session, SessionState
@@ -60,6 +62,7 @@ class VllmTarget:
     vocab_size: int
     context_length: int
     stats: _Stats
+    fingerprint: Fingerprint
 
     @property
     def kv_capacity(self) -> int:
@@ -78,6 +81,21 @@ class _Worker:
 
     pid: int = 0
     address: str = ""
+
+
+def _digest(folder: Path) -> str:
+    """Of the files that vLLM reads: it has the tensors in processes of its own."""
+    return digest_files([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+
+
+def _numerics_class(settings: Any) -> str:
+    """vLLM with its version, and what it computes on."""
+    import torch
+    import vllm
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tensor_parallel = f"tp{settings.parallel_config.tensor_parallel_size}"
+    return class_name("vllm", vllm.__version__, torch_class(device), tensor_parallel)
 
 
 class VllmEngine:
@@ -115,7 +133,8 @@ class VllmEngine:
         self._llm: Any = None
         vocab_size = read_config(folder)["vocab_size"]
         self.constraints = ConstraintCompiler(self.tokenizer, vocab_size, self.eos_token_ids)
-        self.target = VllmTarget(vocab_size, 0, self._stats)
+        unknown = Fingerprint(numerics_class="vllm", dtype="", kernel_version=0, weights="")
+        self.target = VllmTarget(vocab_size, 0, self._stats, unknown)  # until it has started
 
     async def start(self) -> VllmEngine:
         """Load the model; takes half a minute and more."""
@@ -133,14 +152,23 @@ class VllmEngine:
                     f"vLLM did not start; its log says why ({error})"
                 ) from error
 
-        self._llm = await asyncio.to_thread(load)
+        self._llm, weights = await asyncio.gather(
+            asyncio.to_thread(load), asyncio.to_thread(_digest, Path(self._config.target_folder))
+        )
         pids = await self._llm.collective_rpc("paceline_bind")
         self._worker.pid = pids[0]
         settings = self._llm.vllm_config
         blocks = settings.cache_config.num_gpu_blocks or 0
         self._stats.capacity = blocks * settings.cache_config.block_size
         context_length = settings.model_config.max_model_len
-        self.target = VllmTarget(self.target.vocab_size, context_length, self._stats)
+        fingerprint = Fingerprint(
+            numerics_class=_numerics_class(settings),
+            dtype=self._config.model.dtype,
+            kernel_version=NUMERICS_VERSION,
+            weights=weights,
+        )
+        vocab_size = self.target.vocab_size
+        self.target = VllmTarget(vocab_size, context_length, self._stats, fingerprint)
         return self
 
     # --- what vLLM is started with ----------------------------------------------------------------

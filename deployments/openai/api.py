@@ -140,6 +140,8 @@ class _Choice:
         self.logprobs: list[generate_pb2.TokenLogprobs] = []
         self.offset = 0  # of the next token's text, for pieces of log-probabilities
         self.rounds: list[Body] = []  # where the request asks for them
+        self.fingerprint = ""  # of the numerics of the target that committed the last token
+        self.numerics_changed = False
         self.last: generate_pb2.GenerateReply | None = None
 
     def add(self, reply: generate_pb2.GenerateReply) -> None:
@@ -151,6 +153,8 @@ class _Choice:
         self.text += reply.text
         self.token_ids.extend(reply.token_ids)
         self.logprobs.extend(reply.logprobs)
+        self.fingerprint = reply.fingerprint or self.fingerprint
+        self.numerics_changed |= reply.numerics_changed
         if reply.HasField("draft"):
             self.rounds.append(round_body(reply))
         if reply.finish_reason == "cancelled":
@@ -214,6 +218,7 @@ class _Answer(ABC):
                 message.CopyFrom(prompt)
                 message.sampling.CopyFrom(sampling_to_message(params))
                 message.return_draft = bool(self.body.return_rounds)
+                message.numerics_mismatch = self.body.numerics_mismatch or ""
                 if speculation is not None:
                     message.speculation.CopyFrom(speculation)
                 if self.body.prediction is not None:
@@ -248,8 +253,12 @@ class _Answer(ABC):
         }
 
     def closing(self) -> Body:
-        """What is known at the end: usage and metrics."""
-        return {"usage": self._usage(), "metrics": self._metrics()}
+        """What is known at the end: usage, metrics and numerics."""
+        numerics = {
+            "fingerprints": list(dict.fromkeys(choice.fingerprint for choice in self.choices)),
+            "changed": any(choice.numerics_changed for choice in self.choices),
+        }
+        return {"usage": self._usage(), "metrics": self._metrics(), "numerics": numerics}
 
     def chunk(self, choices: Sequence[Body], **more: Any) -> Body:
         return {**self._head(self.chunk_kind), "choices": list(choices), **more}

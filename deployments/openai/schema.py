@@ -148,6 +148,7 @@ class _Request(_Body):
     add_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
     return_rounds: Flag | None = None
+    numerics_mismatch: Literal["refuse", "allow"] | None = None
     speculation: dict[str, Any] | None = None
     prediction: Prediction | None = None
 

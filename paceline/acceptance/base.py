@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from paceline.exact_math import sum64
 from paceline.sampling import (
     Probs,
     Row,
@@ -188,14 +189,14 @@ def reject_in_turn(
     for number, node in enumerate(nodes):
         token = int(draft.token_ids[node])
         support, q = q_row(draft, node)
-        q_token = float(q[support == token].sum())
+        q_token = sum64(q[support == token])
         if q_token <= 0.0:
             continue  # not drawn from this q at all: trying it would change the law
         if target.toss(float(left[token]) / q_token, depth, number):
             return node, left
         after = left.copy()
         after[support] = np.maximum(after[support] - q, 0.0)
-        total = after.sum()
+        total = sum64(after)
         # Nothing is left where p equals q up to rounding; then there is nothing to correct.
         left = after / total if total > 0.0 else left
     return None, left

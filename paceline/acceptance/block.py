@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.acceptance.base import PathLogits, exact_match, q_row
+from paceline.exact_math import sum64
 from paceline.sampling import Probs
 from paceline.types import Acceptance, Draft, Draws
 
@@ -38,7 +39,7 @@ class Block:
             if depth:
                 p = target.probs(tokens[:depth], depth - 1)
             weights = joint * p if last else _excess(joint, p, draft, depth)
-            mass = float(weights.sum())
+            mass = sum64(weights)
             # The next token comes from what is left after the longest accepted prefix. Depth 0 is
             # always accepted; its toss at depth d belongs to the round, see PathLogits.toss.
             chance = joint if last else _ratio(mass, 1.0 - joint)
@@ -46,7 +47,7 @@ class Block:
                 length, left = depth, weights / mass if mass > 0.0 else p
             if not last:
                 support, q = q_row(draft, depth)
-                q_token = float(q[support == tokens[depth]].sum())
+                q_token = sum64(q[support == tokens[depth]])
                 if q_token > 0.0:
                     joint = min(1.0, joint * float(p[tokens[depth]]) / q_token)
                 else:

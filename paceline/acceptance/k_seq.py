@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.acceptance.base import PathLogits, exact_match, q_row, reject_in_turn
+from paceline.exact_math import sum64
 from paceline.sampling import Probs
 from paceline.tree import children, path_to
 from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray
@@ -65,7 +66,7 @@ def _select(
             return node, p
     left = p.copy()
     left[support] = np.maximum(p_support - passed(p_support, q_support, rho, k), 0.0)
-    total = left.sum()
+    total = sum64(left)
     # Nothing is missing where p equals q up to rounding.
     return None, left / total if total > 0.0 else p
 
@@ -78,10 +79,15 @@ def _same(draft: Draft, node: int, support: IntArray, q: FloatArray) -> bool:
 def passed(p: Probs, q: Probs, rho: float, k: int) -> Probs:
     """Probability that each token is the first of k draws that passes.  # as p, on q's support"""
     kept = np.minimum(q, p / rho)
-    beta = float(kept.sum())
+    beta = sum64(kept)
     if not 0.0 < beta < 1.0:  # none of them passes, or the first one always
         return kept
-    result: Probs = kept * (-np.expm1(k * np.log1p(-beta)) / beta)  # (1 - (1 - beta)^k) / beta
+    tries = (
+        0.0  # the expected number: (1 - (1 - beta)^k) / beta = 1 + (1 - beta) + (1 - beta)^2 ...
+    )
+    for _ in range(k):
+        tries = tries * (1.0 - beta) + 1.0
+    result: Probs = kept * tries
     return result
 
 
@@ -93,11 +99,11 @@ def ratio(p: Probs, q: Probs, k: int) -> float:
     returned, which is exact and as good.
     """
     low, high = 1.0, float(k)
-    if k == 1 or _acceptance(p, q, 1.0, k) <= float(np.minimum(p, q).sum()):
+    if k == 1 or _acceptance(p, q, 1.0, k) <= sum64(np.minimum(p, q)):
         return low
     while high - low > 1e-6:
         rho = (low + high) / 2
-        if _acceptance(p, q, rho, k) <= float(np.minimum(rho * q, p).sum()):
+        if _acceptance(p, q, rho, k) <= sum64(np.minimum(rho * q, p)):
             high = rho
         else:
             low = rho
@@ -106,4 +112,4 @@ def ratio(p: Probs, q: Probs, k: int) -> float:
 
 def _acceptance(p: Probs, q: Probs, rho: float, k: int) -> float:
     """Probability that one of k draws passes."""
-    return float(passed(p, q, rho, k).sum())
+    return sum64(passed(p, q, rho, k))

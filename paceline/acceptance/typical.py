@@ -8,12 +8,12 @@ is exact match with the argmax.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.acceptance.base import PathLogits, exact_match
+from paceline.exact_math import exp_of, log64, log_of, sum64
 from paceline.sampling import Probs
 from paceline.tree import children, path_to
 from paceline.types import Acceptance, Draft, Draws
@@ -51,11 +51,11 @@ class Typical:
             for child in followers[node]:
                 token = int(draft.token_ids[child])
                 if p[token] > threshold:
-                    accepted[child] = ([*tokens, token], likelihood + math.log(p[token]))
+                    accepted[child] = ([*tokens, token], likelihood + log_of(float(p[token])))
         path = path_to(draft.parent_indices, best)
         return Acceptance(path, target.token(accepted[best][0], best))
 
     def threshold(self, p: Probs) -> float:
         """What a probability must exceed, given the target's distribution."""
-        entropy = -float(np.sum(p * np.log(np.where(p > 0.0, p, 1.0))))  # in nats
-        return min(self.typical_epsilon, self.typical_delta * math.exp(-entropy))
+        entropy = -sum64(p * log64(np.where(p > 0.0, p, 1.0)))  # in nats
+        return min(self.typical_epsilon, self.typical_delta * exp_of(-entropy))

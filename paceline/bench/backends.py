@@ -16,7 +16,6 @@ from typing import Protocol
 
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
-from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
@@ -77,6 +76,7 @@ class Backend(Protocol):
     Attributes:
         topology: "colocated", "actors", ...
         batch_invariant: mode of the target.
+        fingerprint: of its numerics (:mod:`paceline.numerics`); empty: not known.
         methods: names of the rows that it can run.
         unavailable: the other rows of the catalogue, each with the reason.
         tokenizer, context_length: of the target.
@@ -87,6 +87,9 @@ class Backend(Protocol):
 
     @property
     def batch_invariant(self) -> bool: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
     @property
     def methods(self) -> Sequence[str]: ...
@@ -129,6 +132,7 @@ class LocalBackend:
         self._engines: dict[SpeculationConfig, Engine] = {}
         self.runner: ModelRunner = engine.local_target.runner
         self.batch_invariant = self.runner.batch_invariant
+        self.fingerprint = str(self.runner.fingerprint)
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
         # Drafts of the method `client` come from outside: nobody would send any here.
@@ -181,21 +185,25 @@ class LocalBackend:
 
 
 @contextmanager
-def without_kernels() -> Iterator[None]:
-    """Models that are loaded meanwhile run in plain torch."""
+def with_kernels(variant: str) -> Iterator[None]:
+    """Models that are loaded meanwhile run with these kernels, as PACELINE_KERNELS names them."""
     before = os.environ.get("PACELINE_KERNELS")
-    os.environ["PACELINE_KERNELS"] = "off"
-    kernels.load.cache_clear()
+    os.environ["PACELINE_KERNELS"] = variant
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing
-            yield
+        yield
     finally:
         if before is None:
             del os.environ["PACELINE_KERNELS"]
         else:
             os.environ["PACELINE_KERNELS"] = before
-        kernels.load.cache_clear()
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Models that are loaded meanwhile run in plain torch."""
+    with with_kernels("off"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing
+        yield
 
 
 def _computed(session: Session) -> float:

@@ -32,6 +32,7 @@ from paceline.errors import InvalidArgument
 from paceline.loading import DTYPES, load_engine, load_runner, pick_device
 from paceline.methods import METHODS
 from paceline.models.base import Segment
+from paceline.numerics import NUMERICS
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
 
@@ -61,6 +62,7 @@ class BenchOptions:
         topology: "colocated" measures an engine in this process; "actors" and "both" need the
             backend of a deployment.
         allow_lossy: measure rows that can change the target's output, too.
+        numerics: the target's (:mod:`paceline.numerics`).
     """
 
     target: str | Path | None = None
@@ -80,6 +82,7 @@ class BenchOptions:
     allow_lossy: bool = False
     dtype: str = "float32"
     device: str = "auto"
+    numerics: str = "fastest"
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("max_tokens", 1), ("repetitions", 1), ("limit", 1)):
@@ -92,6 +95,7 @@ class BenchOptions:
             ("batch_invariant", ("auto", "on", "off", "both")),
             ("topology", ("colocated", "actors", "both")),
             ("dtype", tuple(DTYPES)),
+            ("numerics", NUMERICS),
         ):
             if getattr(self, name) not in known:
                 raise InvalidArgument(name, getattr(self, name), f"one of {', '.join(known)}")
@@ -256,6 +260,7 @@ def _load_backend(options: BenchOptions, *, batch_invariant: bool | None) -> Loc
         dtype=options.dtype,
         device=options.device,
         batch_invariant=batch_invariant,
+        numerics=options.numerics,
         translate="omnidraft" in (options.methods or ""),
         # Prompts come again and again here, and every time has to cost the same.
         limits=EngineLimits(max_sessions=max(64, options.batch), prefix_cache=False),
@@ -588,6 +593,7 @@ def _settings(options: BenchOptions, backends: Sequence[Backend]) -> dict[str, A
         "dtype": options.dtype,
         "device": pick_device(options.device),
         "batch_invariant": modes[0] if len(modes) == 1 else "both",
+        "fingerprint": " ".join(dict.fromkeys(backend.fingerprint for backend in backends)),
         "batch": options.batch,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,

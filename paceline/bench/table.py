@@ -22,6 +22,8 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
         f"batch {environment['batch']} · {environment['max_tokens']} tokens a prompt · "
         f"temperature {environment['temperature']} · {environment['repetitions']} repetitions"
     )
+    if environment["fingerprint"]:
+        console.print(f"numerics {environment['fingerprint']}", soft_wrap=True)
     several = {
         "topology": len({row["topology"] for row in rows}) > 1,
         "batch_invariant": environment["batch_invariant"] == "both",

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import InvalidArgument
+from paceline.exact_math import weights64
 from paceline.types import Budget, FloatArray, Load, Need, Outcome
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class Line:
 
 def top_probability(scores: npt.NDArray[np.floating[Any]]) -> float:
     """Highest probability of a softmax over ``scores``."""
-    return float(1.0 / np.exp(scores - scores.max()).sum())
+    return 1.0 / weights64(scores.astype(np.float64))[1]
 
 
 def sigmoid(x: Any) -> Any:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.lengths.base import ConfidenceStop, LengthBounds, LengthContext, StopRule
 from paceline.types import Budget, Load, Need, Outcome
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.session import Session
 
 DECAY = 0.9  # weight of a round whose shadow tokens are looked at relative to the next one
@@ -237,7 +238,7 @@ class Del:
         if self._temperature:
             p = (target / self._temperature).softmax(-1)
             q = (logits / self._temperature).softmax(-1)
-            right = torch.minimum(q, p[:, None]).sum(-1).clamp(max=1.0)
+            right = q.minimum(p[:, None]).sum(-1).clamp(max=1.0)
         else:
             right = logits.argmax(-1) == target.argmax(-1)[:, None]
             taken = logits[:, self._taken].softmax(-1).amax(-1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from paceline.lengths.base import LengthBounds, LengthContext, StopRule, load_head
 from paceline.types import Budget, FloatArray, Load, Need, Outcome
@@ -68,6 +67,6 @@ class LengthPredictor:
         if states is None:
             return  # a target that gives none: every draft is as long as the first
         row = outcome.path[-1] + 1 if outcome.path else 0
-        hidden: FloatArray = states[row].to(torch.float32).cpu().numpy()
+        hidden: FloatArray = states[row].float().cpu().numpy()
         predicted = self._head(hidden, outcome.next_token)
         self._depth = self._bounds.clip(round(predicted))

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import (
@@ -56,7 +55,7 @@ class AcceptanceHead:
         """
         if step.hidden is None:
             raise InvalidArgument("length", "specdecpp", "a controller that needs no draft model")
-        x: FloatArray = step.hidden.to(torch.float32).cpu().numpy()
+        x: FloatArray = step.hidden.float().cpu().numpy()
         for weight, bias in self._blocks:
             pre = weight @ x + bias
             x = x + pre * sigmoid(pre)

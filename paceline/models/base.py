@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-
+from paceline.numerics import Fingerprint
 from paceline.types import IndexArray, IntArray, Need
+
+if TYPE_CHECKING:
+    import torch
 
 
 class KVSequence(Protocol):
@@ -138,6 +140,14 @@ class ModelRunner(Protocol):
     @property
     def kv_capacity(self) -> int:
         """KV entries in all."""
+        ...
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of its numerics: runners with equal ones give equal tokens.
+
+        Computed at the first use, which reads all weights.
+        """
         ...
 
     def new_sequence(self) -> KVSequence: ...

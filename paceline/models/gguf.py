@@ -20,6 +20,7 @@ import torch
 from paceline.errors import InvalidArgument, ModelNotFound, ResourceExhausted
 from paceline.gguf import library, load_model
 from paceline.models.base import ForwardResult, KVSequence, Segment
+from paceline.numerics import Fingerprint
 from paceline.types import Need
 
 _MAX_BATCH = 2048  # tokens in one call of llama.cpp
@@ -109,6 +110,11 @@ class GgufRunner:
     @property
     def num_free(self) -> int:
         return self.kv_capacity - self._used
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """There is none: what llama.cpp computes depends on what it computes beside it."""
+        raise InvalidArgument("target", "a GGUF file", "a Hugging Face folder")
 
     def new_sequence(self) -> GgufSequence:
         """

@@ -11,9 +11,12 @@ take part where they prove right when the model is loaded; plain torch runs ever
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from decimal import Context, Decimal, localcontext
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.exact_math import cos_sin
+from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
@@ -41,6 +46,14 @@ from paceline.models.ops import (
     append_rows,
 )
 from paceline.models.prefix_cache import PrefixCache
+from paceline.numerics import (
+    PORTABLE,
+    Fingerprint,
+    check_numerics,
+    digest_tensors,
+    refuse_portable,
+    torch_class,
+)
 from paceline.types import FloatArray, IntArray, Need
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -163,28 +176,80 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def rope_table(config: LlamaConfig) -> Tensor:
-    """Cosines and sines of every position.  # [context_length, head_dim] float32"""
-    rope, scaling = config.rope, 1.0
-    if rope["rope_type"] == "default":
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies = 1.0 / rope["rope_theta"] ** exponent
-    else:
+    """Cosines and sines of every position.  # [context_length, head_dim] float32
+
+    The table has the same bits on every processor, but for rope types whose frequencies come from
+    transformers (all that :func:`rope_frequencies` does not know): torch's power function may
+    differ in the last bit between machines.
+
+    Raises:
+        InvalidArgument: a rope type that transformers does not know, or a number that it needs.
+    """
+    frequencies, scaling = rope_frequencies(config), 1.0
+    if frequencies is None:
         # Long-context variants follow transformers, which defines these checkpoints.
         from transformers import LlamaConfig as Reference
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        if rope["rope_type"] not in ROPE_INIT_FUNCTIONS:
+        kind = config.rope["rope_type"]
+        if kind not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(("default", *sorted(ROPE_INIT_FUNCTIONS)))
-            raise InvalidArgument("rope_type", rope["rope_type"], f"one of {known}")
+            raise InvalidArgument("rope_type", kind, f"one of {known}")
         reference = Reference(
             hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
             head_dim=config.head_dim, max_position_embeddings=config.context_length,
-            rope_parameters=rope,
+            rope_parameters=config.rope,
         )  # fmt: skip
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](reference, "cpu")
-    positions = torch.arange(config.context_length, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies.float())
-    return torch.cat([angles.cos(), angles.sin()], dim=-1) * scaling
+        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](reference, "cpu")
+        frequencies = inverse.float().numpy()
+    half = len(frequencies)
+    table = np.empty((config.context_length, 2 * half), np.float32)
+    rows = max(1, 2**15 // half)  # at a time: their float64 numbers stay in a core's cache
+    for start in range(0, len(table), rows):
+        stop = min(start + rows, len(table))
+        # In float32, as the models were trained.
+        angles = np.arange(start, stop, dtype=np.float32)[:, None] * frequencies
+        table[start:stop, :half], table[start:stop, half:] = cos_sin(angles.astype(np.float64))
+    if scaling != 1.0:
+        table *= np.float32(scaling)
+    return torch.from_numpy(table)
+
+
+def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
+    """Radians a position of each pair, for the rope types default, linear and llama3.
+
+    Step by step what transformers' modeling_rope_utils.py computes in float32, with a power that
+    is correctly rounded instead of torch's.  # [head_dim / 2]; None: another rope type
+    """
+    kind, number = config.rope["rope_type"], np.float32
+    if kind not in ("default", "linear", "llama3"):
+        return None
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / number(config.head_dim)
+    theta = Decimal(float(number(_rope_number(config, "rope_theta"))))
+    with localcontext(Context(prec=40)):  # integers only: the same digits everywhere
+        powers = [float(theta ** Decimal(float(exponent))) for exponent in exponents]
+    frequencies: npt.NDArray[np.float32] = number(1.0) / np.array(powers, np.float32)
+    if kind == "default":
+        return frequencies
+    factor = number(_rope_number(config, "factor"))
+    if kind == "linear":
+        return frequencies / factor
+    # Llama 3.1: short waves stay, long ones are stretched, and between them it is mixed.
+    low, high = _rope_number(config, "low_freq_factor"), _rope_number(config, "high_freq_factor")
+    old = config.rope.get("original_max_position_embeddings", config.context_length)
+    wavelengths = (number(1.0) / frequencies) * number(2.0 * math.pi)
+    stretched = np.where(wavelengths > number(old / low), frequencies / factor, frequencies)
+    share = ((number(1.0) / wavelengths) * number(old) - number(low)) / number(high - low)
+    mixed = (number(1.0) - share) * stretched / factor + share * stretched
+    between = (wavelengths >= number(old / high)) & (wavelengths <= number(old / low))
+    return np.where(between, mixed, stretched)
+
+
+def _rope_number(config: LlamaConfig, name: str) -> float:
+    value = config.rope.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise InvalidArgument(f"rope_parameters.{name}", value, "a number above 0")
+    return float(value)
 
 
 class LlamaRunner:
@@ -199,6 +264,10 @@ class LlamaRunner:
         kv_tokens: capacity of the KV pool over all sequences.
         batch_invariant: see the module; ``None`` means on for float32 on a CPU.
         int8: see :class:`NativeOps`; nothing without the kernels.
+        numerics: see :mod:`paceline.numerics`.
+
+    Raises:
+        InvalidArgument: portable numerics where the kernels cannot give them.
     """
 
     provides = frozenset(Need)
@@ -212,7 +281,9 @@ class LlamaRunner:
         kv_tokens: int | None = None,
         batch_invariant: bool | None = None,
         int8: bool = False,
+        numerics: str = "fastest",
     ) -> None:
+        check_numerics(numerics)
         folder, device = Path(folder), torch.device(device)
         self.config = config = LlamaConfig.from_folder(folder)
         self.dtype, self.device = dtype, device
@@ -220,7 +291,9 @@ class LlamaRunner:
         if batch_invariant is None:
             batch_invariant = device.type == "cpu" and dtype is torch.float32
         self.num_parameters = 0  # a tied embedding counts once
-        self._ops = self._choose_ops(batch_invariant, int8)
+        self._ops = self._choose_ops(batch_invariant, int8, numerics)
+        if self._numerics_class != PORTABLE:
+            refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
         self._load(folder, load_tensors(folder))
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -303,17 +376,60 @@ class LlamaRunner:
         else:
             self._head = self._ops.pack(take("lm_head.weight", config.vocab_size, hidden))
 
-    def _choose_ops(self, batch_invariant: bool, int8: bool) -> Ops:
+    def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: str) -> Ops:
         config = self.config
         widths = config.head_dim, config.hidden_size, config.intermediate_size
         if NativeOps.supports(self.dtype, self.device, *widths):
             try:
-                return NativeOps(self.dtype, int8=int8)
+                return NativeOps(self.dtype, int8=int8, numerics=numerics)
             except KernelsUnavailable as error:
                 import warnings
 
                 warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
         return TorchOps(by_row=batch_invariant)
+
+    # --- numerics ------------------------------------------------------------------------------
+
+    @property
+    def _numerics_class(self) -> str:
+        if isinstance(self._ops, NativeOps):
+            return self._ops.numerics_class
+        assert isinstance(self._ops, TorchOps)
+        more = ["triton"] if isinstance(self._ops, CudaOps) else []
+        return torch_class(self.device, *more, *(["rows"] if self._ops.by_row else []))
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """See :class:`paceline.models.base.ModelRunner`."""
+        config = self.config
+        numbers = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "rms_norm_eps": config.rms_norm_eps,
+            "windows": config.windows,
+        }
+        return Fingerprint(
+            numerics_class=self._numerics_class,
+            dtype=str(self.dtype).removeprefix("torch."),
+            kernel_version=kernels.NUMERICS_VERSION,
+            weights=digest_tensors(self._tensors(), numbers),
+        )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that a forward reads, in one layout whatever the ops made of it."""
+        yield "embedding", self._embedding
+        yield "cos_sin", self._stack.cos_sin
+        yield "final_norm", self._final_norm
+        for i, layer in enumerate(self._stack.layers):
+            for f in fields(Layer):
+                value = getattr(layer, f.name)
+                if isinstance(value, Weight):
+                    value = self._ops.unpack(value)
+                if isinstance(value, Tensor):
+                    yield f"{i}.{f.name}", value
+        if not self._is_tied:
+            yield "head", self._ops.unpack(self._head)
 
     def _use_graphs(self, capture: Capture | None = None) -> None:
         """Replay small forwards; plain torch's cannot be recorded, since it asks the host."""

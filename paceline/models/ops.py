@@ -153,10 +153,12 @@ def append_chains(
 class Packing(IntEnum):
     """``enum packing`` of kernels/matmul.c."""
 
-    PLAIN = 0  # in the model's dtype
-    TILES = 1  # bfloat16 for matrix tiles
-    BYTES = 2  # int8, each output with a scale
-    TILE_BYTES = 3  # the same, and many rows take matrix tiles
+    FLOATS = 0  # float32
+    HALVES = 1  # bfloat16, also for float32 inputs
+    DOTS = 2  # the same, for products of pairs of bfloat16
+    TILES = 3  # bfloat16 for matrix tiles
+    BYTES = 4  # int8, each output with a scale
+    TILE_BYTES = 5  # the same, and many rows take matrix tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +168,7 @@ class Weight:
     data: Tensor
     num_outputs: int
     num_inputs: int
-    packing: Packing = Packing.PLAIN
+    packing: Packing = Packing.FLOATS
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -402,8 +404,10 @@ class NativeOps:
     """The C kernels, for CPU tensors in float32 or bfloat16.
 
     Args:
-        int8: round weights to eight bits, output by output, and inputs of products, row by row,
-            where the processor multiplies those faster. Only for models that draft: results change.
+        int8: round weights to eight bits, output by output, and inputs of products, row by row.
+            Only for models that draft: results change.
+        numerics: "portable" computes the same bits on every processor; "fastest" also uses
+            instructions that sum in an order of their own.
     """
 
     _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # noqa: RUF012
@@ -418,11 +422,13 @@ class NativeOps:
             device.type == "cpu"
             and dtype in cls._DTYPES
             and widths[0] <= cls._MAX_HEAD_DIM
-            # bfloat16 products take inputs in pairs.
+            # bfloat16 weights are taken in pairs.
             and all(width % 2 == 0 for width in widths)
         )
 
-    def __init__(self, dtype: torch.dtype, *, int8: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, int8: bool = False, numerics: str = "fastest"
+    ) -> None:
         library, suffix = kernels.load(), self._DTYPES[dtype]
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 
@@ -435,21 +441,39 @@ class NativeOps:
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._linear = function("linear", "ppippiiii")
         self._greedy_chain = function("greedy_chain", "ppipppippppipiippppppp")
-        self._dtype = dtype
-        self._tiles, self._int8 = kernels.has_tiles(), int8 and kernels.has_int8()
+        self._dtype, self._int8 = dtype, int8
+        self._tiles = kernels.has_tiles()
+        self._tile_numerics = self._tiles and numerics == "fastest"
+        dots = kernels.has_dots() and (numerics == "fastest" or kernels.dots_are_portable())
+        self._dots = dots and dtype is torch.bfloat16
+        self._packings: set[Packing] = set()
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
         self.threads: Threads | None = None  # measured; until then, by _num_threads
+
+    @property
+    def numerics_class(self) -> str:
+        """See :mod:`paceline.numerics`; known when all weights are packed."""
+        if Packing.TILES in self._packings:
+            return "amx"
+        dots = Packing.DOTS in self._packings and not kernels.dots_are_portable()
+        return "bf16dot" if dots else "portable"
 
     def pack(self, weight: Tensor) -> Weight:
         outputs, inputs = weight.shape
         if self._int8:
             packing = Packing.TILE_BYTES if self._tiles else Packing.BYTES
             return Weight(self._pack_bytes(weight), outputs, inputs, packing)
-        if self._tiles and bool(weight.bfloat16().eq(weight).all()):
-            panels = self._panels(weight.bfloat16(), 2, self._TILE_INPUTS)
-            return Weight(panels, outputs, inputs, Packing.TILES)
-        pair = 2 if self._dtype is torch.bfloat16 else 1
-        return Weight(self._panels(weight, pair, pair), outputs, inputs)
+        packing, panels = Packing.FLOATS, None
+        if inputs % 2 == 0 and bool(weight.bfloat16().eq(weight).all()):
+            packing = Packing.DOTS if self._dots else Packing.HALVES
+            multiple = 2
+            if self._tile_numerics:
+                packing, multiple = Packing.TILES, self._TILE_INPUTS
+            panels = self._panels(weight.bfloat16(), 2, multiple)
+        else:
+            panels = self._panels(weight.float(), 1, 1)
+        self._packings.add(packing)
+        return Weight(panels, outputs, inputs, packing)
 
     def _panels(self, weight: Tensor, together: int, multiple: int) -> Tensor:
         """The weight, padded, with some neighbouring inputs of an output together.

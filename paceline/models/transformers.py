@@ -22,6 +22,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,9 @@ import numpy as np
 import torch
 
 from paceline.errors import InvalidArgument, ModelNotFound, ResourceExhausted
+from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
+from paceline.numerics import Fingerprint, digest_tensors, torch_class
 from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
 from paceline.types import IndexArray, IntArray, Need
 
@@ -142,6 +145,25 @@ class TransformersRunner:
             self.strategy = self._find_strategy(has_window=_has_window(config, self.context_length))
 
     # --- ModelRunner ---------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """See :class:`paceline.models.base.ModelRunner`."""
+        import transformers
+
+        config = self.model.config.to_dict()
+        for where in ("_name_or_path", "transformers_version"):
+            config.pop(where, None)
+        numbers = {"config": json.dumps(config, sort_keys=True, default=str)}
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return Fingerprint(
+            numerics_class=torch_class(
+                self.device, f"transformers-{transformers.__version__}", self.strategy
+            ),
+            dtype=str(self.dtype).removeprefix("torch."),
+            kernel_version=kernels.NUMERICS_VERSION,
+            weights=digest_tensors(sorted(tensors.items()), numbers),
+        )
 
     @property
     def num_free(self) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from paceline.exact_math import exp64, log_of, sum64, weights64
 from paceline.lengths.base import DraftStep
 from paceline.sampling import (
     Probs,
@@ -26,6 +26,8 @@ from paceline.tree import subset
 from paceline.types import Budget, Draft, DraftProbs, Draws, FloatArray, IntArray
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.session import Session
 
 ALL_DRAWS = frozenset(Draws)
@@ -46,7 +48,7 @@ class SparseRows:
     logits: FloatArray  # [F, k]; whatever stands at padding is not read
 
 
-Rows: TypeAlias = torch.Tensor | SparseRows
+Rows: TypeAlias = "torch.Tensor | SparseRows"
 
 
 class Expander(Protocol):
@@ -144,14 +146,14 @@ class Level:
         Of equally likely ones the first comes first, as with argmax: a chain is then a branch of
         every tree. ``topk`` promises no order, and rounded logits are often equal.
         """
-        assert isinstance(self.rows, torch.Tensor)
+        assert not isinstance(self.rows, SparseRows)
         count = min(self._count, self.rows.shape[1])
-        values, indices = torch.topk(self.rows, min(count + 1, self.rows.shape[1]))
+        values, indices = self.rows.topk(min(count + 1, self.rows.shape[1]))
         tied = (values[:, 1:] == values[:, :-1]).any(-1)
         values, indices = values[:, :count], indices[:, :count]
         for i in tied.nonzero().flatten().tolist():
             among = (self.rows[i] >= values[i, -1]).nonzero().flatten()
-            order = torch.sort(self.rows[i, among], descending=True, stable=True).indices[:count]
+            order = self.rows[i, among].sort(descending=True, stable=True).indices[:count]
             indices[i] = among[order]
             values[i] = self.rows[i, indices[i]]
         return indices, values
@@ -273,7 +275,7 @@ class TreeBuilder:
             if weighted:
                 choices.log_q = level.best_log_q[row][:count]
                 choices.perturbed = choices.log_q
-                choices.confidences = np.exp(choices.log_q).tolist()
+                choices.confidences = exp64(np.array(choices.log_q)).tolist()
             if draws.needs_q:
                 choices.q_rows = [_point_mass(token) for token in choices.tokens]
             return choices
@@ -323,13 +325,15 @@ class TreeBuilder:
         support = np.flatnonzero(np.isfinite(scores))
         limit = self.session.plan.config.draft_support or len(scores)
         if limit < len(support):
-            keep = np.argpartition(-scores[support], limit)[:limit]
-            support = np.sort(support[keep])
+            # Not argpartition: which of equals it takes depends on the processor.
+            least = np.partition(scores[support], -limit)[-limit]
+            support = support[scores[support] >= least]
+            support = np.sort(support[np.argsort(-scores[support], kind="stable")[:limit]])
         if not len(support):
             return Choices([])
         tokens = support.astype(np.int64) if ids is None else ids[support]
         log_q = _log_softmax(scores[support])
-        q = np.exp(log_q)
+        q = exp64(log_q)
         if self.session.plan.rule.draws is Draws.WITH_REPLACEMENT:
             total = np.stack([log_q + self._noise(position, tokens) for _ in range(count)])
             order = total.argmax(-1)
@@ -431,14 +435,14 @@ def _best(ids: IntArray | None, scores: Probs, total: Probs, count: int, weighte
         tokens,
         (scores[order] - shift).tolist(),
         (total[order] - shift).tolist(),
-        np.exp(total[order] - _log_sum_exp(total)).tolist(),
+        exp64(total[order] - _log_sum_exp(total)).tolist(),
         scores=total,
     )
 
 
 def _log_sum_exp(scores: Probs) -> float:
     highest = scores.max()
-    return float(highest + np.log(np.exp(scores - highest).sum()))
+    return float(highest + log_of(weights64(scores)[1]))
 
 
 def _log_softmax(scores: Probs) -> Probs:
@@ -447,8 +451,8 @@ def _log_softmax(scores: Probs) -> Probs:
 
 
 def _normalised(weights: Probs) -> FloatArray:
-    q: FloatArray = (weights / weights.sum()).astype(np.float32)
-    q /= q.sum()
+    q: FloatArray = (weights / sum64(weights)).astype(np.float32)
+    q /= np.float32(sum64(q))
     return q
 
 

@@ -7,11 +7,11 @@ drafter's confidences along its path, an estimate of the probability that it is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from paceline.exact_math import log_of
 from paceline.shapes.base import Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
@@ -65,7 +65,7 @@ class ConfidenceTree:
             value = tree.values[node][0] if node >= 0 else 0.0
             for rank, confidence in enumerate(choices.confidences):
                 added.append(tree.add(node, choices, rank))
-                tree.values.append((value + math.log(max(confidence, 1e-30)),))
+                tree.values.append((value + log_of(max(confidence, 1e-30)),))
         return self._best(tree, added, self.branching)
 
     def _best(self, tree: TreeBuilder, nodes: Sequence[int], count: int) -> list[int]:

@@ -10,11 +10,11 @@ independent of which tokens they hold, so recursive rejection stays exact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.exact_math import exp_of, log1p_of
 from paceline.shapes.base import Choices, Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
@@ -71,5 +71,5 @@ def conditional_gumbel(maximum: float, highest: float, value: float) -> float:
     """
     if value >= highest:
         return maximum
-    v = maximum - value + math.log1p(-math.exp(value - highest))
-    return maximum - max(0.0, v) - math.log1p(math.exp(-abs(v)))
+    v = maximum - value + log1p_of(-exp_of(value - highest))
+    return maximum - max(0.0, v) - log1p_of(exp_of(-abs(v)))

@@ -12,6 +12,7 @@ import torch
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.models.base import ForwardResult, Segment
+from paceline.numerics import Fingerprint
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -43,6 +44,9 @@ class ScriptedRunner:
     batch_invariant = True
     provides = frozenset({Need.TREE_LOGITS})
     context_length = kv_capacity = num_free = 4096
+    fingerprint = Fingerprint(
+        numerics_class="scripted", dtype="float32", kernel_version=1, weights=32 * "0"
+    )
 
     def __init__(self, function: NextToken, vocab_size: int, margin: float = 10.0) -> None:
         self.function, self.vocab_size, self.margin = function, vocab_size, margin

@@ -31,7 +31,7 @@ KINDS = ("demo", "llama_gqa", "llama_bias", "qwen3", "mistral_sliding", "llama_l
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOADERS = {
     "native": load_runner,
-    "vectors": load_runner_without_tiles,
+    "portable": load_runner_without_tiles,
     "torch": load_runner_without_kernels,
 }
 
@@ -134,7 +134,7 @@ def runners(zoo: Path) -> Runners:
 # have weights that tiles do not take in float32.
 @pytest.fixture(params=[
     pytest.param(p, marks=[pytest.mark.nightly] * (p[0] == "demo" and p[2] == "torch"))
-    for p in product(KINDS, DTYPES, LOADERS) if p[2] != "vectors" or p[0] == "demo"
+    for p in product(KINDS, DTYPES, LOADERS) if p[2] != "portable" or p[0] == "demo"
 ], ids="-".join)  # fmt: skip
 def runner(request: pytest.FixtureRequest, runners: Runners) -> Iterator[LlamaRunner]:
     kind, dtype, ops = request.param

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models import kernels
 from paceline.models.heads.base import Head, HeadBatch, Target
 from paceline.models.heads.eagle import Eagle, unrolled_mask
 from paceline.models.llama import LlamaRunner
@@ -46,9 +45,7 @@ def head(request: pytest.FixtureRequest, tiny_folder: Path, tiny: LlamaRunner) -
     with pytest.MonkeyPatch.context() as patch:
         if ops == "torch":
             patch.setenv("PACELINE_KERNELS", "off")
-            kernels.load.cache_clear()
         result.prepare()
-    kernels.load.cache_clear()
     assert isinstance(result.stack.ops, NativeOps if ops == "native" else TorchOps)
     yield result
     assert result.stack.pool.num_free == result.stack.pool.capacity

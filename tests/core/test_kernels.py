@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from paceline.demo import TARGET_DIR
+from paceline.errors import InvalidArgument
 from paceline.loading import limit_threads
 from paceline.models import kernels, ops
 from paceline.models.base import Segment
+from paceline.models.kernels import build
 from paceline.models.llama import LlamaRunner
 from paceline.models.ops import NativeOps, Packing, TorchOps
 from tests.core.runners import load_runner, load_runner_without_kernels
@@ -29,7 +34,21 @@ def test_the_kernels_are_built_here() -> None:
     assert usable, where
 
 
-@pytest.mark.parametrize("tiles", [True, False], ids=["tiles", "vectors"])
+VARIANTS = [variant.name for variant in build.variants()]
+
+
+@pytest.fixture
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Chooses it; skips where the processor does not run it."""
+    name: str = request.param
+    if name not in kernels.runnable():  # not at import: that would build them to collect the tests
+        pytest.skip(f"this processor does not run {name}")
+    monkeypatch.setenv("PACELINE_KERNELS", name)
+    return name
+
+
+@pytest.mark.parametrize("variant", VARIANTS, indirect=True)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["floats", "halves"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("outputs", [1, 15, 16, 17, 64, 258])
 @pytest.mark.parametrize("inputs", [2, 6, 130, 2066])  # the last takes several chunks
@@ -39,20 +58,24 @@ def test_linear(
     outputs: int,
     bias: bool,
     dtype: torch.dtype,
-    tiles: bool,
+    weights: torch.dtype,
+    variant: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = torch.Generator().manual_seed(inputs * outputs)
     weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32)
-    # Tiles take what bfloat16 can hold, whatever the dtype.
-    weight = weight.to(torch.bfloat16 if tiles else dtype).to(dtype)
+    weight = weight.to(weights).to(dtype)
     offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
-    if not tiles:
-        monkeypatch.setenv("PACELINE_KERNELS", "vectors")
     monkeypatch.setattr(ops, "LONE_WEIGHTS", 0)  # threads share whatever kernels let them share
     native = NativeOps(dtype)
     packed = native.pack(weight)
-    assert packed.packing is (Packing.TILES if tiles and kernels.has_tiles() else Packing.PLAIN)
+    if torch.bfloat16 not in (weights, dtype):
+        assert packed.packing is Packing.FLOATS
+    elif variant == "amx":
+        assert packed.packing is Packing.TILES
+    else:
+        dots = dtype is torch.bfloat16 and variant in ("avx512_bf16", "neon_bf16")
+        assert packed.packing is (Packing.DOTS if dots else Packing.HALVES)
     assert torch.equal(native.unpack(packed), weight)
     whole = torch.randn(101, inputs, generator=generator).to(dtype)
     expected = F.linear(
@@ -83,10 +106,11 @@ def test_tiles_round_float32_no_more_than_the_platforms_product() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (30, 17), (160, 480), (418, 258)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_int8_weights(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, indirect=True)
+def test_int8_weights(
+    inputs: int, outputs: int, bias: bool, dtype: torch.dtype, variant: str
+) -> None:
     """Exactly the product of what inputs and weights are rounded to; a row at a time, too."""
-    if not kernels.has_int8():  # not at import: that would build the kernels to collect the tests
-        pytest.skip("the processor has no int8 products (VNNI)")
     generator = torch.Generator().manual_seed(inputs * outputs)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
@@ -99,7 +123,7 @@ def test_int8_weights(inputs: int, outputs: int, bias: bool, dtype: torch.dtype)
     expected = (rounded.double() @ whole.double().T) * step.double() * scale[:, 0].double()
     native = NativeOps(dtype, int8=True)
     packed = native.pack(weight)
-    assert packed.packing is (Packing.TILE_BYTES if kernels.has_tiles() else Packing.BYTES)
+    assert packed.packing is (Packing.TILE_BYTES if variant == "amx" else Packing.BYTES)
     assert torch.equal(native.unpack(packed), (whole * scale).to(dtype))
     together = native.linear(x, packed, offset)
     torch.testing.assert_close(
@@ -184,16 +208,49 @@ def test_a_forward_wakes_other_threads_only_for_much_work() -> None:
 def test_without_a_compiler_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
-    try:
-        for compiler, reason in (("/nonexistent/cc", "cc"), ("false", "false")):
-            monkeypatch.setenv("CC", compiler)
-            kernels.load.cache_clear()
-            usable, why = kernels.status()
-            assert not usable
-            assert reason in why
-        monkeypatch.setenv("PACELINE_KERNELS", "off")
-        kernels.load.cache_clear()
-        assert kernels.status() == (False, "switched off by PACELINE_KERNELS=off")
-    finally:
-        kernels.load.cache_clear()
+    for number, (compiler, reason) in enumerate((("/nonexistent/cc", "cc"), ("false", "false"))):
+        monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / str(number)))
+        monkeypatch.setenv("CC", compiler)
+        usable, why = kernels.status()
+        assert not usable
+        assert reason in why
+    monkeypatch.setenv("PACELINE_KERNELS", "off")
+    assert kernels.status() == (False, "switched off by PACELINE_KERNELS=off")
+
+
+def test_an_unknown_variant_is_refused_with_those_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_KERNELS", "avx1024")
+    with pytest.raises(InvalidArgument, match="PACELINE_KERNELS") as refused:
+        kernels.load()
+    assert all(name in str(refused.value) for name in kernels.runnable())
+
+
+def test_a_library_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = kernels._load.__wrapped__  # without what earlier calls found
+    best, *others = kernels.runnable()
+    broken = kernels._open(kernels.libraries()[best])
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "self_test", lambda: 1)
+        with pytest.warns(UserWarning, match=f"{best} .*running with {others[0]}"):
+            name, _ = load("on", kernels._cache_dir())
+        assert name == others[0]
+        with pytest.raises(kernels.KernelsUnavailable, match=best):
+            load(best, kernels._cache_dir())
+
+
+def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
+    """The compiler counts its calls: as many as one build makes."""
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\necho >> {calls}\nexec {build.compiler()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CC": str(compiler), "PACELINE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", "from paceline.models import kernels; kernels.libraries()"]
+    started = [subprocess.Popen(command, env=environment) for _ in range(3)]
+    assert [process.wait() for process in started] == [0, 0, 0]
+    objects = {key for variant in build.variants() for key in build._objects(variant)}
+    assert len(calls.read_text().splitlines()) == len(objects) + len(build.variants())

@@ -106,8 +106,9 @@ HEADS = "num_attention_heads", "num_key_value_heads"
 def test_unusual_sizes(sizes: dict[str, int], zoo: Path) -> None:
     folder = make_model("llama", zoo, **sizes)
     expected = theirs(folder, IDS)
-    assert_close(ours(load_runner(folder), IDS), expected, 1e-4)
-    assert_close(ours(load_runner_without_kernels(folder), IDS), expected, 1e-4)
+    tolerance = 1e-4 * max(1.0, float(expected.std()))  # as above
+    assert_close(ours(load_runner(folder), IDS), expected, tolerance)
+    assert_close(ours(load_runner_without_kernels(folder), IDS), expected, tolerance)
 
 
 @pytest.mark.parametrize(

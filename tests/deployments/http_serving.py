@@ -24,8 +24,8 @@ class DirectLease:
 
     lost = False
 
-    def __init__(self, address: str) -> None:
-        self.endpoint = Endpoint(address, 0, "here")
+    def __init__(self, address: str, fingerprint: str = "") -> None:
+        self.endpoint = Endpoint(address, 0, "here", fingerprint)
 
     def on_lost(self, callback: Any) -> None: ...
 

@@ -64,6 +64,16 @@ def test_defaults_are_the_demo_pair_as_actors() -> None:
         ({"target": {"num_replicas": 0}}, "target.num_replicas"),
         ({"target": {"limits": {"max_session": 1}}}, "target.limits.max_session"),
         ({"target": None}, "target"),
+        ({"target": {"numerics": "exact"}}, "target.numerics"),
+        ({"target": {"numerics_mismatch": "ask"}}, "target.numerics_mismatch"),
+        (
+            {
+                "engine": "vllm",
+                "speculation": {"method": "prompt_lookup"},
+                "target": {"numerics": "portable"},
+            },
+            "target.numerics",
+        ),
         ({"drafter": {"deadline_s": float("nan")}}, "drafter.deadline_s"),
         ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port"),
         ({"gateway": {"port": 1}}, "gateway.port"),

@@ -29,6 +29,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
+from paceline.numerics import Fingerprint
 from paceline.sampling import SamplingParams
 from rpc import access
 from rpc.access import Gate, Limits
@@ -262,6 +263,21 @@ def test_metrics_are_what_aiperf_reads(client: openai.OpenAI) -> None:
         model="demo", prompt="x", max_tokens=2, extra_body={"speculation": {"method": "ar"}}
     )
     assert plain.metrics == {"speculative_decoding": None}  # type: ignore[attr-defined]
+
+
+def test_the_answer_names_its_numerics(client: openai.OpenAI) -> None:
+    for extra in ({}, {"numerics_mismatch": "allow"}):
+        answer = client.completions.create(
+            model="demo", prompt="abc", max_tokens=4, n=2, extra_body=extra
+        )
+        numerics = answer.numerics  # type: ignore[attr-defined]
+        (fingerprint,) = numerics["fingerprints"]
+        assert str(Fingerprint.parse(fingerprint)) == fingerprint
+        assert numerics["changed"] is False
+    with pytest.raises(openai.BadRequestError, match="numerics_mismatch"):
+        client.completions.create(
+            model="demo", prompt="abc", extra_body={"numerics_mismatch": "perhaps"}
+        )
 
 
 def test_metrics_of_several_choices_add_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import openai
 import pytest
@@ -67,6 +68,18 @@ def test_a_prediction_is_drafted_in_both_topologies(
         },
     )  # fmt: skip
     assert tuple(answer.choices[0].token_ids) == expected  # type: ignore[attr-defined]
+
+
+def test_a_gateway_serves_without_torch(app: App, sdk: openai.OpenAI, client: Client) -> None:
+    """Neither its start nor a request may take the second that importing torch takes."""
+    client.complete(PROMPTS[0], SamplingParams(max_tokens=4))
+    sdk.completions.create(model="paceline", prompt=PROMPTS[0], max_tokens=4)
+    mapped = {
+        role: Path(f"/proc/{app.replica(role)['pid']}/maps").read_text()
+        for role in ("gateway", "target")
+    }
+    assert "libtorch" in mapped["target"]
+    assert "libtorch" not in mapped["gateway"]
 
 
 def test_the_playground_is_at_the_gateways_root(app: App) -> None:

@@ -19,6 +19,7 @@ import yaml
 from cluster import local
 from deployments.config import CONFIGS_DIR
 from paceline.errors import InvalidArgument
+from paceline.numerics import Fingerprint
 from paceline.sampling import SamplingParams
 from rpc.client import Client
 from tests.deployments.conftest import config_file, eventually, free_port
@@ -115,6 +116,9 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
         pids = [r["pid"] for d in status["deployments"].values() for r in d["replicas"]]
         assert completion.last.target_pid in pids
         assert len(pids) == 2
+        (target,) = status["deployments"]["target"]["replicas"]
+        assert Fingerprint.parse(target["fingerprint"]).dtype == "float32"
+        assert target["fingerprint"] == completion.fingerprint
         with Client(up["gateway"], timeout=60) as client, client.open_session([1, 2, 3]):
 
             def started() -> bool:
@@ -211,7 +215,7 @@ def test_demo_cleans_up_after_ctrl_c() -> None:
     )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("loading"):
+        if "loading" in line:
             break
     children = _descendants(process.pid)
     assert len(children) > 3  # Ray's own processes and the replicas

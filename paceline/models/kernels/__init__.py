@@ -1,8 +1,12 @@
-"""Builds and loads the C kernels at first use, with the machine's own compiler.
+"""Finds, builds and loads the C kernels: one library for each instruction set, called a variant.
 
-The shared library goes to the user's cache folder, keyed by source, compiler flags and processor,
-so that the second start finds it. Without a compiler the plain torch functions in
-``paceline.models.ops`` take over: same results up to rounding, only slower.
+A wheel brings the libraries; in a source checkout they are compiled at first use, all at once,
+into the user's cache folder. Every library says by itself, in code that any processor runs, how
+good it is here; the best is loaded and tested against a recorded digest before it is used. Without
+any the plain torch functions in ``paceline.models.ops`` take over: same results up to rounding,
+only slower.
+
+``PACELINE_KERNELS`` chooses another variant (``avx2``, ``portable``, ...), or none: ``off``.
 """
 
 from __future__ import annotations
@@ -12,24 +16,21 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
-from functools import lru_cache
+import warnings
+from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 
+from paceline.errors import InvalidArgument
+from paceline.models.kernels import build
 from paceline.models.threads import usable_cores
 
-_HEADERS = ("common.h", "decode_impl.h", "matmul_impl.h")
-_COMMON = ("-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fopenmp")
-_SOURCES = {
-    # Infinity stays meaningful: a kernel starts a maximum with it.
-    "decode.c": (*_COMMON, "-ffast-math", "-fno-finite-math-only"),
-    # Sums keep their order: no -ffast-math.
-    "matmul.c": (*_COMMON, "-ffp-contract=fast", "-funroll-loops"),
-}
-# What is added, tried in this order: an option of GCC only; nothing; and no tiles, since some
-# assemblers do not know them.
-_EXTRAS = (("-mprefer-vector-width=512",), (), ("-mno-amx-tile", "-mno-amx-bf16"))
+NUMERICS_VERSION = 1
+"""Raised whenever the bits that numerics class ``portable`` computes change."""
+
+SELF_TEST = 0x6CCE916E92F76CED
+"""What ``self_test`` of variant.c returns on every processor."""
 
 
 class KernelsUnavailable(RuntimeError):
@@ -41,60 +42,146 @@ def _cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "paceline" / "kernels"
 
 
-def _processor() -> str:
+def libraries() -> dict[str, Path]:
+    """The library of every variant that there is for this architecture, best last.
+
+    Raises:
+        KernelsUnavailable: there are none, and none can be built.
+    """
+    return _libraries(_cache_dir())
+
+
+@lru_cache(maxsize=8)
+def _libraries(cache: Path) -> dict[str, Path]:
+    return _in(build.FOLDER / "lib") or _built(cache)
+
+
+def _in(folder: Path) -> dict[str, Path]:
+    files = {v.name: folder / build.library_name(v.name) for v in build.variants()}
+    return {name: file for name, file in files.items() if file.is_file()}
+
+
+def _built(cache: Path) -> dict[str, Path]:
+    """Those in the cache; they are compiled first where they are not there yet."""
+    command = build.compiler()
+    if command is None:
+        raise KernelsUnavailable("no C compiler found: install gcc or clang, or set CC")
+    # The name of the compiler that a link leads to tells its version.
+    compiler = os.path.realpath(shutil.which(command[0]) or command[0]), *command[1:]
+    digest = hashlib.sha256(repr((build.FLAGS, build.variants(), compiler)).encode())
+    digest.update(platform.machine().encode())
+    for source in build.sources():
+        digest.update(source.read_bytes())
+    folder = cache / digest.hexdigest()[:16]
+    if found := _in(folder):
+        return found
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({ln for ln in lines if ln.startswith(("model name", "flags"))}))
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f"{folder.name}.lock"):
+            if not _in(folder):  # else another process has built them meanwhile
+                with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                    build.build(Path(scratch) / "lib")
+                    os.replace(Path(scratch) / "lib", folder)
+    except (OSError, build.BuildFailed) as error:
+        raise KernelsUnavailable(f"cannot build the kernels in {cache}: {error}") from error
+    return _in(folder)
 
 
-def _build(compiler: str, folder: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = []
-        for name, flags in _SOURCES.items():
-            built = Path(scratch) / f"{name}.o"
-            command = [compiler, *flags, "-c", str(folder / name), "-o", str(built)]
-            if all(_run([*command, *extra]).returncode for extra in _EXTRAS):
-                _must(command)  # says why
-            objects.append(str(built))
-        # Linked in a step of its own, without -ffast-math: with it, GCC adds start-up code that
-        # makes the thread that loads the library flush denormals, and threads would disagree.
-        library = Path(scratch) / target.name
-        _must([compiler, "-shared", "-fopenmp", *objects, "-o", str(library), "-lm"])
-        os.replace(library, target)  # atomic: several processes may build at once
+class _lock:
+    """One process builds, the others wait for it; without locks (some file systems) all build."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("w")
+
+    def __enter__(self) -> None:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
-def _must(command: list[str]) -> None:
-    done = _run(command)
-    if done.returncode != 0:
-        raise KernelsUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+def runnable() -> dict[str, int]:
+    """Score of every variant that this processor runs, best first.
+
+    Raises:
+        KernelsUnavailable: see :func:`libraries`.
+    """
+    scores = {name: _open(file).score() for name, file in libraries().items()}
+    return {name: score for name, score in sorted(scores.items(), key=lambda s: -s[1]) if score}
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@cache
+def _open(file: Path) -> ctypes.CDLL:
+    import torch  # noqa: F401  (brings its OpenMP runtime, which the kernels then share)
+
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise KernelsUnavailable(f"cannot load {file}: {error}") from error
+    library.self_test.restype = ctypes.c_uint64
+    return library
 
 
-@lru_cache(maxsize=1)
-def has_bfloat16() -> bool:
-    """Whether the kernels work here and the processor multiplies bfloat16 natively."""
-    return "avx512_bf16" in _processor().split() and status()[0]
+def load() -> ctypes.CDLL:
+    """The best library for this processor, or the one that PACELINE_KERNELS names.
+
+    Raises:
+        KernelsUnavailable: no C compiler, a failed build, a failed self-test, or
+            PACELINE_KERNELS=off.
+        InvalidArgument: PACELINE_KERNELS names a variant that does not exist or not run here.
+    """
+    return _load(os.environ.get("PACELINE_KERNELS") or "on", _cache_dir())[1]
+
+
+def variant() -> str:
+    """The name of what :func:`load` returns."""
+    return _load(os.environ.get("PACELINE_KERNELS") or "on", _cache_dir())[0]
+
+
+@cache
+def _load(wanted: str, cache: Path) -> tuple[str, ctypes.CDLL]:
+    if wanted == "off":
+        raise KernelsUnavailable("switched off by PACELINE_KERNELS=off")
+    names = list(runnable())
+    if wanted != "on" and wanted not in names:
+        allowed = f"off, or one that runs on this processor: {', '.join(names)}"
+        raise InvalidArgument("PACELINE_KERNELS", wanted, allowed)
+    wrong: list[str] = []
+    for name in names if wanted == "on" else [wanted]:
+        library = _open(libraries()[name])
+        if (found := library.self_test()) == SELF_TEST:
+            if wrong:
+                warnings.warn(f"{_fails(wrong)}; running with {name}", stacklevel=2)
+            return name, library
+        wrong.append(f"{name} ({found:#x})")
+    raise KernelsUnavailable(_fails(wrong))
+
+
+def _fails(wrong: list[str]) -> str:
+    return f"kernels compute something else than they should: {', '.join(wrong)}; please report it"
+
+
+def has_dots() -> bool:
+    """Whether the kernels multiply pairs of bfloat16 numbers at once."""
+    return status()[0] and bool(load().has_dots())
+
+
+def dots_are_portable() -> bool:
+    """Whether products of bfloat16 pairs have the bits of class ``portable``, as on Arm."""
+    return status()[0] and load().has_dots() == 2
 
 
 def has_tiles() -> bool:
-    """Whether products take the processor's matrix tiles (AMX), see matmul.c.
-
-    PACELINE_KERNELS=vectors does without, as a processor without them has to: results are the same
-    up to rounding.
-    """
-    wanted = os.environ.get("PACELINE_KERNELS") != "vectors"
-    return wanted and status()[0] and bool(load().allow_tiles())
+    """Whether products take the processor's matrix tiles (AMX), see tiles.h."""
+    return status()[0] and variant() == "amx"
 
 
 def has_int8() -> bool:
-    """Whether the kernels work here and the processor multiplies int8 natively (VNNI)."""
-    return status()[0] and bool(load().takes_bytes())
+    """Whether the kernels work here: all variants have products with int8 weights."""
+    return status()[0]
 
 
 _num_threads = 0
@@ -118,36 +205,6 @@ def set_num_threads(count: int) -> None:
     """Limit :func:`num_threads`; 0 means all cores."""
     global _num_threads
     _num_threads = count
-
-
-@lru_cache(maxsize=1)
-def load() -> ctypes.CDLL:
-    """The loaded library.
-
-    Raises:
-        KernelsUnavailable: no C compiler, a failed build, or PACELINE_KERNELS=off.
-    """
-    if os.environ.get("PACELINE_KERNELS", "on") == "off":
-        raise KernelsUnavailable("switched off by PACELINE_KERNELS=off")
-    import torch  # noqa: F401  (brings its OpenMP runtime, which the kernels then share)
-
-    folder = Path(__file__).parent
-    digest = hashlib.sha256(repr((_SOURCES, _processor(), platform.machine())).encode())
-    for name in (*_SOURCES, *_HEADERS):
-        digest.update((folder / name).read_bytes())
-    library = _cache_dir() / f"decode-{digest.hexdigest()[:16]}.so"
-    if not library.is_file():
-        compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            raise KernelsUnavailable("no C compiler found: install gcc or clang, or set CC")
-        try:
-            _build(compiler, folder, library)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelsUnavailable(f"cannot build {library}: {error}") from error
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise KernelsUnavailable(f"cannot load {library}: {error}") from error
 
 
 def status() -> tuple[bool, str]:

@@ -1,14 +1,13 @@
 /* The decoder layers of a Llama-type model, for CPU.
  *
  * One call runs all layers, and every function treats a row without looking at the others: that is
- * what makes verification bit-identical to AR decoding. Built at first use by kernels/__init__.py;
- * ops.py holds the same computation in plain torch. */
+ * what makes verification bit-identical to AR decoding. ops.py holds the same computation in plain
+ * torch. */
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "common.h"
+#include "simd.h"
 
 /* Mirrored field by field in ops.py. */
 struct rows {
@@ -57,96 +56,38 @@ int linear_bf16(const uint16_t *x, const void *packed, int packing, const uint16
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
 #define SHARED_NUMBERS 1e4 /* from here on, row by row work is shared by threads */
-
-typedef int32_t vec_int __attribute__((vector_size(4 * WIDTH), aligned(4)));
-
-/* The larger, or smaller, of two vectors' elements. */
-ALWAYS_INLINE vec larger(vec a, vec b)
-{
-#if defined(__AVX512F__)
-    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+/* Vectors of a row's weighted values that stay in registers, for one row and for two. */
+#if W == 16
+#define VALUES_ONE 4
+#define VALUES_TWO 2
 #else
-    const vec_int mask = a > b;
-    return (vec)((mask & (vec_int)a) | (~mask & (vec_int)b));
+#define VALUES_ONE 1
+#define VALUES_TWO 1
 #endif
-}
 
-ALWAYS_INLINE vec smaller(vec a, vec b)
-{
-#if defined(__AVX512F__)
-    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
-#else
-    return -larger(-a, -b);
-#endif
-}
+_Static_assert(SHARED_FLOATS <= WIDTH * MAX_HEAD_DIM, "attend_head holds as many");
 
-ALWAYS_INLINE float largest(vec v)
-{
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)v);
-#else
-    float top = v[0];
-    for (int i = 1; i < WIDTH; i++)
-        top = v[i] > top ? v[i] : top;
-    return top;
-#endif
-}
-
-/* exp(x) for float32, within 2 units in the last place for x <= 0 down to underflow; polynomial:
- * Cephes expf. On whole vectors, because compilers do not make vector code of the same for a number. */
-ALWAYS_INLINE vec exp_each(vec x)
-{
-    x = smaller(larger(x, (vec){0} - 87.0f), (vec){0} + 88.0f);
-    /* Towards zero, which is downwards here. */
-    const vec_int n = __builtin_convertvector(x * 1.44269504f + 128.5f, vec_int) - 128;
-    const vec whole = __builtin_convertvector(n, vec);
-    const vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vec)((n + 127) << 23);
-}
-
-ALWAYS_INLINE float exp_one(float x)
-{
-    return exp_each((vec){0} + x)[0];
-}
-
-#define HALVES(v, low, high) v = __builtin_shufflevector low + __builtin_shufflevector high
-
-/* The sum of the 16 elements of each of 16 vectors: four rounds that add the halves of what is
- * left of two vectors. Every sum is taken in the same order. */
-ALWAYS_INLINE vec sum_each(const vec *v)
-{
-    vec a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++)
-        HALVES(a[i], (v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-               (v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-    for (int i = 0; i < 4; i++)
-        HALVES(b[i], (a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-               (a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
-    for (int i = 0; i < 2; i++)
-        HALVES(c[i], (b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-               (b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
-    vec sums;
-    HALVES(sums, (c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-           (c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
-    return sums;
-}
+/* A head dimension in whole vectors. */
+#define PADDED(dim) (((dim) + WIDTH - 1) / WIDTH * WIDTH)
 
 /* Scores of a query for WIDTH keys, [WIDTH][dim]. */
 ALWAYS_INLINE vec score(const float *query, const float *keys, const int dim)
 {
-    vec products[WIDTH];
-    for (int i = 0; i < WIDTH; i++) {
-        products[i] = *(const vec *)query * *(const vec *)(keys + i * dim);
-        for (int d = WIDTH; d < dim; d += WIDTH)
-            products[i] += *(const vec *)(query + d) * *(const vec *)(keys + i * dim + d);
+    vec out;
+    UNROLL for (int part = 0; part < NATS; part++)
+    {
+        nat sums[W];
+        UNROLL for (int i = 0; i < W; i++)
+        {
+            const float *key = keys + (part * W + i) * dim;
+            vec products = mul_(load_(query), load_(key));
+            for (int d = WIDTH; d < dim; d += WIDTH)
+                products = fma_(load_(query + d), load_(key + d), products);
+            sums[i] = fold(products);
+        }
+        out.n[part] = sum_lanes(sums);
     }
-    return sum_each(products);
+    return out;
 }
 
 /* Scores become weights, not yet divided by their sum, which is returned. */
@@ -154,49 +95,156 @@ static float weigh(float *scores, int length)
 {
     for (int j = length; j % WIDTH; j++)
         scores[j] = -INFINITY;
-    vec tops = *(const vec *)scores, totals = {0};
+    vec tops = load_(scores), totals = set_(0.0f);
     for (int j = WIDTH; j < length; j += WIDTH)
-        tops = larger(tops, *(const vec *)(scores + j));
-    const float top = largest(tops);
-    float total = 0.0f;
+        tops = max_(tops, load_(scores + j));
+    const vec top = set_(largest(tops));
     for (int j = 0; j < length; j += WIDTH) {
-        const vec weights = exp_each(*(const vec *)(scores + j) - top);
-        *(vec *)(scores + j) = weights;
-        totals += weights;
+        const vec weights = exp_(sub_(load_(scores + j), top));
+        store_(scores + j, weights);
+        totals = add_(totals, weights);
     }
-    for (int i = 0; i < WIDTH; i++)
-        total += totals[i];
-    return total;
+    return sum_of(totals);
 }
 
 /* Adds weighted values, [count][dim], to the sums of one row or of two that follow after a stride,
- * [SUMS][dim]; which of them a position goes to depends on the position alone. */
+ * [SUMS][dim], `vectors` of them from d on; which of the sums a position goes to depends on the position
+ * alone. */
+ALWAYS_INLINE void add_some(const float *weights, size_t stride, const float *values, int count,
+                            float *sums, size_t sums_stride, int d, const int rows, const int vectors,
+                            const int dim)
+{
+    vec acc[2][SUMS][VALUES_ONE];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < SUMS; i++)
+            UNROLL for (int v = 0; v < vectors; v++)
+                acc[r][i][v] = load_(sums + r * sums_stride + i * dim + d + v * WIDTH);
+    int j = 0;
+    for (; j + SUMS <= count; j += SUMS)
+        UNROLL for (int i = 0; i < SUMS; i++)
+            UNROLL for (int v = 0; v < vectors; v++)
+            {
+                const vec value = load_(values + (j + i) * dim + d + v * WIDTH);
+                UNROLL for (int r = 0; r < rows; r++)
+                    acc[r][i][v] = fma_(set_(weights[r * stride + j + i]), value, acc[r][i][v]);
+            }
+    for (; j < count; j++)
+        UNROLL for (int v = 0; v < vectors; v++)
+        {
+            const vec value = load_(values + j * dim + d + v * WIDTH);
+            UNROLL for (int r = 0; r < rows; r++)
+                acc[r][0][v] = fma_(set_(weights[r * stride + j]), value, acc[r][0][v]);
+        }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < SUMS; i++)
+            UNROLL for (int v = 0; v < vectors; v++)
+                store_(sums + r * sums_stride + i * dim + d + v * WIDTH, acc[r][i][v]);
+}
+
 ALWAYS_INLINE void add_values(const float *weights, size_t stride, const float *values, int count,
                               float *sums, size_t sums_stride, const int rows, const int dim)
 {
-    vec acc[2][SUMS][MAX_HEAD_DIM / WIDTH];
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < SUMS; i++)
-            for (int d = 0; d < dim / WIDTH; d++)
-                acc[r][i][d] = *(vec *)(sums + r * sums_stride + i * dim + d * WIDTH);
-    int j = 0;
-    for (; j + SUMS <= count; j += SUMS)
-        for (int i = 0; i < SUMS; i++)
-            for (int d = 0; d < dim / WIDTH; d++) {
-                const vec value = *(const vec *)(values + (j + i) * dim + d * WIDTH);
-                for (int r = 0; r < rows; r++)
-                    acc[r][i][d] += weights[r * stride + j + i] * value;
-            }
-    for (; j < count; j++)
-        for (int d = 0; d < dim / WIDTH; d++) {
-            const vec value = *(const vec *)(values + j * dim + d * WIDTH);
-            for (int r = 0; r < rows; r++)
-                acc[r][0][d] += weights[r * stride + j] * value;
+    const int vectors = rows == 1 ? VALUES_ONE : VALUES_TWO;
+    int d = 0;
+    for (; d + vectors * WIDTH <= dim; d += vectors * WIDTH)
+        add_some(weights, stride, values, count, sums, sums_stride, d, rows, vectors, dim);
+    for (; vectors > 1 && d < dim; d += WIDTH)
+        add_some(weights, stride, values, count, sums, sums_stride, d, rows, 1, dim);
+}
+
+/* One head's keys, or values, of some slots as float32, padded with zeros.  # [count][PADDED(dim)] */
+ALWAYS_INLINE void gather(const void *entries, const int32_t *slots, int count, size_t width, float *out,
+                          const int dim, int narrow)
+{
+    for (int i = 0; i < count; i++)
+        for (int d = 0; d < dim; d += WIDTH)
+            store_(out + i * PADDED(dim) + d, read_(entries, slots[i] * width + d, dim - d, narrow));
+}
+
+/* One query head of several rows over their contexts. Neighbouring rows have most of a context in
+ * common: all take a few slots before the next ones, which are read once then. What a row computes does
+ * not depend on the others.
+ * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: slots
+ * that a context begins with, as the last row's does. */
+ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *keys, const void *values,
+                               void *out, size_t out_stride, const int32_t *const *contexts,
+                               const int *lengths, const int *shared, size_t padded, int rows,
+                               size_t width, float scale, float *scores, int narrow, const int dim)
+{
+    float queries[BLOCK_ROWS][MAX_HEAD_DIM], sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM];
+    float totals[BLOCK_ROWS], entries[WIDTH * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    const int last = rows - 1, wide = PADDED(dim), most = SHARED_FLOATS / wide / SUMS * SUMS;
+    int longest = 0;
+    for (int r = 0; r < rows; r++) {
+        longest = lengths[r] > longest ? lengths[r] : longest;
+        for (int d = 0; d < dim; d += WIDTH)
+            store_(queries[r] + d,
+                   mul_(read_(query, r * stride + d, dim - d, narrow), set_(scale)));
+        for (int d = 0; d < SUMS * wide; d += WIDTH) /* memset takes half as wide stores */
+            store_(sums[r] + d, set_(0.0f));
+    }
+    for (int j = 0; j < longest; j += WIDTH) {
+        int held = 0; /* whether the last row's entries are gathered */
+        for (int r = last; r >= 0; r--) {
+            const int count = lengths[r] - j < WIDTH ? lengths[r] - j : WIDTH;
+            if (count <= 0)
+                continue;
+            if (!held || j + count > shared[r])
+                gather(keys, contexts[r] + j, count, width, entries, dim, narrow);
+            held = r == last || (held && j + count <= shared[r]);
+            store_(scores + r * padded + j, score(queries[r], entries, wide));
         }
+    }
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < SUMS; i++)
-            for (int d = 0; d < dim / WIDTH; d++)
-                *(vec *)(sums + r * sums_stride + i * dim + d * WIDTH) = acc[r][i][d];
+        totals[r] = weigh(scores + r * padded, lengths[r]);
+    for (int j = 0; j < longest; j += most) {
+        int held = 0;
+        for (int r = last; r >= 0; r--) {
+            const int count = lengths[r] - j < most ? lengths[r] - j : most;
+            const float *weights = scores + r * padded + j;
+            if (count <= 0)
+                continue;
+            if (held && r && j + most <= shared[r] && j + most <= shared[r - 1]) {
+                r--; /* two rows use a value while it is in a register */
+                add_values(weights - padded, padded, entries, most, sums[r], SUMS * MAX_HEAD_DIM, 2,
+                           wide);
+                continue;
+            }
+            if (!held || j + count > shared[r])
+                gather(values, contexts[r] + j, count, width, entries, dim, narrow);
+            held = r == last || (held && j + count <= shared[r]);
+            add_values(weights, padded, entries, count, sums[r], SUMS * MAX_HEAD_DIM, 1, wide);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int d = 0; d < dim; d += WIDTH) {
+            const float *s = sums[r] + d;
+            const vec even = add_(load_(s), load_(s + wide));
+            const vec odd = add_(load_(s + 2 * wide), load_(s + 3 * wide));
+            write_(out, r * out_stride + d, div_(add_(even, odd), set_(totals[r])), dim - d, narrow);
+        }
+}
+
+/* As attend_head, with the head dimensions that are common as numbers that the compiler knows. */
+static void attend(const void *query, size_t stride, const void *keys, const void *values, void *out,
+                   size_t out_stride, const int32_t *const *contexts, const int *lengths,
+                   const int *shared, size_t padded, int rows, size_t width, float scale, float *scores,
+                   int narrow, int dim)
+{
+#define ATTEND(d)                                                                                 \
+    attend_head(query, stride, keys, values, out, out_stride, contexts, lengths, shared, padded, rows, \
+                width, scale, scores, narrow, d)
+#if HAS_FMA
+    if (dim == 32)
+        ATTEND(32);
+    else if (dim == 64)
+        ATTEND(64);
+    else if (dim == 128)
+        ATTEND(128);
+    else
+#endif
+        ATTEND(dim);
+#undef ATTEND
 }
 
 #define JOIN_(a, b) a##_##b
@@ -204,22 +252,13 @@ ALWAYS_INLINE void add_values(const float *weights, size_t stride, const float *
 
 #define ELEM float
 #define LOAD(x) (x)
-#define VLOAD(p) (*(const vec *)(p))
-#define VSTORE(p, v) (*(vec *)(p) = (v))
-#define STORE(f) (f)
 #define NAME(f) JOIN(f, f32)
 #include "decode_impl.h"
 #undef ELEM
 #undef LOAD
-#undef VLOAD
-#undef VSTORE
-#undef STORE
 #undef NAME
 
 #define ELEM uint16_t
 #define LOAD(x) bf16_load(x)
-#define VLOAD(p) bf16_load_each(p)
-#define VSTORE(p, v) bf16_store_each(p, v)
-#define STORE(f) bf16_store(f)
 #define NAME(f) JOIN(f, bf16)
 #include "decode_impl.h"

@@ -1,5 +1,36 @@
-/* Included once for each element type; ELEM, LOAD(x), STORE(f), the same for vectors, VLOAD(from) and
- * VSTORE(to, v), and NAME(f) are set by decode.c. */
+/* Included once for each element type; ELEM, LOAD(x) and NAME(f) are set by decode.c. */
+
+#define READ(x, at, left) read_(x, at, left, sizeof(ELEM) == 2)
+#define WRITE(out, at, v, left) write_(out, at, v, left, sizeof(ELEM) == 2)
+
+/* As a number of this type would be, in float32. */
+ALWAYS_INLINE vec NAME(rounded)(vec v)
+{
+    ELEM all[WIDTH];
+    WRITE(all, 0, v, WIDTH);
+    return READ(all, 0, WIDTH);
+}
+
+/* out = weight * normalised x; out may be x. */
+ALWAYS_INLINE void NAME(normalise)(const ELEM *x, const ELEM *weight, ELEM *out, int dim, float eps)
+{
+    vec squares = set_(0.0f);
+    for (int i = 0; i < dim; i += WIDTH) {
+        const vec v = READ(x, i, dim - i);
+        squares = fma_(v, v, squares);
+    }
+    const vec scale = set_(1.0f / sqrtf(sum_of(squares) / dim + eps));
+    for (int i = 0; i < dim; i += WIDTH) {
+        const vec v = NAME(rounded)(mul_(READ(x, i, dim - i), scale));
+        WRITE(out, i, mul_(READ(weight, i, dim - i), v), dim - i);
+    }
+}
+
+static void NAME(add_to)(ELEM *x, const ELEM *delta, int dim)
+{
+    for (int i = 0; i < dim; i += WIDTH)
+        WRITE(x, i, add_(READ(x, i, dim - i), READ(delta, i, dim - i)), dim - i);
+}
 
 /* x += delta (when given), out = weight * normalised x. */
 static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, ELEM *out,
@@ -8,37 +39,26 @@ static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, EL
 #pragma omp parallel for num_threads(threads) if ((double)rows * dim > SHARED_NUMBERS)
     for (int r = 0; r < rows; r++) {
         ELEM *xr = x + (size_t)r * dim;
-        ELEM *outr = out + (size_t)r * dim;
-        if (delta) {
-            const ELEM *dr = delta + (size_t)r * dim;
-            for (int i = 0; i < dim; i++)
-                xr[i] = STORE(LOAD(xr[i]) + LOAD(dr[i]));
-        }
-        float total = 0.0f;
-        for (int i = 0; i < dim; i++)
-            total += LOAD(xr[i]) * LOAD(xr[i]);
-        const float scale = 1.0f / sqrtf(total / dim + eps);
-        for (int i = 0; i < dim; i++)
-            outr[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(xr[i]) * scale)));
+        if (delta)
+            NAME(add_to)(xr, delta + (size_t)r * dim, dim);
+        NAME(normalise)(xr, weight, out + (size_t)r * dim, dim, eps);
     }
-}
-
-static inline void NAME(head_norm)(ELEM *x, const ELEM *weight, int dim, float eps)
-{
-    float total = 0.0f;
-    for (int i = 0; i < dim; i++)
-        total += LOAD(x[i]) * LOAD(x[i]);
-    const float scale = 1.0f / sqrtf(total / dim + eps);
-    for (int i = 0; i < dim; i++)
-        x[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
 }
 
 static inline void NAME(rotate)(ELEM *x, const float *cosine, const float *sine, int half)
 {
-    for (int i = 0; i < half; i++) {
-        const float a = LOAD(x[i]), b = LOAD(x[i + half]);
-        x[i] = STORE(a * cosine[i] - b * sine[i]);
-        x[i + half] = STORE(b * cosine[i] + a * sine[i]);
+    for (int i = 0; i < half; i += WIDTH) {
+        float cosines[WIDTH] = {0}, sines[WIDTH] = {0};
+        const int left = half - i;
+        for (int j = 0; j < (left < WIDTH ? left : WIDTH); j++) {
+            cosines[j] = cosine[i + j];
+            sines[j] = sine[i + j];
+        }
+        const vec c = load_(cosines), s = load_(sines);
+        const vec a = READ(x, i, left), b = READ(x, half + i, left);
+        const vec turned = fma_(a, c, sub_(set_(0.0f), mul_(b, s)));
+        WRITE(x, i, turned, left);
+        WRITE(x, half + i, fma_(b, c, mul_(a, s)), left);
     }
 }
 
@@ -57,7 +77,7 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
             ELEM *x = row + h * dim;
             const ELEM *norm = h < heads ? q_norm : k_norm;
             if (norm)
-                NAME(head_norm)(x, norm, dim, eps);
+                NAME(normalise)(x, norm, x, dim, eps);
             NAME(rotate)(x, cosine, cosine + dim / 2, dim / 2);
         }
         const size_t width = (size_t)kv_heads * dim;
@@ -65,105 +85,6 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
         memcpy(values + rows->slots[r] * width, row + (heads + kv_heads) * dim,
                width * sizeof(ELEM));
     }
-}
-
-/* One head's keys, or values, of some slots as float32.  # [count][dim] */
-ALWAYS_INLINE void NAME(gather)(const ELEM *entries, const int32_t *slots, int count, size_t width,
-                                float *out, const int dim)
-{
-    for (int i = 0; i < count; i++)
-        for (int d = 0; d < dim; d += WIDTH)
-            *(vec *)(out + i * dim + d) = VLOAD(entries + slots[i] * width + d);
-}
-
-/* One query head of several rows over their contexts, for head dimensions that are a multiple of 16.
- * Neighbouring rows have most of a context in common: all take a few slots before the next ones, which
- * are read once then. What a row computes does not depend on the others.
- * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: slots
- * that a context begins with, as the last row's does. */
-ALWAYS_INLINE void NAME(attend_head)(const ELEM *query, size_t stride, const ELEM *keys,
-                                     const ELEM *values, ELEM *out, size_t out_stride,
-                                     const int32_t *const *contexts, const int *lengths,
-                                     const int *shared, size_t padded, int rows, size_t width, float scale,
-                                     float *scores, const int dim)
-{
-    float queries[BLOCK_ROWS][MAX_HEAD_DIM], sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM];
-    float totals[BLOCK_ROWS], entries[SHARED_FLOATS] __attribute__((aligned(64)));
-    const int last = rows - 1, most = SHARED_FLOATS / dim;
-    int longest = 0;
-    for (int r = 0; r < rows; r++) {
-        longest = lengths[r] > longest ? lengths[r] : longest;
-        for (int d = 0; d < dim; d += WIDTH)
-            *(vec *)(queries[r] + d) = VLOAD(query + r * stride + d) * scale;
-        for (int d = 0; d < SUMS * dim; d += WIDTH) /* memset takes half as wide stores */
-            *(vec *)(sums[r] + d) = (vec){0};
-    }
-    for (int j = 0; j < longest; j += WIDTH) {
-        int held = 0; /* whether the last row's entries are gathered */
-        for (int r = last; r >= 0; r--) {
-            const int count = lengths[r] - j < WIDTH ? lengths[r] - j : WIDTH;
-            if (count <= 0)
-                continue;
-            if (!held || j + count > shared[r])
-                NAME(gather)(keys, contexts[r] + j, count, width, entries, dim);
-            held = r == last || (held && j + count <= shared[r]);
-            *(vec *)(scores + r * padded + j) = score(queries[r], entries, dim);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        totals[r] = weigh(scores + r * padded, lengths[r]);
-    for (int j = 0; j < longest; j += most) {
-        int held = 0;
-        for (int r = last; r >= 0; r--) {
-            const int count = lengths[r] - j < most ? lengths[r] - j : most;
-            const float *weights = scores + r * padded + j;
-            if (count <= 0)
-                continue;
-            if (held && r && j + most <= shared[r] && j + most <= shared[r - 1]) {
-                r--; /* two rows use a value while it is in a register */
-                add_values(weights - padded, padded, entries, most, sums[r], SUMS * MAX_HEAD_DIM, 2,
-                           dim);
-                continue;
-            }
-            if (!held || j + count > shared[r])
-                NAME(gather)(values, contexts[r] + j, count, width, entries, dim);
-            held = r == last || (held && j + count <= shared[r]);
-            add_values(weights, padded, entries, count, sums[r], SUMS * MAX_HEAD_DIM, 1, dim);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int d = 0; d < dim; d += WIDTH) {
-            const float *s = sums[r] + d;
-            const vec even = *(const vec *)s + *(const vec *)(s + dim);
-            const vec odd = *(const vec *)(s + 2 * dim) + *(const vec *)(s + 3 * dim);
-            VSTORE(out + r * out_stride + d, (even + odd) / totals[r]);
-        }
-}
-
-/* The same for any head dimension. */
-static void NAME(attend_any)(const ELEM *query, const ELEM *keys, const ELEM *values, ELEM *out,
-                             const int32_t *context, int length, size_t width, float scale,
-                             float *scores, int dim)
-{
-    float top = -INFINITY;
-    for (int j = 0; j < length; j++) {
-        const ELEM *key = keys + context[j] * width;
-        float dot = 0.0f;
-        for (int d = 0; d < dim; d++)
-            dot += LOAD(query[d]) * LOAD(key[d]);
-        scores[j] = dot * scale;
-        top = scores[j] > top ? scores[j] : top;
-    }
-    float total = 0.0f, acc[MAX_HEAD_DIM] = {0};
-    for (int j = 0; j < length; j++) {
-        const ELEM *value = values + context[j] * width;
-        const float weight = exp_one(scores[j] - top);
-        total += weight;
-        for (int d = 0; d < dim; d++)
-            acc[d] += weight * LOAD(value[d]);
-    }
-    for (int d = 0; d < dim; d++)
-        out[d] = STORE(acc[d] / total);
 }
 
 /* Attention of each row over the last `window` slots of its own context (all of them for window
@@ -217,21 +138,8 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
             for (int h = g * group; h < (g + 1) * group; h++) {
                 const ELEM *query = qkv + from * stride + h * dim;
                 ELEM *o = out + from * out_stride + h * dim;
-#define ATTEND(d)                                                                                  \
-    NAME(attend_head)(query, stride, k, v, o, out_stride, contexts, lengths, shared, padded, count,   \
-                      width, scale, scores, d)
-                if (dim == 32)
-                    ATTEND(32);
-                else if (dim == 64)
-                    ATTEND(64);
-                else if (dim == 128)
-                    ATTEND(128);
-                else
-                    for (int r = 0; r < count; r++)
-                        NAME(attend_any)(query + r * stride, k, v, o + r * out_stride,
-                                         contexts[r], lengths[r], width, scale, scores,
-                                         dim);
-#undef ATTEND
+                attend(query, stride, k, v, o, out_stride, contexts, lengths, shared, padded, count, width,
+                       scale, scores, sizeof(ELEM) == 2, dim);
             }
         }
         free(scores);
@@ -246,16 +154,11 @@ static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, in
     for (int r = 0; r < rows; r++) {
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
         ELEM *o = out + (size_t)r * dim;
-        int i = 0;
-        for (; i + WIDTH <= dim; i += WIDTH) {
-            const vec g = VLOAD(gate + i);
-            ELEM rounded[WIDTH];
-            VSTORE(rounded, g / (1.0f + exp_each(-g)));
-            VSTORE(o + i, VLOAD(rounded) * VLOAD(up + i));
-        }
-        for (; i < dim; i++) {
-            const float g = LOAD(gate[i]);
-            o[i] = STORE(LOAD(STORE(g / (1.0f + exp_one(-g)))) * LOAD(up[i]));
+        for (int i = 0; i < dim; i += WIDTH) {
+            const vec g = READ(gate, i, dim - i);
+            const vec smaller = exp_(sub_(set_(0.0f), g));
+            const vec activated = NAME(rounded)(div_(g, add_(set_(1.0f), smaller)));
+            WRITE(o, i, mul_(activated, READ(up, i, dim - i)), dim - i);
         }
     }
 }
@@ -310,8 +213,7 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
         pending = delta;
     }
     if (pending)
-        for (size_t i = 0; i < (size_t)count * m->hidden; i++)
-            x[i] = STORE(LOAD(x[i]) + LOAD(pending[i]));
+        NAME(add_to)(x, pending, count * m->hidden);
     if (states && last > first)
         memcpy(states + (last - first - 1) * state_size, x, state_size * sizeof(ELEM));
     free(memory);
@@ -322,10 +224,10 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
 
 static float NAME(highest)(const ELEM *x, int size)
 {
-    vec tops = (vec){0} - INFINITY;
+    vec tops = set_(-INFINITY);
     int i = 0;
     for (; i + WIDTH <= size; i += WIDTH)
-        tops = larger(tops, VLOAD(x + i));
+        tops = max_(tops, READ(x, i, WIDTH));
     float top = largest(tops);
     for (; i < size; i++)
         top = LOAD(x[i]) > top ? LOAD(x[i]) : top;
@@ -335,15 +237,16 @@ static float NAME(highest)(const ELEM *x, int size)
 /* The sum of exp(x - top). */
 static float NAME(sum_exp)(const ELEM *x, int size, float top)
 {
-    vec sums = {0};
+    vec sums = set_(0.0f);
     int i = 0;
     for (; i + WIDTH <= size; i += WIDTH)
-        sums += exp_each(VLOAD(x + i) - top);
-    float sum = 0.0f;
-    for (int j = 0; j < WIDTH; j++)
-        sum += sums[j];
-    for (; i < size; i++)
-        sum += exp_one(LOAD(x[i]) - top);
+        sums = add_(sums, exp_(sub_(READ(x, i, WIDTH), set_(top))));
+    float sum = sum_of(sums);
+    for (; i < size; i++) {
+        float one[W];
+        nat_store(one, nat_exp(nat_set(LOAD(x[i]) - top)));
+        sum += one[0];
+    }
     return sum;
 }
 
@@ -429,3 +332,6 @@ EXPORT void NAME(rmsnorm)(const ELEM *x, const ELEM *weight, ELEM *out, int rows
 {
     NAME(add_rmsnorm)((ELEM *)x, NULL, weight, out, rows, dim, eps, 1);
 }
+
+#undef READ
+#undef WRITE

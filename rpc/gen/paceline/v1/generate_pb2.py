@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rpc.gen.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/generate.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x80\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x0fprediction_text\x18\x06 \x01(\tH\x01\x12\x35\n\x14prediction_token_ids\x18\x07 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x01\x12\x14\n\x0creturn_draft\x18\x08 \x01(\x08\x12\x1b\n\x13\x63ommitted_token_ids\x18\t \x03(\x05\x42\x08\n\x06promptB\x0c\n\npredictionB\x15\n\x13_add_special_tokens\"\xfa\x02\n\rGenerateReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12,\n\x08logprobs\x18\r \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05\x64raft\x18\x0e \x01(\x0b\x32\x17.paceline.v1.RoundDraft\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12+\n\nstatistics\x18\x06 \x01(\x0b\x32\x17.paceline.v1.Statistics\x12\x12\n\ntarget_pid\x18\x07 \x01(\r\x12\x13\n\x0b\x64rafter_pid\x18\x08 \x01(\r\x12\x17\n\x0f\x64rafter_address\x18\t \x01(\t\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x19\n\x11prediction_length\x18\x0b \x01(\r\x12\x15\n\rnum_predicted\x18\x0c \x01(\r\"\x8a\x01\n\nRoundDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0eparent_indices\x18\x02 \x03(\x05\x12\x18\n\x10\x61\x63\x63\x65pted_indices\x18\x03 \x03(\x05\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x17\n\x0f\x63ommitted_texts\x18\x05 \x03(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\"T\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TopLogprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\x0c\"\x11\n\x0fGetModelRequest\"\xb5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x05 \x01(\x08\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x0f\n\x07methods\x18\x08 \x03(\t\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.paceline.v1.Limits\x12\x16\n\x0e\x64\x65\x66\x61ult_method\x18\n \x01(\t\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x11\n\tbos_token\x18\x0c \x01(\t\x12\x11\n\teos_token\x18\r \x01(\t\x12\x11\n\ttokenizer\x18\x0e \x01(\t\"\x89\x01\n\x06Limits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x02 \x01(\r\x12\x13\n\x0bkv_capacity\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\r2\x97\x01\n\x0fGenerateService\x12\x46\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateReply0\x01\x12<\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x12.paceline.v1.Modelb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/generate.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\xd1\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x0fprediction_text\x18\x06 \x01(\tH\x01\x12\x35\n\x14prediction_token_ids\x18\x07 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x01\x12\x14\n\x0creturn_draft\x18\x08 \x01(\x08\x12\x1b\n\x13\x63ommitted_token_ids\x18\t \x03(\x05\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x19\n\x11numerics_mismatch\x18\x0b \x01(\t\x12\x1f\n\x17return_prompt_token_ids\x18\x0c \x01(\x08\x42\x08\n\x06promptB\x0c\n\npredictionB\x15\n\x13_add_special_tokens\"\xc3\x03\n\rGenerateReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12,\n\x08logprobs\x18\r \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05\x64raft\x18\x0e \x01(\x0b\x32\x17.paceline.v1.RoundDraft\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\x12\x18\n\x10numerics_changed\x18\x10 \x01(\x08\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12+\n\nstatistics\x18\x06 \x01(\x0b\x32\x17.paceline.v1.Statistics\x12\x12\n\ntarget_pid\x18\x07 \x01(\r\x12\x13\n\x0b\x64rafter_pid\x18\x08 \x01(\r\x12\x17\n\x0f\x64rafter_address\x18\t \x01(\t\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x19\n\x11prediction_length\x18\x0b \x01(\r\x12\x15\n\rnum_predicted\x18\x0c \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x11 \x03(\x05\"\x8a\x01\n\nRoundDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0eparent_indices\x18\x02 \x03(\x05\x12\x18\n\x10\x61\x63\x63\x65pted_indices\x18\x03 \x03(\x05\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x17\n\x0f\x63ommitted_texts\x18\x05 \x03(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\"T\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TopLogprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\x0c\"\x11\n\x0fGetModelRequest\"\xca\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x05 \x01(\x08\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x0f\n\x07methods\x18\x08 \x03(\t\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.paceline.v1.Limits\x12\x16\n\x0e\x64\x65\x66\x61ult_method\x18\n \x01(\t\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x11\n\tbos_token\x18\x0c \x01(\t\x12\x11\n\teos_token\x18\r \x01(\t\x12\x11\n\ttokenizer\x18\x0e \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\"\x89\x01\n\x06Limits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x02 \x01(\r\x12\x13\n\x0bkv_capacity\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\r2\x97\x01\n\x0fGenerateService\x12\x46\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateReply0\x01\x12<\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x12.paceline.v1.Modelb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.generate_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=70
-  _globals['_GENERATEREQUEST']._serialized_end=454
-  _globals['_GENERATEREPLY']._serialized_start=457
-  _globals['_GENERATEREPLY']._serialized_end=835
-  _globals['_ROUNDDRAFT']._serialized_start=838
-  _globals['_ROUNDDRAFT']._serialized_end=976
-  _globals['_TOKENLOGPROBS']._serialized_start=978
-  _globals['_TOKENLOGPROBS']._serialized_end=1062
-  _globals['_TOPLOGPROB']._serialized_start=1064
-  _globals['_TOPLOGPROB']._serialized_end=1125
-  _globals['_GETMODELREQUEST']._serialized_start=1127
-  _globals['_GETMODELREQUEST']._serialized_end=1144
-  _globals['_MODEL']._serialized_start=1147
-  _globals['_MODEL']._serialized_end=1456
-  _globals['_LIMITS']._serialized_start=1459
-  _globals['_LIMITS']._serialized_end=1596
-  _globals['_GENERATESERVICE']._serialized_start=1599
-  _globals['_GENERATESERVICE']._serialized_end=1750
+  _globals['_GENERATEREQUEST']._serialized_end=535
+  _globals['_GENERATEREPLY']._serialized_start=538
+  _globals['_GENERATEREPLY']._serialized_end=989
+  _globals['_ROUNDDRAFT']._serialized_start=992
+  _globals['_ROUNDDRAFT']._serialized_end=1130
+  _globals['_TOKENLOGPROBS']._serialized_start=1132
+  _globals['_TOKENLOGPROBS']._serialized_end=1216
+  _globals['_TOPLOGPROB']._serialized_start=1218
+  _globals['_TOPLOGPROB']._serialized_end=1279
+  _globals['_GETMODELREQUEST']._serialized_start=1281
+  _globals['_GETMODELREQUEST']._serialized_end=1298
+  _globals['_MODEL']._serialized_start=1301
+  _globals['_MODEL']._serialized_end=1631
+  _globals['_LIMITS']._serialized_start=1634
+  _globals['_LIMITS']._serialized_end=1771
+  _globals['_GENERATESERVICE']._serialized_start=1774
+  _globals['_GENERATESERVICE']._serialized_end=1925
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,9 @@ class GenerateRequest(_message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETURN_DRAFT_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUMERICS_MISMATCH_FIELD_NUMBER: _builtins.int
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
     add_special_tokens: _builtins.bool
@@ -43,6 +46,16 @@ class GenerateRequest(_message.Message):
     """Replies say what was drafted, too (GenerateReply.draft). Costs a message of the draft's size and
     some decoding each round, so ask for it only to show or study drafts.
     """
+    fingerprint: _builtins.str
+    """Numerics of the replica that committed those tokens (GenerateReply.fingerprint): a replica with
+    another fingerprint refuses with FAILED_PRECONDITION (NUMERICS_MISMATCH). Empty: any will do.
+    """
+    numerics_mismatch: _builtins.str
+    """"refuse", or "allow": go on with other numerics, and say so (GenerateReply.numerics_changed).
+    Empty: what the server is configured to do, by default "refuse".
+    """
+    return_prompt_token_ids: _builtins.bool
+    """The last reply has the ids of the prompt's tokens."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Each id in [0, vocab_size)."""
@@ -75,10 +88,13 @@ class GenerateRequest(_message.Message):
         prediction_token_ids: _common_pb2.TokenIds | None = ...,
         return_draft: _builtins.bool = ...,
         committed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        fingerprint: _builtins.str = ...,
+        numerics_mismatch: _builtins.str = ...,
+        return_prompt_token_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -105,6 +121,8 @@ class GenerateReply(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     TARGET_PID_FIELD_NUMBER: _builtins.int
@@ -113,12 +131,21 @@ class GenerateReply(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     PREDICTION_LENGTH_FIELD_NUMBER: _builtins.int
     NUM_PREDICTED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """1, 2, ...; 0 in a last reply without tokens (the session ended outside of a round)."""
     num_accepted: _builtins.int
     """So many of them, the first ones, came from the draft; the rest is the target's own."""
     text: _builtins.str
     """Text that these tokens completed. A token may complete none (half of a character)."""
+    fingerprint: _builtins.str
+    """Numerics of the replica that committed these tokens: CLASS-DTYPE-kVERSION-DIGEST. In its first
+    reply; of a generation that went on elsewhere, each replica has one.
+    """
+    numerics_changed: _builtins.bool
+    """In the same reply: GenerateRequest.fingerprint was another one, and a mismatch is allowed. From
+    here on tokens may not be those of an unbroken generation.
+    """
     finish_reason: _builtins.str
     """The rest is set in the last reply only.
 
@@ -148,6 +175,10 @@ class GenerateReply(_message.Message):
 
     @_builtins.property
     def statistics(self) -> _common_pb2.Statistics: ...
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt, where GenerateRequest.return_prompt_token_ids asks for it."""
+
     def __init__(
         self,
         *,
@@ -157,6 +188,8 @@ class GenerateReply(_message.Message):
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         draft: Global___RoundDraft | None = ...,
+        fingerprint: _builtins.str = ...,
+        numerics_changed: _builtins.bool = ...,
         finish_reason: _builtins.str = ...,
         statistics: _common_pb2.Statistics | None = ...,
         target_pid: _builtins.int = ...,
@@ -165,10 +198,11 @@ class GenerateReply(_message.Message):
         prompt_length: _builtins.int = ...,
         prediction_length: _builtins.int = ...,
         num_predicted: _builtins.int = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,6 +354,7 @@ class Model(_message.Message):
     BOS_TOKEN_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """As the operator named it."""
     vocab_size: _builtins.int
@@ -343,6 +378,8 @@ class Model(_message.Message):
     """Fingerprint of the tokenizer's vocabulary: drafts of a client are in its tokens. Empty without a
     tokenizer.
     """
+    fingerprint: _builtins.str
+    """Numerics of the replica that answers: CLASS-DTYPE-kVERSION-DIGEST."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -368,10 +405,11 @@ class Model(_message.Message):
         bos_token: _builtins.str = ...,
         eos_token: _builtins.str = ...,
         tokenizer: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,7 +58,7 @@ class GenerateServiceServicer:
         session and its KV cache at once.
 
         Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
-        UNAVAILABLE.
+        UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

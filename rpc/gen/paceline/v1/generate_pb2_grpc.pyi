@@ -40,7 +40,7 @@ class GenerateServiceStub:
     session and its KV cache at once.
 
     Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
-    UNAVAILABLE.
+    UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GetModelRequest, _generate_pb2.Model]
     """What this server serves."""
@@ -57,7 +57,7 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     session and its KV cache at once.
 
     Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
-    UNAVAILABLE.
+    UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generate_pb2.GetModelRequest, _generate_pb2.Model]  # type: ignore[assignment]
     """What this server serves."""
@@ -77,7 +77,7 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         session and its KV cache at once.
 
         Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
-        UNAVAILABLE.
+        UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
         """
 
     @_abc_1.abstractmethod

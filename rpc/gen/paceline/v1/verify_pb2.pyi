@@ -102,9 +102,20 @@ class OpenRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_SESSION_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUMERICS_MISMATCH_FIELD_NUMBER: _builtins.int
     resume_session_id: _builtins.str
     """Take over this session of this server instead of opening a new one; the fields above are then
     ignored, the tokens stay as the server has them.
+    """
+    fingerprint: _builtins.str
+    """Numerics of the replica that the tokens come from (OpenResult.fingerprint), where a session is
+    opened again: a replica with another fingerprint refuses with FAILED_PRECONDITION
+    (NUMERICS_MISMATCH). Empty: any will do.
+    """
+    numerics_mismatch: _builtins.str
+    """"refuse", or "allow": go on with other numerics, and say so (OpenResult.numerics_changed).
+    Empty: what the server is configured to do, by default "refuse".
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -123,10 +134,12 @@ class OpenRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         speculation: _common_pb2.Speculation | None = ...,
         resume_session_id: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        numerics_mismatch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_session_id", b"resume_session_id", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "resume_session_id", b"resume_session_id", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -144,6 +157,8 @@ class OpenResult(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Named by the server, unguessable. Whoever knows it may use the session, on a server with tenants
     only if they are of the same one: for others it is a session that does not exist.
@@ -162,6 +177,14 @@ class OpenResult(_message.Message):
     max_depth: _builtins.int
     idle_timeout_seconds: _builtins.float
     """Seconds without any call after which the session is closed."""
+    fingerprint: _builtins.str
+    """Numerics of this replica: CLASS-DTYPE-kVERSION-DIGEST. Replicas with equal fingerprints give
+    equal tokens.
+    """
+    numerics_changed: _builtins.bool
+    """OpenRequest.fingerprint was another one, and a mismatch is allowed: from here on tokens may not be
+    those of an unbroken session.
+    """
     def __init__(
         self,
         *,
@@ -173,10 +196,12 @@ class OpenResult(_message.Message):
         max_nodes: _builtins.int = ...,
         max_depth: _builtins.int = ...,
         idle_timeout_seconds: _builtins.float = ...,
+        fingerprint: _builtins.str = ...,
+        numerics_changed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "digest", b"digest", "epoch", b"epoch", "idle_timeout_seconds", b"idle_timeout_seconds", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "next_round", b"next_round", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "digest", b"digest", "epoch", b"epoch", "fingerprint", b"fingerprint", "idle_timeout_seconds", b"idle_timeout_seconds", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "next_round", b"next_round", "numerics_changed", b"numerics_changed", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,7 +46,8 @@ class VerifyServiceStub:
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same.
+    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
+    it had (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     def __init__(self, channel):
@@ -103,7 +104,8 @@ class VerifyServiceServicer:
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same.
+    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
+    it had (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     def Session(self, request_iterator, context):
@@ -121,7 +123,7 @@ class VerifyServiceServicer:
         """The same four steps as unary calls, for simple clients.
 
         Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo), NOT_FOUND (resume of a session
-        that is gone).
+        that is gone), FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,7 +209,8 @@ class VerifyService:
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same.
+    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
+    it had (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     @staticmethod

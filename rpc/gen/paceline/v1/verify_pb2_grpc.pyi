@@ -47,7 +47,8 @@ class VerifyServiceStub:
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same.
+    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
+    it had (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     @_typing.overload
@@ -65,7 +66,7 @@ class VerifyServiceStub:
     """The same four steps as unary calls, for simple clients.
 
     Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo), NOT_FOUND (resume of a session
-    that is gone).
+    that is gone), FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
     """
     Verify: _grpc.UnaryUnaryMultiCallable[_verify_pb2.VerifyRequest, _verify_pb2.VerifyResult]
     """Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (PREFIX_DIVERGED with
@@ -99,7 +100,8 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same.
+    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
+    it had (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -114,7 +116,7 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
     """The same four steps as unary calls, for simple clients.
 
     Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo), NOT_FOUND (resume of a session
-    that is gone).
+    that is gone), FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
     """
     Verify: _aio.UnaryUnaryMultiCallable[_verify_pb2.VerifyRequest, _verify_pb2.VerifyResult]  # type: ignore[assignment]
     """Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (PREFIX_DIVERGED with
@@ -147,7 +149,8 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same.
+    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
+    it had (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     @_abc_1.abstractmethod
@@ -172,7 +175,7 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
         """The same four steps as unary calls, for simple clients.
 
         Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo), NOT_FOUND (resume of a session
-        that is gone).
+        that is gone), FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,199 @@
+"""Compiles the C kernels: one library for each variant that the compiler can make.
+
+    python -m paceline.models.kernels.build [--out FOLDER] [--machine aarch64]
+
+Without arguments the libraries go where :mod:`paceline.models.kernels` looks for them, which builds
+them at first use anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+HEADERS = ("simd.h", "products_impl.h", "bytes.h", "tiles.h", "roofline.h", "decode_impl.h")
+# -ffp-contract=off: a multiplication is fused with an addition only where the source says so, which
+# makes results independent of the instruction set. (-ffast-math would not; it would also make the
+# thread that loads the library flush denormals.)
+FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fPIC",
+         "-fvisibility=hidden", "-fopenmp")  # fmt: skip
+PORTABLE = "portable"
+
+
+class BuildFailed(RuntimeError):
+    """The compiler is missing or made no variant; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One instruction set's build.
+
+    Attributes:
+        vectors: flags that decode.c gains from; variants with equal ones share its object.
+        products: flags for matmul.c beyond those.
+        features: what variant.c must find on the processor.
+        rank: the highest of those that run is chosen.
+    """
+
+    name: str
+    rank: int
+    vectors: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+    features: str = "0"
+
+
+_AVX2, _AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
+_VNNI, _BF16 = "-mavx512vnni", "-mavx512bf16"
+_AMX = "-mamx-tile", "-mamx-bf16", "-mamx-int8"
+VARIANTS: dict[str, tuple[Variant, ...]] = {
+    "x86_64": (
+        Variant("portable", 1),
+        Variant("avx2", 20, _AVX2, features="FMA"),
+        Variant("avx2_vnni", 21, _AVX2, ("-mavxvnni",), "FMA | AVX_VNNI"),
+        Variant("avx512", 30, _AVX512, features="AVX512"),
+        Variant("avx512_vnni", 31, _AVX512, (_VNNI,), "AVX512 | AVX512_VNNI"),
+        Variant("avx512_bf16", 32, _AVX512, (_VNNI, _BF16), "AVX512 | AVX512_VNNI | AVX512_BF16"),
+        Variant("amx", 40, _AVX512, (_VNNI, _BF16, *_AMX),
+                "AVX512 | AVX512_VNNI | AVX512_BF16 | AMX"),
+    ),
+    "aarch64": (
+        Variant("neon", 20, ("-march=armv8-a",)),
+        Variant("neon_dot", 21, ("-march=armv8-a",), ("-march=armv8.2-a+dotprod",), "DOTPROD"),
+        Variant("neon_bf16", 22, ("-march=armv8-a",), ("-march=armv8.2-a+dotprod+bf16",),
+                "DOTPROD | ARM_BF16"),
+    ),
+}  # fmt: skip
+VARIANTS["arm64"] = VARIANTS["aarch64"]  # as macOS calls it
+OTHERS = (Variant("portable", 1),)
+
+
+def variants(machine: str | None = None) -> tuple[Variant, ...]:
+    """All variants of an architecture, best last."""
+    return VARIANTS.get(machine or platform.machine(), OTHERS)
+
+
+def sources() -> list[Path]:
+    """Every file that a build reads."""
+    return [FOLDER / n for n in ("decode.c", "matmul.c", "noise.c", "variant.c", *HEADERS)]
+
+
+def compiler() -> list[str] | None:
+    """The command of the C compiler: CC, or cc, gcc or clang."""
+    if named := os.environ.get("CC"):
+        return shlex.split(named)
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return [found] if found else None
+
+
+def library_name(variant: str) -> str:
+    return f"libpaceline-{variant}.so"
+
+
+def build(
+    out: Path, machine: str | None = None, only: Sequence[str] = ()
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Compile all variants at once.
+
+    Args:
+        out: folder for the libraries.
+        machine: architecture that ``CC`` compiles for; default: this machine's.
+        only: names of variants; default: all.
+
+    Returns:
+        The libraries by variant, and why the others could not be made.
+
+    Raises:
+        BuildFailed: there is no compiler, or no variant could be made.
+    """
+    command = compiler()
+    if command is None:
+        raise BuildFailed("no C compiler found: install gcc or clang, or set CC")
+    chosen = [v for v in variants(machine) if not only or v.name in only]
+    out.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=out) as scratch,
+        ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as pool,
+    ):
+        jobs: dict[tuple[str, tuple[str, ...]], tuple[Future[str], Path]] = {}
+        for variant in chosen:
+            for source, flags in _objects(variant):
+                if (source, flags) not in jobs:
+                    made = Path(scratch) / f"{len(jobs)}.o"
+                    arguments = [*command, *FLAGS, *flags, "-c", str(FOLDER / source)]
+                    jobs[source, flags] = pool.submit(_run, [*arguments, "-o", str(made)]), made
+        libraries: dict[str, Path] = {}
+        failed: dict[str, str] = {}
+        for variant in chosen:
+            made_of = [jobs[key] for key in _objects(variant)]
+            errors = [error for job, _ in made_of if (error := job.result())]
+            library = Path(scratch) / library_name(variant.name)
+            linking = [*command, "-shared", "-fopenmp", *(str(o) for _, o in made_of)]
+            error = errors[0] if errors else _run([*linking, "-o", str(library), "-lm"])
+            if error:
+                failed[variant.name] = error
+            else:
+                libraries[variant.name] = out / library.name
+                os.replace(library, out / library.name)
+    if not libraries:
+        raise BuildFailed(next(iter(failed.values())))
+    return libraries, failed
+
+
+def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
+    """The sources of a variant's library with the flags of each."""
+    vectors, products = variant.vectors, (*variant.vectors, *variant.products)
+    about = f"-DFEATURES={variant.features}", f"-DRANK={variant.rank}"
+    noise = *vectors, "-O3"  # its loops are left to the compiler
+    return [
+        ("decode.c", vectors), ("matmul.c", products), ("noise.c", noise), ("variant.c", about),
+    ]  # fmt: skip
+
+
+def _run(command: list[str]) -> str:
+    """What went wrong; empty if nothing did."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)}: {error}"
+    return f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}" if done.returncode else ""
+
+
+def main() -> None:
+    """The command line of this module."""
+    import argparse
+    import sys
+    import time
+
+    from paceline.models import kernels
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder for the libraries (default: the cache)")
+    parser.add_argument("--machine", help="architecture that CC compiles for")
+    options = parser.parse_args()
+    started = time.monotonic()
+    failed: dict[str, str] = {}
+    try:
+        if options.out is None and options.machine is None:
+            made = kernels.libraries()
+        else:
+            made, failed = build(options.out or Path("."), options.machine)
+    except (BuildFailed, kernels.KernelsUnavailable) as error:
+        sys.exit(str(error))
+    for name, file in made.items():
+        sys.stdout.write(f"{name:12} {file}\n")
+    for name, why in failed.items():
+        sys.stdout.write(f"{name:12} not made: {why}\n")
+    sys.stdout.write(f"{len(made)} variants in {time.monotonic() - started:.1f} s\n")
+
+
+if __name__ == "__main__":
+    main()

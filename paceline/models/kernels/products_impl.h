@@ -1,0 +1,103 @@
+/* Products of rows with panels of weights; included by matmul.c once for each kind of weights, with
+ * NAME(f), X (of inputs), SUBSTEPS (inputs that 64 bytes of a panel hold), VALUE(x) (a vec of one input)
+ * and STEP(sums, from, substep, value) set. */
+
+/* Steps [from, to) of k for a block of rows and panels, whose sums so far, [rows][GROUP][WIDTH], are in
+ * memory. Each of `turns` such blocks fetches a share of the chunk that comes next, spread over its own
+ * steps, so that memory and arithmetic are busy at the same time. */
+ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, size_t panel,
+                               const char *next, float *sums, int from, int to, int turn, int turns,
+                               const int rows, const int panels)
+{
+    vec acc[MAX_ROWS][GROUP];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++)
+            acc[r][p] = from ? load_(sums + (r * GROUP + p) * WIDTH) : set_(0.0f);
+    weight += (size_t)from * LINE;
+    x += (size_t)from * SUBSTEPS;
+    for (int k = from; k < to; k++) {
+        if (turn-- == 0) {
+            turn = turns - 1;
+            UNROLL for (int p = 0; p < panels; p++) FETCH(next + p * panel, rows, panels);
+        }
+        UNROLL for (int s = 0; s < SUBSTEPS; s++) {
+            vec w[GROUP];
+            UNROLL for (int p = 0; p < panels; p++) w[p] = WEIGHTS(weight + p * panel, s);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const vec value = VALUE(x[r * stride + s]);
+                UNROLL for (int p = 0; p < panels; p++) acc[r][p] = STEP(acc[r][p], w[p], value);
+            }
+        }
+        next += LINE;
+        weight += LINE;
+        x += SUBSTEPS;
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++) store_(sums + (r * GROUP + p) * WIDTH, acc[r][p]);
+}
+
+/* The same for any number of panels up to GROUP, as many at once as the registers hold sums of. */
+#define BLOCK(rows, count)                                                                        \
+    NAME(block)(x, stride, weight + p * panel, panel, next + p * panel, sums + p * WIDTH, from, to, \
+                turn, turns, rows, count)
+#define CASE(rows)                                                                                \
+    case rows:                                                                                    \
+        for (; p + PANELS(rows) <= panels; p += PANELS(rows))                                     \
+            BLOCK(rows, PANELS(rows));                                                            \
+        if (PANELS(rows) > 4 && p + 4 <= panels) {                                                \
+            BLOCK(rows, 4);                                                                       \
+            p += 4;                                                                               \
+        }                                                                                         \
+        if (PANELS(rows) > 2 && p + 2 <= panels) {                                                \
+            BLOCK(rows, 2);                                                                       \
+            p += 2;                                                                               \
+        }                                                                                         \
+        if (PANELS(rows) > 1 && p < panels)                                                       \
+            BLOCK(rows, 1);                                                                       \
+        break;
+
+static void NAME(rows)(const X *x, size_t stride, const char *weight, size_t panel, const char *next,
+                       float *sums, int from, int to, int turn, int turns, int rows, int panels)
+{
+    int p = 0;
+    switch (rows) {
+        CASE(1)
+#if MAX_ROWS > 1
+        CASE(2)
+        CASE(3)
+        CASE(4)
+        CASE(5)
+        CASE(6)
+#endif
+    }
+}
+
+#undef CASE
+#undef BLOCK
+
+/* Up to GROUP neighbouring panels for at most SPAN rows, chunk after chunk. `after` is what comes next
+ * and is fetched during the last chunk. sums: [rows][GROUP][WIDTH]. */
+static void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, const char *after,
+                        float *sums, int rows, int steps, int panels)
+{
+    const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int chunks = (steps + CHUNK - 1) / CHUNK;
+    for (int c = 0; c < chunks; c++) {
+        const int from = (int)((int64_t)steps * c / chunks);
+        const int to = (int)((int64_t)steps * (c + 1) / chunks);
+        const char *next = c + 1 < chunks ? weight + (size_t)to * LINE : after;
+        for (int b = 0; b < blocks; b++) {
+            /* Shared out evenly: 7 rows as 4 + 3 cost less than as 6 + 1. */
+            const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
+            NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
+                       b, blocks, end - r, panels);
+        }
+    }
+}
+
+#undef NAME
+#undef X
+#undef SUBSTEPS
+#undef VALUE
+#undef WEIGHTS
+#undef STEP

@@ -1,0 +1,203 @@
+"""What decides the last bit of a model's logits, as a value with a name: its numerics fingerprint.
+
+Two runners with equal fingerprints give the same tokens for the same request, so a session may move
+from one to the other, and one can verify what the other has written. A fingerprint has four parts:
+
+*numerics class*: in which order sums are made. ``portable`` has the same bits on any processor,
+with whatever variant of the kernels; ``amx`` (matrix tiles) and ``bf16dot`` (dot products of
+bfloat16 numbers) are faster and sum otherwise, each in its own way. Where the kernels do not
+compute, the class names what does: ``torch-2.13.0-avx512`` for plain torch, with ``-rows`` where
+each row is computed by itself and ``-triton`` with the kernels for CUDA devices, and
+``torch-2.13.0-avx512-transformers-5.2.0-tree`` for the general path. Those classes promise no more
+than their libraries do, which is the same bits on the same kind of machine with the same number of
+threads.
+
+*dtype*: of weights, activations and KV entries.
+
+*kernel version*: :data:`paceline.models.kernels.NUMERICS_VERSION`.
+
+*weights*: a digest of all tensors as the runner computes with them, that is in its dtype, whatever
+their layout in memory, with names and shapes; of the rope table; and of the numbers that decide
+bits beside them (head counts, epsilon, sliding windows; on the general path the whole
+configuration).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import InvalidArgument, NumericsMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+NUMERICS = ("fastest", "portable")
+"""What a target may be asked for: the fastest class that the processor has, or `portable`."""
+PORTABLE = "portable"
+MISMATCH = ("refuse", "allow")
+"""What happens to a session where no replica has its fingerprint."""
+
+DIGEST_BYTES = 16
+_CHUNK_BYTES = 1 << 24
+_TEXT = re.compile(
+    r"(?P<numerics_class>[a-z][a-z0-9._-]*)-(?P<dtype>[a-z0-9_]+)-k(?P<kernel_version>[0-9]{1,9})"
+    rf"-(?P<weights>[0-9a-f]{{{2 * DIGEST_BYTES}}})"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """A target's numerics. As text: ``portable-float32-k1-3f2a9c...`` (32 hexadecimal digits).
+
+    Attributes:
+        numerics_class, dtype, kernel_version, weights: see the module.
+    """
+
+    numerics_class: str
+    dtype: str
+    kernel_version: int
+    weights: str
+
+    def __str__(self) -> str:
+        return f"{self.numerics_class}-{self.dtype}-k{self.kernel_version}-{self.weights}"
+
+    @staticmethod
+    def parse(text: str, field: str = "fingerprint") -> Fingerprint:
+        """The fingerprint that ``text`` is.
+
+        Raises:
+            InvalidArgument: it is none; names ``field``.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise InvalidArgument(field, text[:80], "CLASS-DTYPE-kVERSION-DIGEST")
+        parts: dict[str, Any] = match.groupdict()
+        return Fingerprint(**{**parts, "kernel_version": int(parts["kernel_version"])})
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Which parts differ, each as ``the dtype (float32, here bfloat16)``."""
+        return [
+            f"the {f.name.replace('_', ' ')} ({getattr(self, f.name)}, here "
+            f"{getattr(other, f.name)})"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(other, f.name)
+        ]
+
+
+def mismatch(what: str, expected: Fingerprint, here: Fingerprint, advice: str) -> NumericsMismatch:
+    """The error for tokens of other numerics than those here.
+
+    Args:
+        what: begins the message, up to the expected fingerprint.
+        advice: what can be done; ends the message.
+    """
+    return NumericsMismatch(
+        f"{what} numerics {expected}, here are {here}: they differ in "
+        f"{' and '.join(expected.differences(here))}; {advice}",
+        str(expected),
+        str(here),
+    )
+
+
+def check_mismatch(value: str, field: str = "numerics_mismatch") -> str:
+    """``value``, if it is one of :data:`MISMATCH`."""
+    if value not in MISMATCH:
+        raise InvalidArgument(field, value, f"one of {', '.join(MISMATCH)}")
+    return value
+
+
+def check_numerics(numerics: str) -> None:
+    """Raise InvalidArgument unless ``numerics`` is one of :data:`NUMERICS`."""
+    if numerics not in NUMERICS:
+        raise InvalidArgument("numerics", numerics, f"one of {', '.join(NUMERICS)}")
+
+
+def refuse_portable(numerics: str, why: str) -> None:
+    """Raise InvalidArgument where portable numerics are wanted that cannot be given."""
+    check_numerics(numerics)
+    if numerics == PORTABLE:
+        raise InvalidArgument(
+            "numerics", numerics,
+            f"'fastest': {why}. Portable numerics come from the C kernels alone: Llama, Mistral, "
+            "Qwen2 and Qwen3 models on a CPU, in float32 or bfloat16",
+        )  # fmt: skip
+
+
+def torch_class(device: torch.device, *more: str) -> str:
+    """The numerics class of what torch computes on a device.
+
+    Args:
+        more: what else decides bits; ends the name.
+    """
+    import torch
+
+    version = torch.__version__.partition("+")[0]
+    if device.type == "cuda":
+        parts = [f"cuda{torch.version.cuda}", torch.cuda.get_device_name(device)]
+    else:
+        parts = [torch.backends.cpu.get_cpu_capability()]
+    return class_name("torch", version, *parts, *more)
+
+
+def class_name(*parts: str) -> str:
+    """Parts of a numerics class as one word that a fingerprint can carry."""
+    return "-".join(re.sub(r"[^a-z0-9._-]+", "_", part.lower()) for part in parts)
+
+
+# --- the digest of the weights --------------------------------------------------------------------
+
+
+def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]], numbers: Mapping[str, Any]) -> str:
+    """A digest of named tensors, in the order given, and of JSON values.
+
+    BLAKE2b over pieces of 16 MB on several threads, and over their digests: 1 GB takes about a
+    second on one core. Tensors may be made on the way: the next one is, while one is read.
+    """
+    import torch
+
+    whole = hashlib.blake2b(json.dumps(numbers, sort_keys=True).encode(), digest_size=DIGEST_BYTES)
+    reading: Iterable[bytes] = ()
+    with _pool() as pool:
+        for name, tensor in tensors:
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            data = flat.numpy().data
+            whole.update(b"".join(reading))
+            whole.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+            starts = range(0, len(data), _CHUNK_BYTES)
+            reading = pool.map(_digest, [data[i : i + _CHUNK_BYTES] for i in starts])
+        whole.update(b"".join(reading))
+    return whole.hexdigest()
+
+
+def digest_files(files: Iterable[Path]) -> str:
+    """A digest of the names and the bytes of files, for weights that another program loads."""
+    whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    with _pool() as pool:
+        for file in files:
+            starts = range(0, file.stat().st_size, _CHUNK_BYTES)
+            whole.update(json.dumps([file.name, len(starts)]).encode())
+            for piece in pool.map(lambda start, file=file: _digest(_read(file, start)), starts):
+                whole.update(piece)
+    return whole.hexdigest()
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "digest")
+
+
+def _digest(data: memoryview | bytes) -> bytes:
+    return hashlib.blake2b(data).digest()  # without the interpreter's lock
+
+
+def _read(file: Path, start: int) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(_CHUNK_BYTES)

@@ -53,6 +53,7 @@ STEADY_STEPS = 2  # short drafts that an engine begins with: one alone may have 
 AR_INTERVALS = 16, 128
 HOPELESS_SHARE = 0.005
 UNLIKELY = 0.002
+READ_LEAST = 32  # tokens that a drafter has to read at once, to tell what reading costs
 HORIZON = 128  # tokens over which a drafter has to earn what it costs to read a text first
 RECONSIDER = 8  # rounds without a draft after which the costs are looked at again
 
@@ -198,6 +199,7 @@ class _Measured:
         # kinds is faster must not depend on when the last one of each was seen.
         self._drift, self._beyond = 1.0, 1.0
         self._num_drafted = 0  # rounds that drafted
+        self._last = [1.0, 1.0]  # ratio of the last round without, and with a draft
 
     def verify(self, tokens: float, batch: int, drafts: bool) -> float:
         """Of ``tokens`` tokens of each session of a batch."""
@@ -208,7 +210,9 @@ class _Measured:
         """A verification took so long."""
         if seconds <= 0:
             return
-        ratio = seconds / self._measured(tokens, batch)
+        now = seconds / self._measured(tokens, batch)
+        # Whoever disturbs a round seldom disturbs two; what has changed shows in both.
+        ratio, self._last[drafts] = min(now, self._last[drafts]), now
         if drafts:
             drift, beyond = self._drift, self._beyond
             self._num_drafted += 1
@@ -261,8 +265,10 @@ class Learnt:
         self.read_seconds = self._profile.read_seconds if self._profile else 0.0
         self.rounds_without = 0.0  # of all sessions, which pay for tries
         self._steady_steps = 0
-        # Of the nodes that were asked for, those that drafts had.
+        # Of the nodes that were asked for, those that drafts had; and of the drafts that were asked
+        # for, those that were found: drafters that copy often have none.
         self._nodes = self._asked_nodes = PRIOR_WEIGHT * max(1, longest)
+        self._found = self._asked = PRIOR_WEIGHT
         self._ar_interval = AR_INTERVALS[self.measured is not None]
         # By the power of two that the batch size is below: few enough to be learnt soon.
         self._batches: dict[int, _Batch] = defaultdict(lambda: _Batch(self._ar_interval))
@@ -290,7 +296,8 @@ class Learnt:
         deepest, nodes = step.deepest, outcome.draft.num_nodes
         if self.measured is not None:
             if len(step.asked) > 1:  # of the others only what they asked for is known
-                nodes += round(self._fill * sum(budget.nodes for budget in step.asked[1:]))
+                others = sum(budget.nodes for budget in step.asked[1:])
+                nodes += round(self.found * self._fill * others)
             sessions = max(len(step.asked), step.load.num_running)
             tokens = 1 + nodes / sessions
             self.measured.observe(tokens, sessions, nodes > 0, verify_seconds)
@@ -309,17 +316,28 @@ class Learnt:
             if self._profile is not None and step.steady and draft_seconds > 0:
                 measured = self._profile.draft(deepest, max(1, step.load.num_running))
                 self._drift.add(0, draft_seconds / measured)
-        elif step.behind and len(step.asked) == 1:
-            reading = draft_seconds - self._draft_seconds(deepest, step.load)
-            self.read_seconds = max(0.0, reading) / step.behind
+        elif step.behind >= READ_LEAST and len(step.asked) == 1:
+            reading = max(0.0, draft_seconds - self._draft_seconds(deepest, step.load))
+            known, new = self.read_seconds, reading / step.behind
+            self.read_seconds = (known + min(new, 2.0 * known)) / 2.0 if known else new
         mean = sum(budget.depth for budget in step.asked) / len(step.asked)
         batch.verify.add(mean, verify_seconds)
 
     def observe(self, asked: Budget, size: int, outcome: Outcome) -> None:
         """What became of a session's draft."""
+        found = outcome.draft.num_nodes > 0
+        self._found = MEMORY * self._found + found
+        self._asked = MEMORY * self._asked + 1.0
+        if not found:
+            return
         self.acceptance.observe(size, asked.depth, outcome.num_accepted)
         self._nodes = MEMORY * self._nodes + min(asked.nodes, outcome.draft.num_nodes)
         self._asked_nodes = MEMORY * self._asked_nodes + asked.nodes
+
+    @property
+    def found(self) -> float:
+        """Share of the drafts that are not empty."""
+        return self._found / self._asked
 
     @property
     def _fill(self) -> float:
@@ -330,14 +348,15 @@ class Learnt:
         measured = self.measured
         if measured is None:
             return self.seconds
-        fill = self._fill
+        fill, found = self._fill, self.found
 
         def seconds(depth: int, load: Load) -> float:
             batch = max(1, load.num_running)
+            without = measured.verify(1.0, batch, False)
             if depth == 0:
-                return measured.verify(1.0, batch, False)
+                return without
             verify = measured.verify(1.0 + fill * nodes(depth), batch, True)
-            return verify + self._draft_seconds(depth, load)
+            return found * verify + (1.0 - found) * without + self._draft_seconds(depth, load)
 
         return seconds
 
@@ -460,6 +479,22 @@ class _Sharing:
         self._price = rounds_for_a_try(lost, ar, share)
         self._reckoned = self._moment(load)
 
+    def _found_nothing(self, load: Load, seconds: float) -> None:
+        """A try goes on until there is a draft, as long as its time is paid for."""
+        if self._tries_left:
+            learnt = self._learnt
+            ar = learnt.costs(lambda depth: depth)(0, load)
+            learnt.rounds_without -= max(0.0, seconds / ar - 1.0) / TRY_SHARE
+            if learnt.rounds_without < 0:
+                self._tries_left = 0
+
+    def _rates(self, size: int) -> list[float]:
+        """Acceptance by depth; an empty draft has nothing that could be accepted."""
+        rates = self._acceptance.of(size).rates()
+        if rates:
+            rates[0] *= self._learnt.found
+        return rates
+
     def _moment(self, load: Load) -> tuple[int, int]:
         return load.num_running, self._rounds_without // RECONSIDER
 
@@ -484,8 +519,11 @@ class _Sharing:
             self._learnt.rounds_without += 1 / len(step.asked)
             return
         self._has_drafted, self._rounds_without, self._reckoned = True, 0, None
-        self._acceptance.observe(self._size, asked.depth, outcome.num_accepted)
         self._learnt.observe(asked, self._size, outcome)
+        if not outcome.draft.num_nodes:
+            self._found_nothing(step.load, draft_seconds + verify_seconds)
+            return
+        self._acceptance.observe(self._size, asked.depth, outcome.num_accepted)
         if self._tries_left:
             self._tries_left -= 1
             if outcome.num_accepted >= asked.depth:  # go on as long as that lasts
@@ -558,7 +596,7 @@ class Goodput(_Sharing):
             if size:
                 longest = max(bounds.shortest, min(longest, nodes))
             costs = learnt.costs(lambda depth, size=size: self._nodes(size, depth))  # type: ignore[misc]
-            rates = self._acceptance.of(size).rates()
+            rates = self._rates(size)
             longest = max(bounds.shortest, min(longest, _reach(rates)))
             depth = best_length(rates, costs, load, bounds.shortest, longest)
             expected, spent = expected_tokens(rates, depth), costs(depth, load)
@@ -621,7 +659,7 @@ class WhilePays(_Sharing):
             return not step.measures_ar
         if self._reckoned != self._moment(load):
             costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
-            expected = expected_tokens(self._acceptance.of(0).rates(), wanted.depth)
+            expected = expected_tokens(self._rates(0), wanted.depth)
             if self._earns(session, expected, costs(wanted.depth, load), costs(0, load)):
                 self._tries_left = 0
                 return True

@@ -176,6 +176,6 @@ def test_a_model_keeps_its_choice_within_the_limit(
     assert ops.threads == Threads(steps)
     assert runner.num_free == runner.kv_capacity
     set_threads(runner, ((1, 2), (8, 4)))
-    assert [ops._num_threads(rows, Packing(0), 1, 1.0) for rows in (1, 8)] == [2, 2]
+    assert [ops._num_threads(rows, Packing.FLOATS, 1, 1.0) for rows in (1, 8)] == [2, 2]
     limit_threads(1)
-    assert ops._num_threads(1, Packing(0), 1, 1.0) == 1
+    assert ops._num_threads(1, Packing.FLOATS, 1, 1.0) == 1

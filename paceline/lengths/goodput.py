@@ -40,7 +40,9 @@ PRIOR_ACCEPTANCE = 0.7  # before anything was drafted; soon outweighed
 PRIOR_WEIGHT = 2.0  # in tokens
 HALF_MISSES = 1.0 / 0.85  # a tree of half the nodes misses so many times as often, until tried
 MEMORY = 0.95  # of acceptance, for each round that drafted: about the last 20 count
-DRIFT_MEMORY = 0.8, 0.97  # of how seconds differ from measured ones, for steps without and with
+AR_MEMORY = 0.8  # of how seconds differ from measured ones
+FRESH = 8  # rounds that draft, for which it is known what rounds without a draft take
+SURPRISE = 1.4
 CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost worth counting
 # While drafting does not pay, it is tried again after a pause (in rounds), which doubles each
 # time and is long enough for the tries to take no more than their share of the time.
@@ -194,12 +196,21 @@ class _Measured:
         self._profile = profile
         # By batch size and tokens of each session; asked for every length of every round.
         self._by_tokens: dict[int, list[float]] = defaultdict(list)
-        # Observed over measured seconds: texts are longer than the measured context, and others
-        # use the machine. What rounds that draft take beyond that is known apart: which of the two
-        # kinds is faster must not depend on when the last one of each was seen.
+        # Observed over measured seconds: of rounds without a draft, since texts are longer than the
+        # measured context, caches colder, and others use the machine; and by how much more those
+        # with a draft differ. Rounds that draft tell the two apart only while it is known what
+        # rounds without one take: until they are seen again, the shape of what was measured counts.
         self._drift, self._beyond = 1.0, 1.0
-        self._num_drafted = 0  # rounds that drafted
-        self._last = [1.0, 1.0]  # ratio of the last round without, and with a draft
+        self._seen_drift = 1.0  # when a round without a draft was last seen
+        self._since_ar = FRESH + 1  # rounds that drafted since then
+        self._num_drafted = 0
+        self._last: list[float | None] = [None, None]  # ratio, without and with a draft
+
+    @property
+    def wants_ar(self) -> bool:
+        """Whether costs have changed so much that a round without a draft should be seen."""
+        moved = self._drift / self._seen_drift
+        return self._since_ar > FRESH and not 1.0 / SURPRISE < moved < SURPRISE
 
     def verify(self, tokens: float, batch: int, drafts: bool) -> float:
         """Of ``tokens`` tokens of each session of a batch."""
@@ -212,15 +223,26 @@ class _Measured:
             return
         now = seconds / self._measured(tokens, batch)
         # Whoever disturbs a round seldom disturbs two; what has changed shows in both.
-        ratio, self._last[drafts] = min(now, self._last[drafts]), now
-        if drafts:
-            drift, beyond = self._drift, self._beyond
-            self._num_drafted += 1
+        last, self._last[drafts] = self._last[drafts], now
+        if last is None:
+            return
+        ratio = min(now, last)
+        if not drafts:
+            both = self._drift * self._beyond
+            stale = self._since_ar > FRESH
+            self._drift = _moved(self._drift, ratio, 0.5 if stale else AR_MEMORY)
+            if stale and self._num_drafted:  # what was taken for the machine's is the drafts'
+                self._beyond = both / self._drift
+            self._since_ar, self._seen_drift = 0, self._drift
+            return
+        self._since_ar += 1
+        self._num_drafted += 1
+        if self._since_ar <= FRESH:
             memory = min(COST_MEMORY, self._num_drafted / (self._num_drafted + 1))
-            self._drift = _moved(drift, ratio / beyond, DRIFT_MEMORY[True])
-            self._beyond = _moved(beyond, ratio / drift, memory)
+            self._beyond = _moved(self._beyond, ratio / self._drift, memory)
         else:
-            self._drift = _moved(self._drift, ratio, DRIFT_MEMORY[False])
+            self._last[False] = None
+            self._drift = _moved(self._drift, ratio / self._beyond, AR_MEMORY)
 
     def _measured(self, tokens: float, batch: int) -> float:
         known, below = self._by_tokens[batch], int(tokens)
@@ -281,7 +303,10 @@ class Learnt:
         if self._step is None or self._step.load is not load:
             batch = self._batches[_size(load)]
             batch.steps_since_ar += 1
-            unknown = self.measured is None and batch.ar.weight < AR_SAMPLES - 0.5
+            if self.measured is not None:
+                unknown = self.measured.wants_ar
+            else:
+                unknown = batch.ar.weight < AR_SAMPLES - 0.5
             self._step = _Step(load, unknown or batch.steps_since_ar >= batch.ar_interval)
         return self._step
 
@@ -655,8 +680,10 @@ class WhilePays(_Sharing):
 
     def _pays(self, session: Session, wanted: Budget, load: Load, step: _Step) -> bool:
         learnt = self._learnt
+        if step.measures_ar:
+            return False
         if learnt.measured is None and not learnt.knows_drafting:
-            return not step.measures_ar
+            return True
         if self._reckoned != self._moment(load):
             costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
             expected = expected_tokens(self._rates(0), wanted.depth)

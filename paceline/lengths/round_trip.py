@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MEMORY = 0.9  # of seconds, for each round
 ACCEPTANCE_MEMORY = 0.97  # for each drafted token
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
+SHORTEST = 1e-6  # seconds of a verification
 TRY_EVERY = 16  # rounds without a draft, at least, until a short one is tried again
 TRY_DEPTH = 2  # also of the first draft, before anything is known
 
@@ -128,7 +129,7 @@ class RoundTrip:
         if not known.draft.known or not known.verify.weight:
             return None
         first, each = known.verify.fit()
-        return RoundCosts(known.draft.value, first, each, known.travel.value, self._overlaps)
+        return RoundCosts(known.draft.value, max(first, SHORTEST), each, known.travel.value, self._overlaps)
 
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth for this round; see :func:`best_depth`."""

@@ -129,7 +129,8 @@ class RoundTrip:
         if not known.draft.known or not known.verify.weight:
             return None
         first, each = known.verify.fit()
-        return RoundCosts(known.draft.value, max(first, SHORTEST), each, known.travel.value, self._overlaps)
+        first = max(first, SHORTEST)
+        return RoundCosts(known.draft.value, first, each, known.travel.value, self._overlaps)
 
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth for this round; see :func:`best_depth`."""

@@ -50,7 +50,7 @@ CONTEXT = 128  # committed tokens of each session while it is measured
 # first few of the rows, since one or two would not tell whether a row is cheaper than the next.
 LOAD_NODES, ALWAYS_NODES = (1, 2, 4, 8, 16, 32), 4
 LOAD_DEPTHS = 1, 4
-LOAD_SECONDS, LOAD_REPETITIONS = 0.25, 5
+LOAD_SECONDS, LOAD_REPETITIONS = 0.25, 25
 
 Table = tuple[tuple[float, ...], ...]
 Progress = Callable[[int, int], None]  # cells done, cells in all

@@ -12,7 +12,7 @@ drafts nothing while its drafts are expected to give fewer tokens per second tha
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ PRIOR_WEIGHT = 2.0  # in tokens
 HALF_MISSES = 1.0 / 0.85  # a tree of half the nodes misses so many times as often, until tried
 MEMORY = 0.95  # of acceptance, for each round that drafted: about the last 20 count
 AR_MEMORY = 0.8  # of how seconds differ from measured ones
+LOW_OF = 6  # rounds
 FRESH = 8  # rounds that draft, for which it is known what rounds without a draft take
 SURPRISE = 1.4
 CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost worth counting
@@ -189,6 +190,23 @@ class _Step:
         return max(budget.depth for budget in self.asked)
 
 
+class _Low:
+    """The lowest of the last few values: others may have had the machine during some of them."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=LOW_OF)
+
+    def add(self, value: float) -> float:
+        self._values.append(value)
+        return min(self._values)
+
+    def clear(self) -> None:
+        self._values.clear()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class _Measured:
     """Seconds of a verification, as measured when the models were loaded and as rounds go by."""
 
@@ -204,7 +222,7 @@ class _Measured:
         self._seen_drift = 1.0  # when a round without a draft was last seen
         self._since_ar = FRESH + 1  # rounds that drafted since then
         self._num_drafted = 0
-        self._last: list[float | None] = [None, None]  # ratio, without and with a draft
+        self._ratios = _Low(), _Low()  # without and with a draft
 
     @property
     def wants_ar(self) -> bool:
@@ -221,16 +239,14 @@ class _Measured:
         """A verification took so long."""
         if seconds <= 0:
             return
-        now = seconds / self._measured(tokens, batch)
-        # Whoever disturbs a round seldom disturbs two; what has changed shows in both.
-        last, self._last[drafts] = self._last[drafts], now
-        if last is None:
+        ratios = self._ratios[drafts]
+        ratio = ratios.add(seconds / self._measured(tokens, batch))
+        if len(ratios) < (2 if drafts else 3):
             return
-        ratio = min(now, last)
         if not drafts:
             both = self._drift * self._beyond
             stale = self._since_ar > FRESH
-            self._drift = _moved(self._drift, ratio, 0.5 if stale else AR_MEMORY)
+            self._drift = _moved(self._drift, ratio, 0.0 if stale else AR_MEMORY)
             if stale and self._num_drafted:  # what was taken for the machine's is the drafts'
                 self._beyond = both / self._drift
             self._since_ar, self._seen_drift = 0, self._drift
@@ -241,7 +257,7 @@ class _Measured:
             memory = min(COST_MEMORY, self._num_drafted / (self._num_drafted + 1))
             self._beyond = _moved(self._beyond, ratio / self._drift, memory)
         else:
-            self._last[False] = None
+            self._ratios[False].clear()
             self._drift = _moved(self._drift, ratio / self._beyond, AR_MEMORY)
 
     def _measured(self, tokens: float, batch: int) -> float:
@@ -281,10 +297,12 @@ class Learnt:
         self.measured = _Measured(profile) if profile else None
         self._profile = profile if profile and method in profile.methods else None
         self.knows_drafting = self._profile is not None
+        self._drafts = _Low()
         self._drift = Line()  # seconds of drafts over what was measured
         self._drift.add(0, 1.0)
         # Until a drafter has read a token of a text that it had not to draft for so far.
         self.read_seconds = self._profile.read_seconds if self._profile else 0.0
+        self._readings = _Low()
         self.rounds_without = 0.0  # of all sessions, which pay for tries
         self._steady_steps = 0
         # Of the nodes that were asked for, those that drafts had; and of the drafts that were asked
@@ -340,11 +358,10 @@ class Learnt:
             batch.draft.add(deepest, draft_seconds)
             if self._profile is not None and step.steady and draft_seconds > 0:
                 measured = self._profile.draft(deepest, max(1, step.load.num_running))
-                self._drift.add(0, draft_seconds / measured)
+                self._drift.add(0, self._drafts.add(draft_seconds / measured))
         elif step.behind >= READ_LEAST and len(step.asked) == 1:
             reading = max(0.0, draft_seconds - self._draft_seconds(deepest, step.load))
-            known, new = self.read_seconds, reading / step.behind
-            self.read_seconds = (known + min(new, 2.0 * known)) / 2.0 if known else new
+            self.read_seconds = self._readings.add(reading / step.behind)
         mean = sum(budget.depth for budget in step.asked) / len(step.asked)
         batch.verify.add(mean, verify_seconds)
 

@@ -43,7 +43,7 @@ def run(
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
     engine = load_engine(target, drafter, dtype=dtype, device=device, numerics=numerics)
-    key = profile_key(target, drafter, dtype, device)
+    key = profile_key(target, drafter, dtype, device, numerics)
     round_trip = 0.0
     if server:
         round_trip = _round_trip(server, engine.target.vocab_size, client_options)

@@ -21,7 +21,7 @@ from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary
 from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
 from paceline.numerics import refuse_portable
-from paceline.profile import find_profile, profile_key
+from paceline.profile import LoadCosts, profile_key
 from paceline.target import ModelTarget
 from paceline.tokenizer import Tokenizer, check_same_tokenizer, eos_token_ids, load_tokenizer
 
@@ -215,25 +215,32 @@ def load_engine(
     if heads and not Path(heads).is_dir():
         raise ModelNotFound(f"folder of heads {str(heads)!r} does not exist")
     heads = Path(heads) if heads else HEADS_DIR if is_demo else Path(target) / "heads"
+    draft_model = drafters.get("draft_model")
+    costs = LoadCosts(
+        lambda: profile_key(target, drafter, dtype, pick_device(device), numerics),
+        runner,
+        draft_model if isinstance(draft_model, DraftModel) else None,
+    )
+    costs.look()
     return Engine(
         ModelTarget(runner),
         drafters,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(target),
         limits=limits,
-        length_context=_length_context(target, drafter, dtype, pick_device(device), heads),
+        length_context=_length_context(target, drafter, heads, costs),
         heads=HeadLibrary(heads, Path(target), runner),
     )
 
 
 def _length_context(
-    target: str | Path, drafter: str | Path | None, dtype: str, device: str, heads: Path
+    target: str | Path, drafter: str | Path | None, heads: Path, costs: LoadCosts
 ) -> LengthContext:
     """What the length controllers of an engine over these folders should know."""
     config = read_config(Path(target))
     draft_config = _config(drafter) if drafter is not None else {}
     return LengthContext(
-        profile=find_profile(profile_key(target, drafter, dtype, device)),
+        measure=costs,
         heads=heads,
         vocab_size=config.get("vocab_size") or 0,
         target_hidden_size=config.get("hidden_size") or 0,

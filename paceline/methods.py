@@ -38,7 +38,7 @@ from paceline.lengths.confidence import Confidence
 from paceline.lengths.del_ import Del
 from paceline.lengths.disco import Disco
 from paceline.lengths.fixed import FixedLength
-from paceline.lengths.goodput import Goodput
+from paceline.lengths.goodput import Goodput, WhilePays
 from paceline.lengths.heuristic import Heuristic
 from paceline.lengths.ldlp import LengthPredictor
 from paceline.lengths.pearl import Pearl
@@ -216,15 +216,27 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
         length_bounds(config), config.stop_threshold or 0.0, context
     ),
     "ldlp": lambda config, context: LengthPredictor(length_bounds(config), context),
-    "round_trip": lambda config, _: RoundTrip(length_bounds(config)),
+    "round_trip": lambda config, context: RoundTrip(length_bounds(config), context),
     "pearl": lambda config, _: Pearl(config.num_speculative_tokens or 0, config.node_budget or 0),
     "del": lambda config, context: Del(length_bounds(config), config.exit_layers, context),
 }
 
 
+# Controllers that draft nothing where that is faster, or that do what they are told: as a row's
+# default, the others are asked only while their drafts pay (lengths/goodput.py).
+UNGUARDED = frozenset({"fixed", "goodput", "round_trip"})
+
+
+def while_pays(
+    controller: LengthController, config: SpeculationConfig, context: LengthContext
+) -> LengthController:
+    """A row's own controller, asked only while its drafts give more tokens per second than AR."""
+    return WhilePays(controller, length_bounds(config), config, context)
+
+
 def length_bounds(config: SpeculationConfig) -> LengthBounds:
     """Between which depths the controller of a resolved config chooses."""
-    longest = config.length_max or 0
+    longest = config.num_speculative_tokens or 0 if config.length_max is None else config.length_max
     return LengthBounds(
         start=config.num_speculative_tokens or 0,
         shortest=config.length_min or 0,
@@ -372,7 +384,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
         ),
         Method(
@@ -392,7 +404,7 @@ METHODS: Mapping[str, Method] = {
             drafter="omnidraft",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
             uses=("draft_model",),
         ),
@@ -444,7 +456,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="chain",
             acceptance="rejection",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 4,
                 "node_budget": None,
@@ -505,7 +517,7 @@ METHODS: Mapping[str, Method] = {
             drafter="draft_model",
             shape="chain",
             acceptance="block",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 4,
                 "node_budget": None,
@@ -537,7 +549,7 @@ METHODS: Mapping[str, Method] = {
             drafter="prompt_lookup",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 10,
                 "node_budget": None,
@@ -552,7 +564,7 @@ METHODS: Mapping[str, Method] = {
             drafter="suffix",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 24,
                 "node_budget": None,
@@ -569,7 +581,7 @@ METHODS: Mapping[str, Method] = {
             drafter="suffix",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 24,
                 "node_budget": 32,
@@ -586,7 +598,7 @@ METHODS: Mapping[str, Method] = {
             drafter="suffix_or_draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 24,
                 "node_budget": None,
@@ -607,7 +619,7 @@ METHODS: Mapping[str, Method] = {
             drafter="sam",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 60,
                 "node_budget": None,
@@ -644,7 +656,7 @@ METHODS: Mapping[str, Method] = {
             drafter="copyspec",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 10,
                 "node_budget": None,
@@ -658,7 +670,7 @@ METHODS: Mapping[str, Method] = {
             drafter="copyspec_or_draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 10,
                 "node_budget": None,
@@ -693,7 +705,7 @@ METHODS: Mapping[str, Method] = {
             drafter="predicted_outputs",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 16,
                 "node_budget": None,
@@ -708,7 +720,7 @@ METHODS: Mapping[str, Method] = {
             drafter="predicted_outputs_or_draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 16,
                 "node_budget": None,
@@ -859,7 +871,7 @@ METHODS: Mapping[str, Method] = {
             drafter="staged",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 6,
                 "node_budget": 12,
@@ -894,7 +906,7 @@ METHODS: Mapping[str, Method] = {
             drafter="combined",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "drafters": ("prompt_lookup", "draft_model"),
                 "num_speculative_tokens": 6,
@@ -910,7 +922,7 @@ METHODS: Mapping[str, Method] = {
             drafter="early_exit",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 3,
                 "node_budget": None,
@@ -1065,7 +1077,7 @@ METHODS: Mapping[str, Method] = {
             drafter="blockwise",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={"num_speculative_tokens": 3, "node_budget": None, "branching": None},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="blockwise",

@@ -19,9 +19,11 @@ from paceline.methods import (
     METHODS,
     SHAPE_KNOBS,
     SHAPES,
+    UNGUARDED,
     VLLM_METHODS,
     Method,
     template_paths,
+    while_pays,
 )
 from paceline.models.exits import DepthPolicy
 from paceline.shapes.base import Shape
@@ -37,7 +39,8 @@ class Plan:
     """A validated SpeculationConfig with its parts: what a session carries.
 
     ``config`` has every knob of the row filled in. ``parts`` are the rows of the drafters that
-    the knob ``drafters`` names, if the row has it.
+    the knob ``drafters`` names, if the row has it. ``guarded``: the length controller is the row's
+    own and not the request's choice, so it is asked only while its drafts pay.
     """
 
     config: SpeculationConfig
@@ -45,6 +48,7 @@ class Plan:
     shape: Shape | None
     rule: AcceptanceRule
     parts: tuple[Method, ...] = ()
+    guarded: bool = False
 
     @property
     def depth_policy(self) -> DepthPolicy | None:
@@ -80,7 +84,11 @@ class Plan:
             InvalidArgument: a trained controller has no weights, or none that fit.
         """
         name = self.config.length or self.method.length
-        return LENGTHS[name](self.config, context or LengthContext())
+        context = context or LengthContext()
+        controller = LENGTHS[name](self.config, context)
+        if not self.guarded:
+            return controller
+        return while_pays(controller, self.config, context)
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:
@@ -159,7 +167,9 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
             f"a shape that rule {rule.name!r} ({rule.draws.value}) can verify: "
             + ", ".join(sorted(fitting)),
         )
-    return Plan(resolved, method, shape, rule, parts)
+    chosen = not {"length", "length_min"}.isdisjoint(given)
+    guarded = method.lossless and length not in UNGUARDED and not chosen
+    return Plan(resolved, method, shape, rule, parts, guarded)
 
 
 def _rule_knobs(rule: AcceptanceRule, method: Method) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Measured costs of a pair of models on this machine: what drafting and verifying take.
 
-A profile is a small JSON file, keyed by models, dtype, device and host, so that it is never taken
-for another machine's. :class:`paceline.lengths.goodput.Goodput` reads it.
+A profile is a small JSON file, keyed by what its numbers depend on (:func:`profile_key`), so that
+it is never taken for another machine's. Length controllers read it. An engine measures a short one
+by itself, for the first request that drafts (:class:`LoadCosts`); `paceline profile` measures a
+thorough one, for several batch sizes, which then takes its place.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,14 +23,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.errors import InvalidArgument
+from paceline.models.llama import LlamaRunner
+from paceline.models.threads import (
+    SIZES,
+    Steps,
+    Threads,
+    measure_threads,
+    timed_after_pause,
+    usable_cores,
+)
 from paceline.sampling import argmax_rows
-from paceline.types import Budget, Load
+from paceline.types import Budget
 
 if TYPE_CHECKING:
     from paceline.drafters.base import Drafter
     from paceline.engine import Engine
-    from paceline.lengths.base import LengthBounds
-    from paceline.models.base import ModelRunner
+    from paceline.models.base import ModelRunner, Segment
     from paceline.session import Session
 
 VERSION = 1
@@ -35,6 +46,11 @@ NODES = 1, 2, 3, 5, 9, 17  # tokens of one session in a forward: the last one an
 DEPTHS = 1, 2, 4, 8
 BATCHES = 1, 2, 4, 8, 16
 CONTEXT = 128  # committed tokens of each session while it is measured
+# What an engine measures by itself, for one session: as much as LOAD_SECONDS allow, but always the
+# first few of the rows, since one or two would not tell whether a row is cheaper than the next.
+LOAD_NODES, ALWAYS_NODES = (1, 2, 4, 8, 16, 32), 4
+LOAD_DEPTHS = 1, 4
+LOAD_SECONDS, LOAD_REPETITIONS = 0.25, 25
 
 Table = tuple[tuple[float, ...], ...]
 Progress = Callable[[int, int], None]  # cells done, cells in all
@@ -42,7 +58,7 @@ Progress = Callable[[int, int], None]  # cells done, cells in all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
-    """Medians in seconds; rows are batch sizes, columns are nodes or depths.
+    """Seconds; rows of the tables are batch sizes, columns are nodes or depths.
 
     Attributes:
         key: what it holds for, see :func:`profile_key`.
@@ -50,8 +66,12 @@ class CostProfile:
             # [batches, nodes]
         draft_seconds: drafts of these depths for all sessions, without the way to the drafter.
             # [batches, depths]
+        read_seconds: of the draft model, for each token of a text that it has not seen; 0 where
+            it was not measured.
         round_trip_seconds: the way to the drafter and back; 0 in the same process.
-        methods: rows of the catalogue whose drafter was measured.
+        methods: rows of the catalogue whose drafter was measured, or is made with it.
+        threads, draft_threads: of the target and the draft model, see
+            :class:`paceline.models.threads.Threads`; empty where there was nothing to choose.
     """
 
     key: dict[str, str]
@@ -60,12 +80,20 @@ class CostProfile:
     verify_seconds: Table
     depths: tuple[int, ...] = ()
     draft_seconds: Table = ()
+    read_seconds: float = 0.0
     round_trip_seconds: float = 0.0
     methods: tuple[str, ...] = ()
+    threads: Steps = ()
+    draft_threads: Steps = ()
     version: int = VERSION
 
     def verify(self, nodes: float, batch: int) -> float:
-        """Seconds of a target forward, between the measured points."""
+        """Seconds of a target forward, between the measured points.
+
+        Where one batch size was measured, a row costs the same whichever session it belongs to.
+        """
+        if len(self.batches) == 1:
+            return _line(self.nodes, self.verify_seconds[0], nodes * batch / self.batches[0])
         return _at(self.verify_seconds, self.batches, self.nodes, batch, nodes)
 
     def draft(self, depth: int, batch: int) -> float:
@@ -74,18 +102,6 @@ class CostProfile:
             return 0.0
         drafting = _at(self.draft_seconds, self.batches, self.depths, batch, depth)
         return drafting + self.round_trip_seconds
-
-    def costs(self, method: str, bounds: LengthBounds) -> Callable[[int, Load], float] | None:
-        """Seconds of a round by depth and load; None where the method was not measured."""
-        if method not in self.methods:
-            return None
-
-        def seconds(depth: int, load: Load) -> float:
-            batch = max(1, load.num_running)
-            nodes = 1 + (bounds.budget(depth).nodes if depth else 0)
-            return self.verify(nodes, batch) + self.draft(depth, batch)
-
-        return seconds
 
     def save(self, file: Path) -> None:
         """Write the JSON document, whole or not at all."""
@@ -109,6 +125,8 @@ class CostProfile:
                 raw[name] = tuple(raw[name])
             for name in ("verify_seconds", "draft_seconds"):
                 raw[name] = tuple(tuple(float(x) for x in row) for row in raw[name])
+            for name in ("threads", "draft_threads"):
+                raw[name] = tuple((int(rows), int(count)) for rows, count in raw.get(name, ()))
             profile = CostProfile(**raw)
             _check(profile)
             return profile
@@ -160,16 +178,44 @@ def fingerprint(folder: Path) -> str:
 
 
 def profile_key(
-    target: str | Path, drafter: str | Path | None, dtype: str, device: str
+    target: str | Path,
+    drafter: str | Path | None,
+    dtype: str,
+    device: str,
+    numerics: str = "fastest",
 ) -> dict[str, str]:
-    """What a profile holds for."""
+    """What a profile holds for: models, what computes them, and on how many threads."""
+    import torch
+
+    from paceline.models import kernels
+
+    on_cpu = device == "cpu"
+    usable, library = kernels.status() if on_cpu else (False, "")
     return {
         "target": fingerprint(Path(target)),
         "drafter": fingerprint(Path(drafter)) if drafter is not None else "",
         "dtype": dtype,
+        "numerics": numerics,
         "device": device,
-        "host": platform.node(),
+        "processor": processor() if on_cpu else torch.cuda.get_device_name(device),
+        "kernels": f"{kernels.variant()} {_digest(Path(library))}" if usable else "off",
+        "threads": str(min(kernels.num_threads(), kernels.available_cores())) if on_cpu else "",
     }
+
+
+@lru_cache(maxsize=8)
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def processor() -> str:
+    """Name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {names[0] if names else platform.processor()}".strip()
 
 
 def default_path(key: dict[str, str]) -> Path:
@@ -224,15 +270,17 @@ def measure(
         raise InvalidArgument("batches", list(batches), f"{runner.num_free} KV entries at most")
     drafter = engine.drafters.get("draft_model")
     drafter = drafter if drafter is not None and is_local(drafter) else None
+    threads, draft_threads = choose_threads(runner), choose_threads(_runner_of(drafter))
     total = len(batches) * (len(nodes) + (len(depths) if drafter else 0))
     done = 0
     verify, draft = [], []
     for batch in batches:
-        verify.append(_measure_target(runner, batch, nodes, context, repetitions))
+        verify.append(_measure_target(runner, batch, nodes, context, _medians(repetitions)))
         done += len(nodes)
         progress(done, total)
         if drafter is not None:
-            draft.append(_measure_drafter(engine, drafter, batch, depths, context, repetitions))
+            sessions = [new_session(engine.target.vocab_size, i, context) for i in range(batch)]
+            draft.append(_measure_drafter(drafter, sessions, depths, _medians(repetitions)))
             done += len(depths)
             progress(done, total)
     return CostProfile(
@@ -243,7 +291,9 @@ def measure(
         depths=tuple(depths) if drafter else (),
         draft_seconds=tuple(draft),
         round_trip_seconds=round_trip_seconds,
-        methods=("draft_model", "speculative_sampling") if drafter else (),
+        methods=rows_with_draft_model() if drafter else (),
+        threads=threads,
+        draft_threads=draft_threads,
     )
 
 
@@ -251,8 +301,12 @@ def _tokens(count: int, vocab_size: int) -> list[int]:
     return [(7 * i + 3) % vocab_size for i in range(count)]
 
 
+# Seconds of a call for each size, all or the first few of them.
+_Clock = Callable[[Callable[[int], None], Sequence[int]], tuple[float, ...]]
+
+
 def _measure_target(
-    runner: ModelRunner, batch: int, nodes: Sequence[int], context: int, repetitions: int
+    runner: ModelRunner, batch: int, nodes: Sequence[int], context: int, clock: _Clock
 ) -> tuple[float, ...]:
     from paceline.models.base import Segment
 
@@ -270,29 +324,23 @@ def _measure_target(
             for sequence in sequences:
                 runner.commit(sequence, ())
 
-        return _median_seconds(forward, nodes, repetitions)
+        return clock(forward, nodes)
     finally:
         for sequence in sequences:
             runner.free(sequence)
 
 
 def _measure_drafter(
-    engine: Engine,
-    drafter: Drafter,
-    batch: int,
-    depths: Sequence[int],
-    context: int,
-    repetitions: int,
+    drafter: Drafter, sessions: Sequence[Session], depths: Sequence[int], clock: _Clock
 ) -> tuple[float, ...]:
-    sessions = [new_session(engine.target.vocab_size, i, context) for i in range(batch)]
     try:
         for session in sessions:
             drafter.open(session)
 
         def propose(depth: int) -> None:
-            drafter.propose(sessions, [Budget(depth, depth)] * batch)
+            drafter.propose(sessions, [Budget(depth, depth)] * len(sessions))
 
-        return _median_seconds(propose, depths, repetitions)
+        return clock(propose, depths)
     finally:
         for session in sessions:
             drafter.close(session)
@@ -309,18 +357,249 @@ def new_session(vocab_size: int, number: int, context: int) -> Session:
     return Session(f"profile-{number}", _tokens(context, vocab_size), SamplingParams(), plan)
 
 
-def _median_seconds(
-    call: Callable[[int], None], sizes: Sequence[int], repetitions: int
-) -> tuple[float, ...]:
-    """Of each size; they take turns, so that a machine that slows down does so for all of them."""
-    seconds: list[list[float]] = [[] for _ in sizes]
-    for repetition in range(repetitions + 1):  # the first one warms up
-        for size, found in zip(sizes, seconds, strict=True):
-            started = time.perf_counter()
-            call(size)
-            if repetition:
-                found.append(time.perf_counter() - started)
-    return tuple(median(found) for found in seconds)
+def _medians(repetitions: int) -> _Clock:
+    """Sizes take turns, so that a machine that slows down does so for all of them."""
+
+    def seconds(call: Callable[[int], None], sizes: Sequence[int]) -> tuple[float, ...]:
+        found: list[list[float]] = [[] for _ in sizes]
+        for repetition in range(repetitions + 1):  # the first one warms up
+            for size, times in zip(sizes, found, strict=True):
+                spent = _timed(call, size)
+                if repetition:
+                    times.append(spent)
+        return tuple(median(times) for times in found)
+
+    return seconds
+
+
+def _timed(call: Callable[[int], None], size: int) -> float:
+    started = time.perf_counter()
+    call(size)
+    return time.perf_counter() - started
+
+
+# --- what an engine measures by itself ------------------------------------------------------------
+
+
+class LoadCosts:
+    """Costs of an engine's models: from the disk, or measured when they are first asked for.
+
+    An engine that never drafts never asks. `PACELINE_MEASURE=off` measures nothing (a kept profile
+    still counts): controllers then learn costs from the rounds alone.
+
+    Attributes:
+        source: where the costs come from, in words.
+    """
+
+    def __init__(
+        self, key: Callable[[], dict[str, str]], runner: ModelRunner, drafter: Drafter | None
+    ) -> None:
+        self._key = key
+        self._runner = runner
+        self._drafter = drafter
+        self._profile: CostProfile | None = None
+        self.source = "not measured yet: nothing has drafted"
+
+    def __call__(self) -> CostProfile | None:
+        """The costs; None where they cannot be measured now."""
+        if self._profile is None:
+            self._profile = self._find()
+        return self._profile
+
+    def look(self) -> None:
+        """Use costs that are on the disk already; measure nothing."""
+        profile = find_profile(self._key())
+        if profile is not None:
+            self._use(profile)
+
+    def _use(self, profile: CostProfile) -> None:
+        self._profile = profile
+        self.source = f"read from {default_path(profile.key)}"
+        set_threads(self._runner, profile.threads)
+        set_threads(_runner_of(self._drafter), profile.draft_threads)
+
+    def report(self) -> dict[str, Any]:
+        """What was measured and what follows from it, in words, for people to look at."""
+        profile, cores = self._profile, usable_cores()
+        report: dict[str, Any] = {"costs": self.source, "processors": str(cores)}
+        if profile is None:
+            report["threads"] = f"at most {cores.usable}, by the size of the model: not measured"
+            return report
+        first = profile.verify_seconds[0]
+        report["verify_ms_by_rows"] = {
+            rows: round(1e3 * s, 3) for rows, s in zip(profile.nodes, first, strict=True)
+        }
+        if profile.draft_seconds:
+            report["draft_ms_by_depth"] = {
+                depth: round(1e3 * s, 3)
+                for depth, s in zip(profile.depths, profile.draft_seconds[0], strict=True)
+            }
+        if profile.threads:
+            report["threads"] = f"{Threads(profile.threads)}: the fastest by more than 5 %"
+        else:
+            report["threads"] = "1: there is no other to choose" if cores.usable == 1 else (
+                f"at most {cores.usable}, by the size of the model: not measured"
+            )  # fmt: skip
+        eight = profile.verify(8, 1) / profile.verify(1, 1)
+        report["rows"] = f"eight rows cost {eight:.1f} times as much as one"
+        return report
+
+    def _find(self) -> CostProfile | None:
+        key = self._key()
+        file = default_path(key)
+        profile = find_profile(key)
+        if profile is not None:
+            self._use(profile)
+            return profile
+        if os.environ.get("PACELINE_MEASURE", "on") == "off":
+            self.source = "not measured: PACELINE_MEASURE=off"
+            return None
+        started = time.perf_counter()
+        profile = _measure_load(self._runner, self._drafter, key)
+        if profile is None:
+            self.source = "not measured: no KV memory was free"
+            return None
+        self.source = f"measured in {time.perf_counter() - started:.2f} s"
+        try:
+            profile.save(file)
+        except OSError as error:
+            self.source += f", and not kept: {error}"
+        else:
+            self.source += f", kept in {file}"
+        return profile
+
+
+def report_costs(engine: Engine) -> dict[str, Any]:
+    """What forwards cost an engine here, on how many threads they run and why, in words.
+
+    Measures what is not known yet. ``costs`` says where they come from; the other entries are
+    there where they are known.
+    """
+    measure = engine.length_context.measure
+    if not isinstance(measure, LoadCosts):
+        return {"costs": "learnt from rounds: the models were not loaded from folders"}
+    measure()
+    return measure.report()
+
+
+def _measure_load(
+    runner: ModelRunner, drafter: Drafter | None, key: dict[str, str]
+) -> CostProfile | None:
+    from paceline.models.base import Segment
+
+    threads, draft_threads = choose_threads(runner), choose_threads(_runner_of(drafter))
+    longest = LOAD_NODES[-1]
+    room = min(runner.context_length, runner.num_free) - longest - 1
+    if room < 1:
+        return None
+    probe = runner.new_sequence()
+    try:  # how long a context is affordable; where forwards take long, attention is little of them
+        ids = np.asarray(_tokens(1, runner.vocab_size), np.int64)
+        one = min(_timed(lambda _: _forward_once(runner, Segment(probe, ids)), 0) for _ in range(2))
+    finally:
+        runner.free(probe)
+    context = max(1, min(CONTEXT, room, max(8, int(0.25 * LOAD_SECONDS / one))))
+    verify = _measure_target(runner, 1, LOAD_NODES, context, within(LOAD_SECONDS))
+    draft: Table = ()
+    read = 0.0
+    if drafter is not None:
+        sessions = [new_session(runner.vocab_size, 0, context)]
+        clock = within(0.5 * LOAD_SECONDS)
+        draft = (_measure_drafter(drafter, sessions, LOAD_DEPTHS, clock),)
+        anew = _measure_drafter(drafter, sessions, (1,), lambda call, _: (_timed(call, 1),))
+        read = max(0.0, anew[0] - draft[0][0]) / context
+    return CostProfile(
+        key=key,
+        batches=(1,),
+        nodes=LOAD_NODES[: len(verify)],
+        verify_seconds=(verify,),
+        depths=LOAD_DEPTHS[: len(draft[0])] if draft else (),
+        draft_seconds=draft,
+        read_seconds=read,
+        methods=rows_with_draft_model() if draft else (),
+        threads=threads,
+        draft_threads=draft_threads,
+    )
+
+
+def _runner_of(drafter: Drafter | None) -> ModelRunner | None:
+    return getattr(drafter, "runner", None)
+
+
+def set_threads(runner: ModelRunner | None, steps: Steps) -> None:
+    """Compute a model's forwards on so many threads, where they run in the C kernels."""
+    if isinstance(runner, LlamaRunner) and runner.native_ops and steps:
+        runner.native_ops.threads = Threads(steps)
+
+
+def choose_threads(runner: ModelRunner | None) -> Steps:
+    """Measure on how many threads a model's forwards are fastest, and set that; ``()`` where there
+    is nothing to choose."""
+    from paceline.models import kernels
+    from paceline.models.base import Segment
+
+    limit = kernels.num_threads()
+    candidates = [count for count in usable_cores().candidates if count <= limit]
+    if not isinstance(runner, LlamaRunner) or runner.native_ops is None or len(candidates) < 2:
+        return ()
+    ops = runner.native_ops
+    room = min(runner.num_free, runner.context_length)
+    sizes = [rows for rows in SIZES if rows < room]
+    if not sizes:
+        return ()
+    sequence = runner.new_sequence()
+
+    def seconds(rows: int, count: int) -> float:
+        ops.threads = Threads(((1, count),))
+        ids = np.asarray(_tokens(rows, runner.vocab_size), np.int64)
+        return timed_after_pause(lambda: _forward_once(runner, Segment(sequence, ids)))
+
+    try:
+        seconds(sizes[0], candidates[-1])  # warms up
+        ops.threads = measure_threads(seconds, candidates, sizes)
+    finally:
+        runner.free(sequence)
+    return ops.threads.steps
+
+
+def _forward_once(runner: ModelRunner, segment: Segment) -> None:
+    argmax_rows(runner.forward([segment]).logits)
+    runner.commit(segment.sequence, ())
+
+
+def rows_with_draft_model() -> tuple[str, ...]:
+    """Rows of the catalogue whose drafts cost what the draft model's do, or are made with it."""
+    from paceline.methods import METHODS
+
+    return tuple(row.name for row in METHODS.values() if "draft_model" in (row.drafter, *row.uses))
+
+
+def within(limit_s: float) -> _Clock:
+    """The shortest time of each size, as often as the limit allows: others may be at work, too.
+
+    Large sizes that would take too long are left out.
+    """
+
+    def seconds(call: Callable[[int], None], sizes: Sequence[int]) -> tuple[float, ...]:
+        started, found = time.perf_counter(), [_timed(call, sizes[0])]  # which warms up
+        for i, size in enumerate(sizes[1:], 1):
+            expected = found[-1] * size / sizes[i - 1]
+            if i >= ALWAYS_NODES and time.perf_counter() - started + expected > limit_s:
+                break
+            found.append(_timed(call, size))
+        for _ in range(LOAD_REPETITIONS):
+            for i in range(len(found)):
+                if time.perf_counter() - started + found[i] > limit_s and i:
+                    return _increasing(found)
+                found[i] = min(found[i], _timed(call, sizes[i]))
+        return _increasing(found)
+
+    return seconds
+
+
+def _increasing(seconds: Sequence[float]) -> tuple[float, ...]:
+    """More rows never take less time; where they seem to, the smaller size was disturbed."""
+    return tuple(np.minimum.accumulate(seconds[::-1])[::-1].tolist())
 
 
 def plot(profile: CostProfile, file: Path) -> None:

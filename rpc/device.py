@@ -362,8 +362,11 @@ def checked_speculation(
         InvalidArgument: its drafter needs more of the target than tokens, its rule is not the one
             that servers verify clients' drafts by, or its controller reads the target's states.
     """
-    given = (config or SpeculationConfig(method="draft_model", length="round_trip")).overrides()
+    given = (config or SpeculationConfig(method="draft_model")).overrides()
     plan = resolve(SpeculationConfig(**given), catalogue)
+    if plan.method.length == "goodput" and plan.config.num_speculative_tokens:
+        # The controller that knows of the way to the target and back.
+        plan = resolve(SpeculationConfig(**{"length": "round_trip", **given}), catalogue)
     if plan.needs:
         raise InvalidArgument(
             "method", plan.method.name,

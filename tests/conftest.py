@@ -15,6 +15,9 @@ import pytest
 # has set stays.
 for _name, _value in {
     "HF_HUB_OFFLINE": "1",  # tests fetch nothing
+    # Hundreds of tiny models are loaded once: they learn costs from rounds. Tests of the measuring
+    # switch it on.
+    "PACELINE_MEASURE": "off",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # its 5 s are too short on two busy cores
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_metrics_report_interval_ms": "1000",  # instead of 10 s, so that tests can read them

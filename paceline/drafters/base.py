@@ -163,9 +163,10 @@ def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budg
     """``propose`` of an expanding drafter: each shape grows the trees of all of its sessions."""
     drafts = [EMPTY_DRAFT] * len(sessions)
     by_shape: dict[Shape, list[int]] = {}
-    for i, session in enumerate(sessions):
-        assert session.plan.shape is not None  # every row with an expanding drafter has one
-        by_shape.setdefault(session.plan.shape, []).append(i)
+    for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
+        if min(budget.depth, budget.nodes) > 0:
+            assert session.plan.shape is not None  # every row with an expanding drafter has one
+            by_shape.setdefault(session.plan.shape, []).append(i)
     for shape, members in by_shape.items():
         grown = shape.build(expander, [sessions[i] for i in members], [budgets[i] for i in members])
         for i, draft in zip(members, grown, strict=True):
@@ -176,20 +177,22 @@ def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budg
 def greedy_chain_depth(
     sessions: Sequence[Session], budgets: Sequence[Budget], *, stops: bool = False
 ) -> int:
-    """How deep all drafts are, where they are chains of argmax tokens that nothing ends early; 0
-    where they are not.
+    """How deep the deepest draft is, where all are chains of argmax tokens that nothing ends early;
+    0 where they are not.
 
-    Such drafts can be made in one call of a kernel.
+    Such drafts can be made in one call of a kernel, all as deep as that, and then be cut.
 
     Args:
         stops: the kernel can end chains where the confidence is low (:func:`stop_below`).
     """
-    depth = min(budgets[0].depth, budgets[0].nodes)
-    plain = all(min(budget.depth, budget.nodes) == depth for budget in budgets) and all(
-        session.plan.shape == chain()
+    depths = [min(budget.depth, budget.nodes) for budget in budgets]
+    depth = max(depths, default=0)
+    plain = all(
+        (own == depth or session.remaining > depth)  # there is room for what will be cut
+        and session.plan.shape == chain()
         and session.params.is_plain_argmax
         and _runs_on(session.length_controller.stop_rule, stops)
-        for session in sessions
+        for session, own in zip(sessions, depths, strict=True)
     )
     return depth if plain else 0
 
@@ -356,6 +359,8 @@ def part_outcome(outcome: Outcome, draft: Draft, needs: frozenset[Need]) -> Outc
         ``path``, ``num_accepted`` and ``next_token`` are those of the part's draft. ``token_ids``
         stays what the round committed, which other parts may have made longer than the path.
     """
+    if not outcome.draft.num_nodes and not draft.num_nodes and not needs:
+        return replace(outcome, draft=draft)  # a round without a draft costs next to nothing
     whole, place = outcome.draft, align(draft, outcome.draft)
     missing = np.flatnonzero(place < 0)
     if len(missing):

@@ -58,8 +58,14 @@ class Combined:
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         states = [self._states[session.session_id] for session in sessions]
         merged = [EMPTY_DRAFT] * len(sessions)
+        asked = [min(budget.depth, budget.nodes) > 0 for budget in budgets]
+        for state in states:
+            state.update(dict.fromkeys(state, EMPTY_DRAFT))
         for turn in range(max(map(len, states), default=0)):
-            for name, members in self._by_part(states, turn).items():
+            for name, everybody in self._by_part(states, turn).items():
+                members = [i for i in everybody if asked[i]]
+                if not members:
+                    continue
                 shares = []
                 for i in members:
                     left = budgets[i].nodes - merged[i].num_nodes

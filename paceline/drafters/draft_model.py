@@ -86,7 +86,8 @@ class DraftModel:
         by_shape: dict[Shape, list[int]] = {}
         for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
             # Its context may be shorter than the target's.
-            if session.length + budget.depth <= self.runner.context_length:
+            fits = session.length + budget.depth <= self.runner.context_length
+            if fits and min(budget.depth, budget.nodes) > 0:
                 assert session.plan.shape is not None  # every row with this drafter has one
                 by_shape.setdefault(session.plan.shape, []).append(i)
         for shape, members in by_shape.items():
@@ -105,6 +106,8 @@ class DraftModel:
             isinstance(runner, LlamaRunner) and runner.drafts_chains and not self._padding and depth
         ):
             return None
+        if any(session.length + depth > runner.context_length for session in sessions):
+            return None
         behind = self._catch_up(sessions)
         states = [self._states[session.session_id] for session in sessions]
         tokens = runner.greedy_chain(
@@ -112,13 +115,13 @@ class DraftModel:
             stop_below=stop_below(sessions, depth),
         )  # fmt: skip
         drafts = []
-        for state, chain in zip(states, tokens.T, strict=True):
+        for state, chain, budget in zip(states, tokens.T, budgets, strict=True):
             chain = chain[chain >= 0]
             expanded = chain[:-1].tolist()
             state.pending_ids += expanded
             state.entry_of_node = {node: state.num_catch_up + node for node in range(len(expanded))}
             state.paths = {(node - 1, token): node for node, token in enumerate(expanded)}
-            drafts.append(Draft.chain(chain))
+            drafts.append(Draft.chain(chain[: min(budget.depth, budget.nodes)]))
         return drafts
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:

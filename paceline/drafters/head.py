@@ -73,7 +73,8 @@ class HeadDrafter:
             return None
         first = argmax_rows(self.root(sessions))
         chains = self._head.greedy_chains(self._states_of(sessions), first, depth)
-        return [Draft.chain(chain) for chain in chains]
+        sizes = [min(budget.depth, budget.nodes) for budget in budgets]
+        return [Draft.chain(chain[:size]) for chain, size in zip(chains, sizes, strict=True)]
 
     def _states_of(self, sessions: Sequence[Session]) -> list[State]:
         return [self._readings[session.session_id].state for session in sessions]
@@ -101,6 +102,8 @@ class HeadDrafter:
             reading = self._readings.get(session.session_id)
             if reading is None:
                 continue
-            path = outcome.path[: len(outcome.token_ids) - 1]
-            rows = [0, *(node + 1 for node in path)]
-            reading.features.append(outcome.verification.extras[self._feature][rows])
+            features = outcome.verification.extras[self._feature]
+            if len(features) > 1:
+                path = outcome.path[: len(outcome.token_ids) - 1]
+                features = features[[0, *(node + 1 for node in path)]]
+            reading.features.append(features)

@@ -81,4 +81,5 @@ class Jacobi:
         for session, outcome in zip(sessions, outcomes, strict=True):
             # The last committed token stands where node len(token_ids) - 1 had been guessed.
             later = range(len(outcome.token_ids) - 1, outcome.draft.num_nodes)
-            self._states[session.session_id] = target_tokens(session, outcome, later)
+            guesses = target_tokens(session, outcome, later) if later else []
+            self._states[session.session_id] = guesses

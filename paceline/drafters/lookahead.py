@@ -84,6 +84,9 @@ class Lookahead:
         self._states: dict[str, _State] = {}
 
     def open(self, session: Session) -> None:
+        """The window and the pool are made for the first draft."""
+
+    def _start(self, session: Session) -> _State:
         window, size, guesses = _sizes(session)
         state = self._states[session.session_id] = _State(NGramPool(guesses))
         ids = session.token_ids
@@ -93,6 +96,7 @@ class Lookahead:
         # Any tokens will do to start with; those of the prompt are likely ones.
         random = np.random.default_rng(session.params.seed)
         state.levels.append([ids[i] for i in random.integers(0, len(ids), window)])
+        return state
 
     def close(self, session: Session) -> None:
         self._states.pop(session.session_id, None)
@@ -103,14 +107,15 @@ class Lookahead:
     def _propose(self, session: Session, budget: Budget) -> Draft:
         if min(budget.depth, budget.nodes) <= 0:
             return EMPTY_DRAFT
-        state = self._states[session.session_id]
+        state = self._states.get(session.session_id) or self._start(session)
         # What is more likely to be accepted comes first: the node budget cuts the tail.
         paths = [*state.pool.get(session.token_ids[-1]), *state.columns()]
         return merge([Draft.chain(path[: budget.depth]) for path in paths], budget.nodes)
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
-            self._refine(self._states[session.session_id], outcome, _sizes(session)[1])
+            if outcome.draft.num_nodes:  # no column was verified otherwise
+                self._refine(self._states[session.session_id], outcome, _sizes(session)[1])
 
     def _refine(self, state: _State, outcome: Outcome, size: int) -> None:
         """Add a level to the window from the forward's logits, and its n-grams to the pool."""

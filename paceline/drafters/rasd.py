@@ -204,6 +204,17 @@ class Rasd:
             self._model.close(session)
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        drafts = [EMPTY_DRAFT] * len(sessions)
+        able = [i for i, b in enumerate(budgets) if min(b.depth, b.nodes) > 0]
+        for session in sessions:
+            self._states[session.session_id] = self._states[session.session_id][0], EMPTY_DRAFT
+        if able:
+            made = self._propose([sessions[i] for i in able], [budgets[i] for i in able])
+            for i, draft in zip(able, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         retrieved, shares = [], []
         for session, budget in zip(sessions, budgets, strict=True):
             own, _ = self._states[session.session_id]

@@ -16,7 +16,7 @@ import torch
 
 from paceline.drafters.base import greedy_chain_depth, grow, stop_below
 from paceline.models.exits import check_exits, layers_of
-from paceline.types import Budget, Draft, Need, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
@@ -51,6 +51,15 @@ class SelfDrafter:
         return budget.exit_layer or session.plan.config.exit_layer or default
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+        drafts = [EMPTY_DRAFT] * len(sessions)
+        able = [i for i, b in enumerate(budgets) if min(b.depth, b.nodes) > 0]
+        if able:
+            made = self._propose([sessions[i] for i in able], [budgets[i] for i in able])
+            for i, draft in zip(able, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         for session, budget in zip(sessions, budgets, strict=True):
             policy = session.plan.depth_policy
             if policy is None:
@@ -69,7 +78,10 @@ class SelfDrafter:
             return None
         ends = stop_below(sessions, depth)
         chains = self._target.draft_chains(sessions, depth, len(layers.pop()), ends)
-        return None if chains is None else [Draft.chain(chain) for chain in chains]
+        if chains is None:
+            return None
+        sizes = [min(budget.depth, budget.nodes) for budget in budgets]
+        return [Draft.chain(chain[:size]) for chain, size in zip(chains, sizes, strict=True)]
 
     def root(self, sessions: Sequence[Session]) -> torch.Tensor:
         for session in sessions:

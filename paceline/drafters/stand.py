@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 NGram = tuple[int, ...]
 
+MAX_UNREAD = 32  # nodes that wait to be learnt
+
 
 class NGramTable:
     """Mean probabilities of the ``width`` most likely tokens after each n-gram.
@@ -115,14 +117,25 @@ class Stand:
 
     The table belongs to the engine and learns from every verified node, accepted or not. The
     probabilities are those at temperature 1; a request's temperature is applied when drafting.
+    Nodes are learnt when somebody reads the table, several at once: rounds without a draft cost
+    next to nothing.
     """
 
     needs = frozenset({Need.TREE_LOGITS})
 
     def __init__(self, table: NGramTable) -> None:
-        self.table = table
+        self._table = table
+        # The contexts of nodes that wait to be learnt, and the logits of all of them.
+        self._unread: list[NGram] = []
+        self._unread_logits: list[torch.Tensor] = []
         # The n-gram that ends in each node of the tree in progress; the root is node -1.
         self._states: dict[str, dict[int, NGram]] = {}
+
+    @property
+    def table(self) -> NGramTable:
+        """What was learnt so far."""
+        self._learn()
+        return self._table
 
     def open(self, session: Session) -> None:
         self._states[session.session_id] = {}
@@ -153,15 +166,13 @@ class Stand:
         return self._rows(contexts)
 
     def _rows(self, contexts: list[NGram]) -> SparseRows:
-        ids, probs = self.table.rows([self.table.find(context) for context in contexts])
+        table = self.table
+        ids, probs = table.rows([table.find(context) for context in contexts])
         with np.errstate(divide="ignore"):
             return SparseRows(ids, np.log(probs))
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         """Average the distribution after every node into all n-grams that end in it."""
-        ngrams: list[NGram] = []
-        rows: list[int] = []  # of the logits, for each n-gram
-        row = 0
         for session, outcome in zip(sessions, outcomes, strict=True):
             order, before = _order(session), session.length - len(outcome.token_ids)
             contexts = [tuple(session.token_ids[max(0, before - order) : before])]
@@ -169,15 +180,25 @@ class Stand:
                 outcome.draft.token_ids.tolist(), outcome.draft.parent_indices.tolist(), strict=True
             ):
                 contexts.append((*contexts[parent + 1], token)[-order:])
-            for context in contexts:
-                ngrams += [context[start:] for start in range(len(context))]
-                rows += [row] * len(context)
-                row += 1
-        logits = torch.cat([outcome.verification.logits for outcome in outcomes]).float()
-        top = torch.topk(logits, min(self.table.width, logits.shape[1]))
+            self._unread += contexts
+            self._unread_logits.append(outcome.verification.logits)
+        if len(self._unread) >= MAX_UNREAD:
+            self._learn()
+
+    def _learn(self) -> None:
+        if not self._unread:
+            return
+        ngrams: list[NGram] = []
+        rows: list[int] = []  # of the logits, for each n-gram
+        for row, context in enumerate(self._unread):
+            ngrams += [context[start:] for start in range(len(context))]
+            rows += [row] * len(context)
+        logits = torch.cat(self._unread_logits).float()
+        self._unread, self._unread_logits = [], []
+        top = torch.topk(logits, min(self._table.width, logits.shape[1]))
         probs = torch.exp(top.values - torch.logsumexp(logits, -1, keepdim=True))
         ids: IntArray = top.indices.cpu().numpy()
-        self.table.learn(ngrams, ids[rows], probs.cpu().numpy()[rows])
+        self._table.learn(ngrams, ids[rows], probs.cpu().numpy()[rows])
 
 
 def _order(session: Session) -> int:

@@ -142,6 +142,14 @@ class LengthBounds:
         """A budget of this depth; a tree may use all of its nodes at any depth."""
         return Budget(depth, self.nodes if self.is_tree else depth)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Node budgets that a controller may choose from, the largest first; chains have one."""
+        if not self.is_tree:
+            return (self.nodes,)
+        least = min(2, self.nodes)
+        return tuple(dict.fromkeys(max(least, self.nodes >> i) for i in range(4)))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthContext:
@@ -149,6 +157,7 @@ class LengthContext:
 
     Attributes:
         profile: measured costs of this machine, where there are any.
+        measure: finds or measures them when a controller first asks; None where there are none.
         heads: folder with the trained heads of this pair of models; None: the demo pair's.
         vocab_size: of the target; 0 where it is not known.
         target_hidden_size, drafter_hidden_size: width of the models; 0 where it is not known.
@@ -159,6 +168,7 @@ class LengthContext:
     """
 
     profile: CostProfile | None = None
+    measure: Callable[[], CostProfile | None] = lambda: None
     heads: Path | None = None
     vocab_size: int = 0
     target_hidden_size: int = 0
@@ -167,6 +177,11 @@ class LengthContext:
     head_layers: float = 0.0
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    @property
+    def costs(self) -> CostProfile | None:
+        """What forwards and drafts cost here; the first to ask may wait until it is measured."""
+        return self.profile or self.measure()
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value that all controllers of this engine with an equal ``key`` share.
@@ -184,6 +199,60 @@ class LengthContext:
 
 
 MAX_SHARED = 64
+
+COST_MEMORY = 0.9  # of seconds, for each step
+TRY_SHARE = 0.02  # of the time, which tries may take while drafting does not pay
+
+
+def rounds_for_a_try(lost: float, ar: float, share: float = TRY_SHARE) -> float:
+    """Rounds without a draft that pay for a try which loses ``lost`` seconds; ``ar``: of each."""
+    return max(0.0, lost) / ar / share
+
+
+class Line:
+    """A straight line through recent points ``(depth, seconds)``, older ones counting less."""
+
+    def __init__(self) -> None:
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, depth: float, seconds: float) -> None:
+        """Learn a point.
+
+        One far above the line (somebody else had the machine) counts as twice the line; one far
+        below says that the points so far were disturbed, and outweighs them.
+        """
+        memory = COST_MEMORY
+        if self.weight:
+            expected = self.at(depth)
+            memory = 0.1 if seconds < 0.5 * expected else memory
+            seconds = min(seconds, 2.0 * expected)
+        self.weight = memory * self.weight + 1.0
+        self._x = memory * self._x + depth
+        self._y = memory * self._y + seconds
+        self._xx = memory * self._xx + depth * depth
+        self._xy = memory * self._xy + depth * seconds
+
+    def at(self, depth: float, origin: float | None = None) -> float:
+        """Seconds at ``depth``; see :meth:`fit`."""
+        first, slope = self.fit(origin)
+        return first + slope * depth
+
+    def fit(self, origin: float | None = None) -> tuple[float, float]:
+        """Seconds at depth 0 and for each token.
+
+        While only one depth is known, the line starts at ``origin`` seconds, or else at half of
+        the known ones: a hopeful guess about deeper drafts, which the first of them puts right.
+        """
+        x, y = self._x / self.weight, self._y / self.weight
+        if x == 0:
+            return y, 0.0
+        variance = self._xx / self.weight - x * x
+        if variance > 1e-3:
+            slope = (self._xy / self.weight - x * y) / variance
+        else:
+            slope = (y - (0.5 * y if origin is None else origin)) / x
+        slope = min(max(slope, 0.0), y / x)
+        return y - slope * x, slope
 
 
 def top_probability(scores: npt.NDArray[np.floating[Any]]) -> float:

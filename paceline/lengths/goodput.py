@@ -1,39 +1,64 @@
 """The length with the most committed tokens per second, 0 included.
 
 SmartSpec, Liu et al. 2024 (arXiv 2406.14066): goodput = expected tokens of a round / its seconds.
-Expected tokens come from a moving average of acceptance at each depth, seconds from the cost
-profile of this machine where one is loaded, and are learnt from the rounds themselves otherwise.
-Sessions of an engine learn together what a round costs and what acceptance to expect at first.
+Expected tokens come from a moving average of acceptance at each depth. Seconds come from what was
+measured on this machine when the models were loaded (:mod:`paceline.profile`), corrected by the
+rounds as they go by; where nothing was measured, they are learnt from the rounds alone. Sessions of
+an engine learn together what a round costs and what acceptance to expect at first.
+
+:class:`Goodput` chooses the length itself. :class:`WhilePays` lets another controller choose, and
+drafts nothing while its drafts are expected to give fewer tokens per second than AR.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds, LengthContext, StopRule
+from paceline.lengths.base import (
+    COST_MEMORY,
+    TRY_SHARE,
+    LengthBounds,
+    LengthContext,
+    LengthController,
+    Line,
+    StopRule,
+    depth_ahead,
+    rounds_for_a_try,
+)
 from paceline.types import Budget, Load, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
+    from paceline.profile import CostProfile
     from paceline.session import Session
 
 Costs = Callable[[int, Load], float]  # seconds of a round with drafts of this depth
 
 PRIOR_ACCEPTANCE = 0.7  # before anything was drafted; soon outweighed
 PRIOR_WEIGHT = 2.0  # in tokens
+HALF_MISSES = 1.0 / 0.85  # a tree of half the nodes misses so many times as often, until tried
 MEMORY = 0.95  # of acceptance, for each round that drafted: about the last 20 count
-COST_MEMORY = 0.9  # of seconds, for each step
+AR_MEMORY = 0.8  # of how seconds differ from measured ones
+LOW_OF = 6  # rounds
+FRESH = 8  # rounds that draft, for which it is known what rounds without a draft take
+SURPRISE = 1.4
 CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost worth counting
 # While drafting does not pay, it is tried again after a pause (in rounds), which doubles each
 # time and is long enough for the tries to take no more than their share of the time.
-TRY_DEPTH, TRY_ROUNDS, TRY_SHARE = 2, 2, 0.02
-FIRST_PAUSE, LONGEST_PAUSE = 8, 256
+TRY_DEPTH, TRY_ROUNDS = 2, 2
+FIRST_PAUSE, LONGEST_PAUSE = 2, 256
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
+# Where costs were measured, only the latter do.
 AR_SAMPLES = 2
 STEADY_STEPS = 2  # short drafts that an engine begins with: one alone may have been disturbed
 AR_INTERVALS = 16, 128
+HOPELESS_SHARE = 0.005
+UNLIKELY = 0.002
+READ_LEAST = 32  # tokens that a drafter has to read at once, to tell what reading costs
+HORIZON = 128  # tokens over which a drafter has to earn what it costs to read a text first
+RECONSIDER = 8  # rounds without a draft after which the costs are looked at again
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
@@ -103,61 +128,50 @@ class Acceptance:
         return (hit + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
 
 
-class Line:
-    """A straight line through recent points ``(depth, seconds)``, older ones counting less."""
+class Sizes:
+    """The acceptance rates of drafts with different node budgets, the largest first.
 
-    def __init__(self) -> None:
-        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+    Those that were not tried take after the one that was tried last: drafts of fewer nodes miss
+    more often.
 
-    def add(self, depth: float, seconds: float) -> None:
-        """Learn a point.
+    Args:
+        prior: expected rate of a token, by size, as long as nothing is known.
+    """
 
-        One far above the line (somebody else had the machine) counts as twice the line; one far
-        below says that the points so far were disturbed, and outweighs them.
-        """
-        memory = COST_MEMORY
-        if self.weight:
-            expected = self.at(depth)
-            memory = 0.1 if seconds < 0.5 * expected else memory
-            seconds = min(seconds, 2.0 * expected)
-        self.weight = memory * self.weight + 1.0
-        self._x = memory * self._x + depth
-        self._y = memory * self._y + seconds
-        self._xx = memory * self._xx + depth * depth
-        self._xy = memory * self._xy + depth * seconds
+    def __init__(
+        self, longest: int, count: int, prior: Callable[[int], float], memory: float = MEMORY
+    ) -> None:
+        self._last: int | None = None  # the size that was tried last
+        self._prior = prior
+        self._each = [
+            Acceptance(longest, lambda size=size: self._guess(size), memory)  # type: ignore[misc]
+            for size in range(count)
+        ]
 
-    def at(self, depth: float, origin: float | None = None) -> float:
-        """Seconds at ``depth``; see :meth:`fit`."""
-        first, slope = self.fit(origin)
-        return first + slope * depth
+    def of(self, size: int) -> Acceptance:
+        return self._each[size]
 
-    def fit(self, origin: float | None = None) -> tuple[float, float]:
-        """Seconds at depth 0 and for each token.
+    def observe(self, size: int, asked: int, accepted: int) -> None:
+        """As :meth:`Acceptance.observe`."""
+        self._each[size].observe(asked, accepted)
+        self._last = size
 
-        While only one depth is known, the line starts at ``origin`` seconds, or else at half of
-        the known ones: a hopeful guess about deeper drafts, which the first of them puts right.
-        """
-        x, y = self._x / self.weight, self._y / self.weight
-        if x == 0:
-            return y, 0.0
-        variance = self._xx / self.weight - x * x
-        if variance > 1e-3:
-            slope = (self._xy / self.weight - x * y) / variance
-        else:
-            slope = (y - (0.5 * y if origin is None else origin)) / x
-        slope = min(max(slope, 0.0), y / x)
-        return y - slope * x, slope
+    def _guess(self, size: int) -> float:
+        known = self._last
+        if known is None or known == size:
+            return self._prior(size)
+        return 1.0 - min(1.0, (1.0 - self.of(known).mean()) * HALF_MISSES ** (size - known))
 
 
 class _Batch:
     """What rounds cost at one batch size: without drafts, drafting, verifying drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: int) -> None:
         self.ar = Line()
         self.draft = Line()
         self.verify = Line()
         self.steps_since_ar = 0
-        self.ar_interval = AR_INTERVALS[0]
+        self.ar_interval = interval
 
 
 class _Step:
@@ -166,39 +180,170 @@ class _Step:
     def __init__(self, load: Load, measures_ar: bool) -> None:
         self.load = load
         self.measures_ar = measures_ar
-        self.asked: list[int] = []
+        self.asked: list[Budget] = []
         self.steady = True  # no drafter has to catch up with a prompt or a pause first
+        self.behind = 0  # tokens that drafters have to read before they draft
         self.recorded = False
+
+    @property
+    def deepest(self) -> int:
+        return max(budget.depth for budget in self.asked)
+
+
+class _Low:
+    """The lowest of the last few values: others may have had the machine during some of them."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=LOW_OF)
+
+    def add(self, value: float) -> float:
+        self._values.append(value)
+        return min(self._values)
+
+    def clear(self) -> None:
+        self._values.clear()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class _Measured:
+    """Seconds of a verification, as measured when the models were loaded and as rounds go by."""
+
+    def __init__(self, profile: CostProfile) -> None:
+        self._profile = profile
+        # By batch size and tokens of each session; asked for every length of every round.
+        self._by_tokens: dict[int, list[float]] = defaultdict(list)
+        # Observed over measured seconds: of rounds without a draft, since texts are longer than the
+        # measured context, caches colder, and others use the machine; and by how much more those
+        # with a draft differ. Rounds that draft tell the two apart only while it is known what
+        # rounds without one take: until they are seen again, the shape of what was measured counts.
+        self._drift, self._beyond = 1.0, 1.0
+        self._seen_drift = 1.0  # when a round without a draft was last seen
+        self._since_ar = FRESH + 1  # rounds that drafted since then
+        self._num_drafted = 0
+        self._ratios = _Low(), _Low()  # without and with a draft
+
+    @property
+    def wants_ar(self) -> bool:
+        """Whether costs have changed so much that a round without a draft should be seen."""
+        moved = self._drift / self._seen_drift
+        return self._since_ar > FRESH and not 1.0 / SURPRISE < moved < SURPRISE
+
+    def verify(self, tokens: float, batch: int, drafts: bool) -> float:
+        """Of ``tokens`` tokens of each session of a batch."""
+        seconds = self._measured(tokens, batch) * self._drift
+        return seconds * self._beyond if drafts else seconds
+
+    def observe(self, tokens: float, batch: int, drafts: bool, seconds: float) -> None:
+        """A verification took so long."""
+        if seconds <= 0:
+            return
+        ratios = self._ratios[drafts]
+        ratio = ratios.add(seconds / self._measured(tokens, batch))
+        if len(ratios) < (2 if drafts else 3):
+            return
+        if not drafts:
+            both = self._drift * self._beyond
+            stale = self._since_ar > FRESH
+            self._drift = _moved(self._drift, ratio, 0.0 if stale else AR_MEMORY)
+            if stale and self._num_drafted:  # what was taken for the machine's is the drafts'
+                self._beyond = both / self._drift
+            self._since_ar, self._seen_drift = 0, self._drift
+            return
+        self._since_ar += 1
+        self._num_drafted += 1
+        if self._since_ar <= FRESH:
+            memory = min(COST_MEMORY, self._num_drafted / (self._num_drafted + 1))
+            self._beyond = _moved(self._beyond, ratio / self._drift, memory)
+        else:
+            self._ratios[False].clear()
+            self._drift = _moved(self._drift, ratio / self._beyond, AR_MEMORY)
+
+    def _measured(self, tokens: float, batch: int) -> float:
+        known, below = self._by_tokens[batch], int(tokens)
+        while len(known) <= below + 1:
+            known.append(self._profile.verify(max(1, len(known)), batch))
+        return known[below] + (tokens - below) * (known[below + 1] - known[below])
+
+
+def _moved(value: float, new: float, memory: float) -> float:
+    """A moving average that one disturbed round does not move far."""
+    return memory * value + (1.0 - memory) * min(new, 4.0 * value)
 
 
 class Learnt:
-    """What the sessions of an engine that speculate alike have learnt together."""
+    """What the sessions of an engine that speculate alike have learnt together.
 
-    def __init__(self, longest: int) -> None:
-        self.acceptance = Acceptance(longest, lambda: PRIOR_ACCEPTANCE, memory=0.99)
-        self.knows_drafting = False
+    Args:
+        sizes: node budgets of drafts, the largest first.
+        profile: measured costs of this machine.
+        method: of the catalogue: whether the profile knows what its drafts cost.
+    """
+
+    def __init__(
+        self,
+        longest: int,
+        sizes: Sequence[int] = (0,),
+        profile: CostProfile | None = None,
+        method: str = "",
+    ) -> None:
+        self.acceptance = Sizes(
+            longest,
+            len(sizes),
+            lambda size: 1.0 - (1.0 - PRIOR_ACCEPTANCE) * HALF_MISSES**size,
+            memory=0.99,
+        )
+        self.measured = _Measured(profile) if profile else None
+        self._profile = profile if profile and method in profile.methods else None
+        self.knows_drafting = self._profile is not None
+        self._drafts = _Low()
+        self._drift = Line()  # seconds of drafts over what was measured
+        self._drift.add(0, 1.0)
+        # Until a drafter has read a token of a text that it had not to draft for so far.
+        self.read_seconds = self._profile.read_seconds if self._profile else 0.0
+        self._readings = _Low()
+        self.rounds_without = 0.0  # of all sessions, which pay for tries
         self._steady_steps = 0
+        # Of the nodes that were asked for, those that drafts had; and of the drafts that were asked
+        # for, those that were found: drafters that copy often have none.
+        self._nodes = self._asked_nodes = PRIOR_WEIGHT * max(1, longest)
+        self._found = self._asked = PRIOR_WEIGHT
+        self._ar_interval = AR_INTERVALS[self.measured is not None]
         # By the power of two that the batch size is below: few enough to be learnt soon.
-        self._batches: dict[int, _Batch] = defaultdict(_Batch)
+        self._batches: dict[int, _Batch] = defaultdict(lambda: _Batch(self._ar_interval))
         self._step: _Step | None = None
         self._fitted: tuple[Load | None, float, float, float] = None, 0.0, 0.0, 0.0
+        self._drafting: tuple[Load | None, float, float] = None, 0.0, 0.0
 
     def step(self, load: Load) -> _Step:
         """The step that ``load`` belongs to; a new one decides whether it measures AR."""
         if self._step is None or self._step.load is not load:
             batch = self._batches[_size(load)]
             batch.steps_since_ar += 1
-            unknown = batch.ar.weight < AR_SAMPLES - 0.5
+            if self.measured is not None:
+                unknown = self.measured.wants_ar
+            else:
+                unknown = batch.ar.weight < AR_SAMPLES - 0.5
             self._step = _Step(load, unknown or batch.steps_since_ar >= batch.ar_interval)
         return self._step
 
-    def record(self, step: _Step, draft_seconds: float, verify_seconds: float) -> None:
-        """The cost of a step, told by the first of its sessions."""
+    def record(
+        self, step: _Step, outcome: Outcome, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """The cost of a step, told by the first of its sessions, whose outcome is given."""
         if step.recorded:
             return
         step.recorded = True
         batch = self._batches[_size(step.load)]
-        deepest = max(step.asked)
+        deepest, nodes = step.deepest, outcome.draft.num_nodes
+        if self.measured is not None:
+            if len(step.asked) > 1:  # of the others only what they asked for is known
+                others = sum(budget.nodes for budget in step.asked[1:])
+                nodes += round(self.found * self._fill * others)
+            sessions = max(len(step.asked), step.load.num_running)
+            tokens = 1 + nodes / sessions
+            self.measured.observe(tokens, sessions, nodes > 0, verify_seconds)
         if deepest == 0:
             batch.ar.add(0, draft_seconds + verify_seconds)
             batch.steps_since_ar = 0
@@ -211,10 +356,72 @@ class Learnt:
             self.knows_drafting = self._steady_steps >= STEADY_STEPS
         if step.steady or not batch.draft.weight or draft_seconds < batch.draft.at(deepest):
             batch.draft.add(deepest, draft_seconds)
-        batch.verify.add(sum(step.asked) / len(step.asked), verify_seconds)
+            if self._profile is not None and step.steady and draft_seconds > 0:
+                measured = self._profile.draft(deepest, max(1, step.load.num_running))
+                self._drift.add(0, self._drafts.add(draft_seconds / measured))
+        elif step.behind >= READ_LEAST and len(step.asked) == 1:
+            reading = max(0.0, draft_seconds - self._draft_seconds(deepest, step.load))
+            self.read_seconds = self._readings.add(reading / step.behind)
+        mean = sum(budget.depth for budget in step.asked) / len(step.asked)
+        batch.verify.add(mean, verify_seconds)
+
+    def observe(self, asked: Budget, size: int, outcome: Outcome) -> None:
+        """What became of a session's draft."""
+        found = outcome.draft.num_nodes > 0
+        self._found = MEMORY * self._found + found
+        self._asked = MEMORY * self._asked + 1.0
+        if not found:
+            return
+        self.acceptance.observe(size, asked.depth, outcome.num_accepted)
+        self._nodes = MEMORY * self._nodes + min(asked.nodes, outcome.draft.num_nodes)
+        self._asked_nodes = MEMORY * self._asked_nodes + asked.nodes
+
+    @property
+    def found(self) -> float:
+        """Share of the drafts that are not empty."""
+        return self._found / self._asked
+
+    @property
+    def _fill(self) -> float:
+        return self._nodes / self._asked_nodes if self._asked_nodes else 1.0
+
+    def costs(self, nodes: Callable[[int], int]) -> Costs:
+        """Seconds of a round by depth and load, for drafts with so many nodes at a depth."""
+        measured = self.measured
+        if measured is None:
+            return self.seconds
+        fill, found = self._fill, self.found
+
+        def seconds(depth: int, load: Load) -> float:
+            batch = max(1, load.num_running)
+            without = measured.verify(1.0, batch, False)
+            if depth == 0:
+                return without
+            verify = measured.verify(1.0 + fill * nodes(depth), batch, True)
+            return found * verify + (1.0 - found) * without + self._draft_seconds(depth, load)
+
+        return seconds
+
+    def _draft_seconds(self, depth: int, load: Load) -> float:
+        """Until a draft is there: learnt, or else measured; unknown, it is hoped to be free."""
+        if self._drafting[0] is not load:  # asked for every depth
+            self._drafting = load, *self._draft_line(load)
+        _, first, slope = self._drafting
+        return first + slope * depth
+
+    def _draft_line(self, load: Load) -> tuple[float, float]:
+        """Seconds until a draft is there: of any, and for each of its tokens."""
+        if self._profile is not None:
+            batch, drift = max(1, load.num_running), self._drift.at(0)
+            one, more = self._profile.draft(1, batch), self._profile.draft(1 + _SPAN, batch)
+            slope = drift * (more - one) / _SPAN
+            return drift * one - slope, slope
+        known = self._nearest(_size(load), lambda batch: batch.draft)
+        return known.draft.fit() if known is not None else (0.0, 0.0)
 
     def seconds(self, depth: int, load: Load) -> float:
-        """Expected seconds of a round; an unknown batch size takes after the nearest known one."""
+        """Expected seconds of a round where nothing was measured; an unknown batch size takes
+        after the nearest known one."""
         if self._fitted[0] is not load:  # asked for every depth of every session of a step
             self._fitted = load, *self._fit(_size(load))
         _, ar, first, slope = self._fitted
@@ -238,12 +445,150 @@ class Learnt:
         return self._batches[min(known, key=lambda s: abs(s - size))] if known else None
 
 
+_SPAN = 3  # depths between which a draft's cost for each token is read off a profile
+
+
 def _size(load: Load) -> int:
     return load.num_running.bit_length()
 
 
-class Goodput:
-    """Chooses anew in every round; tries a short draft now and then while drafting does not pay."""
+class _Sharing:
+    """Decides between drafting and AR with what the sessions of an engine have learnt together."""
+
+    def __init__(
+        self,
+        name: str,
+        bounds: LengthBounds,
+        sizes: Sequence[int],
+        config: SpeculationConfig,
+        context: LengthContext,
+    ) -> None:
+        self._bounds = bounds
+        self._sizes = sizes
+        profile = context.costs if bounds.longest else None
+        self._learnt = context.shared(
+            (name, config), lambda: Learnt(bounds.longest, sizes, profile, config.method)
+        )
+        learnt = self._learnt.acceptance
+        self._acceptance = Sizes(bounds.longest, len(sizes), lambda size: learnt.of(size).mean())
+        self._step: _Step | None = None
+        self._asked = Budget(0, 0)
+        self._size = 0  # which of the sizes was asked for
+        self._has_drafted = False
+        self._rounds_without = 0
+        self._pause = FIRST_PAUSE
+        self._tries_left = 0
+        # What tries would cost, in rounds without a draft, and at which load and how many of those
+        # rounds ago that was reckoned; nothing has changed much since.
+        self._price = 0.0
+        self._reckoned: tuple[int, int] | None = None
+
+    def _ask(self, budget: Budget, session: Session, step: _Step) -> Budget:
+        """The step takes note of what it was asked for."""
+        depth = max(0, min(budget.depth, session.remaining - 1))
+        self._asked = Budget(depth, budget.nodes if depth else 0)
+        step.asked.append(self._asked)
+        if depth:
+            behind = self._behind(session)
+            step.behind += behind
+            step.steady &= behind == 0
+        return budget
+
+    def _behind(self, session: Session) -> int:
+        """Tokens that the drafter has to read before it drafts; 0 for few."""
+        if not self._has_drafted:
+            return session.length
+        return self._rounds_without if self._rounds_without > CATCH_UP else 0
+
+    def _earns(self, session: Session, expected: float, spent: float, ar: float) -> bool:
+        """Whether rounds of so many tokens and seconds save time, with what the drafter reads
+        first; ``ar``: seconds without a draft."""
+        saved = (ar - spent / expected) * min(session.remaining, HORIZON)
+        return saved > 0 and saved >= self._learnt.read_seconds * self._behind(session)
+
+    def _reckon(self, session: Session, load: Load, costs: Costs, short: int, longest: int) -> None:
+        """Drafts do not pay: what it would cost to try ``short`` ones.
+
+        Where not even drafts that are accepted whole would pay, tries have a smaller share of the
+        time: all that they may find is that verification costs less than was measured.
+        """
+        learnt, ar = self._learnt, costs(0, load)
+        lost = TRY_ROUNDS * (costs(short, load) - ar) + learnt.read_seconds * self._behind(session)
+        hopeful = any(
+            (d + 1) * ar > costs(d, load) for d in {short, (short + longest) // 2, longest}
+        )
+        share = TRY_SHARE if hopeful else HOPELESS_SHARE
+        self._price = rounds_for_a_try(lost, ar, share)
+        self._reckoned = self._moment(load)
+
+    def _found_nothing(self, load: Load, seconds: float) -> None:
+        """A try goes on until there is a draft, as long as its time is paid for."""
+        if self._tries_left:
+            learnt = self._learnt
+            ar = learnt.costs(lambda depth: depth)(0, load)
+            learnt.rounds_without -= max(0.0, seconds / ar - 1.0) / TRY_SHARE
+            if learnt.rounds_without < 0:
+                self._tries_left = 0
+
+    def _rates(self, size: int) -> list[float]:
+        """Acceptance by depth; an empty draft has nothing that could be accepted."""
+        rates = self._acceptance.of(size).rates()
+        if rates:
+            rates[0] *= self._learnt.found
+        return rates
+
+    def _moment(self, load: Load) -> tuple[int, int]:
+        return load.num_running, self._rounds_without // RECONSIDER
+
+    def _tries(self) -> bool:
+        """Whether to try a draft although it does not pay."""
+        if not self._tries_left:
+            if self._rounds_without < self._pause or self._learnt.rounds_without < self._price:
+                return False
+            self._learnt.rounds_without -= self._price
+            self._tries_left = TRY_ROUNDS
+        return True
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        """As :meth:`paceline.lengths.base.LengthController.observe`."""
+        step, asked = self._step, self._asked
+        if step is None:
+            return  # nobody asked for this round's draft
+        self._step = None
+        self._learnt.record(step, outcome, draft_seconds, verify_seconds)
+        if asked.depth == 0:
+            self._rounds_without += 1
+            self._learnt.rounds_without += 1 / len(step.asked)
+            return
+        self._has_drafted, self._rounds_without, self._reckoned = True, 0, None
+        self._learnt.observe(asked, self._size, outcome)
+        if not outcome.draft.num_nodes:
+            self._found_nothing(step.load, draft_seconds + verify_seconds)
+            return
+        self._acceptance.observe(self._size, asked.depth, outcome.num_accepted)
+        if self._tries_left:
+            self._tries_left -= 1
+            if outcome.num_accepted >= asked.depth:  # go on as long as that lasts
+                self._tries_left, self._pause = max(1, self._tries_left), FIRST_PAUSE
+            elif not self._tries_left:
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def _reach(rates: Sequence[float]) -> int:
+    """The depth beyond which drafts are hardly ever accepted: not worth a look."""
+    reached = 1.0
+    for depth, rate in enumerate(rates):
+        reached *= rate
+        if reached < UNLIKELY:
+            return depth
+    return len(rates)
+
+
+class Goodput(_Sharing):
+    """Chooses anew in every round; tries a short draft now and then while drafting does not pay.
+
+    Trees also have the number of nodes that gives the most, of a few.
+    """
 
     needs: frozenset[Need] = frozenset()
     stop_rule: StopRule | None = None
@@ -251,65 +596,122 @@ class Goodput:
     def __init__(
         self, bounds: LengthBounds, config: SpeculationConfig, context: LengthContext
     ) -> None:
-        self._bounds = bounds
-        self._learnt = context.shared(("goodput", config), lambda: Learnt(bounds.longest))
-        profiled = context.profile.costs(config.method, bounds) if context.profile else None
-        self._is_profiled = profiled is not None
-        self._costs: Costs = profiled or self._learnt.seconds
-        self._acceptance = Acceptance(bounds.longest, self._learnt.acceptance.mean)
-        self._step: _Step | None = None
-        self._asked = 0
-        self._has_drafted = False
-        self._rounds_without = 0
-        self._pause = FIRST_PAUSE
-        self._tries_left = 0
+        super().__init__("goodput", bounds, bounds.sizes, config, context)
 
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth for this round; see :func:`best_length`."""
         step = self._step = self._learnt.step(load)
-        depth = self._choose(load, step)
-        self._asked = max(0, min(depth, session.remaining - 1))
-        step.asked.append(self._asked)
-        caught_up = self._has_drafted and self._rounds_without <= CATCH_UP
-        step.steady &= caught_up or self._asked == 0
-        return self._bounds.budget(depth)
+        depth = self._choose(session, load, step)
+        return self._ask(Budget(depth, self._nodes(self._size, depth)), session, step)
 
-    def _choose(self, load: Load, step: _Step) -> int:
-        bounds, costs = self._bounds, self._costs
+    def _nodes(self, size: int, depth: int) -> int:
+        if depth == 0 or not self._bounds.is_tree:
+            return depth
+        return self._sizes[size]
+
+    def _choose(self, session: Session, load: Load, step: _Step) -> int:
+        bounds, learnt = self._bounds, self._learnt
         if bounds.longest == 0:
             return 0
-        if not self._is_profiled:
-            if step.measures_ar and bounds.shortest == 0:
-                return 0
-            if not self._learnt.knows_drafting:
-                return max(1, bounds.shortest)
-        depth = best_length(self._acceptance.rates(), costs, load, bounds.shortest, bounds.longest)
-        if depth:
-            self._tries_left = 0
-            return depth
+        if step.measures_ar and bounds.shortest == 0:
+            return 0
+        if learnt.measured is None and not learnt.knows_drafting:
+            return max(1, bounds.shortest)
         short = min(TRY_DEPTH, bounds.longest)
-        if not self._tries_left:
-            lost = TRY_ROUNDS * (costs(short, load) / costs(0, load) - 1.0)  # in AR rounds
-            if self._rounds_without < max(self._pause, lost / TRY_SHARE):
-                return 0
-            self._tries_left = TRY_ROUNDS
-        return short
+        if self._reckoned == self._moment(load):
+            return short if self._tries() else 0
+        depth = self._best(session, load)
+        if depth == 0:
+            self._size = len(self._sizes) - 1
+            costs = learnt.costs(lambda depth: self._nodes(self._size, depth))
+            self._reckon(session, load, costs, short, min(bounds.longest, bounds.nodes))
+            return short if self._tries() else 0
+        self._tries_left = 0
+        return depth
+
+    def _best(self, session: Session, load: Load) -> int:
+        """The depth with the highest goodput, for the size that has it; 0 where none gains."""
+        bounds, learnt = self._bounds, self._learnt
+        chosen, highest, gains = 0, -1.0, True
+        for size, nodes in enumerate(self._sizes if learnt.measured else self._sizes[:1]):
+            longest = bounds.longest
+            if size:
+                longest = max(bounds.shortest, min(longest, nodes))
+            costs = learnt.costs(lambda depth, size=size: self._nodes(size, depth))  # type: ignore[misc]
+            rates = self._rates(size)
+            longest = max(bounds.shortest, min(longest, _reach(rates)))
+            depth = best_length(rates, costs, load, bounds.shortest, longest)
+            expected, spent = expected_tokens(rates, depth), costs(depth, load)
+            if expected / spent > highest * (1 + 1e-9):
+                self._size, chosen, highest = size, depth, expected / spent
+                gains = depth <= bounds.shortest or self._earns(
+                    session, expected, spent, costs(0, load)
+                )
+        return chosen if gains else bounds.shortest
+
+
+class WhilePays(_Sharing):
+    """Another controller, as long as its drafts give more tokens per second than AR.
+
+    While they do not, the other one is not told of rounds and wants nothing of the target; its
+    drafts are tried again as :class:`Goodput` tries its own. A draft that was made ahead of its
+    time, without being asked for, is verified whatever this says.
+
+    Args:
+        inner: the controller that a row has by default.
+    """
+
+    def __init__(
+        self,
+        inner: LengthController,
+        bounds: LengthBounds,
+        config: SpeculationConfig,
+        context: LengthContext,
+    ) -> None:
+        super().__init__("while pays", bounds, (bounds.nodes,), config, context)
+        self._inner = inner
+        self.stop_rule = inner.stop_rule
+        self._drafts = False  # in this round
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The inner controller's, in rounds that draft."""
+        return self._inner.needs if self._drafts else frozenset()
+
+    @property
+    def ahead(self) -> int:
+        """As the inner controller's; see :func:`paceline.lengths.base.depth_ahead`."""
+        return depth_ahead(self._inner, self._bounds.start)
+
+    def budget(self, session: Session, load: Load) -> Budget:
+        """The inner controller's, or none."""
+        step = self._step = self._learnt.step(load)
+        wanted = self._inner.budget(session, load)
+        self._drafts = wanted.depth == 0 or self._pays(session, wanted, load, step)
+        budget = wanted if self._drafts else Budget(0, 0)
+        if self._drafts and self._tries_left:
+            depth = min(wanted.depth, TRY_DEPTH)
+            nodes = wanted.nodes if self._bounds.is_tree else depth
+            budget = Budget(depth, nodes, wanted.exit_layer)
+        return self._ask(budget, session, step)
+
+    def _pays(self, session: Session, wanted: Budget, load: Load, step: _Step) -> bool:
+        learnt = self._learnt
+        if step.measures_ar:
+            return False
+        if learnt.measured is None and not learnt.knows_drafting:
+            return True
+        if self._reckoned != self._moment(load):
+            costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
+            expected = expected_tokens(self._rates(0), wanted.depth)
+            if self._earns(session, expected, costs(wanted.depth, load), costs(0, load)):
+                self._tries_left = 0
+                return True
+            self._reckon(session, load, costs, min(wanted.depth, TRY_DEPTH), wanted.depth)
+        return self._tries()
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
-        step, asked = self._step, self._asked
-        if step is None:
-            return  # nobody asked for this round's draft
-        self._step = None
-        self._learnt.record(step, draft_seconds, verify_seconds)
-        if asked == 0:
-            self._rounds_without += 1
-            return
-        self._has_drafted, self._rounds_without = True, 0
-        self._acceptance.observe(asked, outcome.num_accepted)
-        self._learnt.acceptance.observe(asked, outcome.num_accepted)
-        if self._tries_left:
-            self._tries_left -= 1
-            if outcome.num_accepted >= asked:  # go on as long as that lasts
-                self._tries_left, self._pause = max(1, self._tries_left), FIRST_PAUSE
-            elif not self._tries_left:
-                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        drafted = self._drafts
+        super().observe(outcome, draft_seconds, verify_seconds)
+        if drafted:
+            self._inner.observe(outcome, draft_seconds, verify_seconds)

@@ -13,7 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds, StopRule
+from paceline.lengths.base import (
+    LengthBounds,
+    LengthContext,
+    Line,
+    StopRule,
+    rounds_for_a_try,
+)
 from paceline.tree import height
 from paceline.types import Budget, Load, Need, Outcome
 
@@ -23,8 +29,9 @@ if TYPE_CHECKING:
 MEMORY = 0.9  # of seconds, for each round
 ACCEPTANCE_MEMORY = 0.97  # for each drafted token
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
-TRY_EVERY = 16  # rounds without a draft, until a short one is tried again
-TRY_DEPTH = 2
+SHORTEST = 1e-6  # seconds of a verification
+TRY_EVERY = 16  # rounds without a draft, at least, until a short one is tried again
+TRY_DEPTH = 2  # also of the first draft, before anything is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,15 @@ class _Mean:
         self.known = True
 
 
+class _Seconds:
+    """What the rounds of all sessions took."""
+
+    def __init__(self) -> None:
+        self.draft = _Mean()  # for each token
+        self.verify = Line()  # by depth
+        self.travel = _Mean()
+
+
 class RoundTrip:
     """Chooses anew in every round.
 
@@ -93,14 +109,11 @@ class RoundTrip:
     needs: frozenset[Need] = frozenset()
     stop_rule: StopRule | None = None
 
-    def __init__(self, bounds: LengthBounds) -> None:
+    def __init__(self, bounds: LengthBounds, context: LengthContext | None = None) -> None:
         self._bounds = bounds
         self.ahead = bounds.clip(bounds.start)
         self._accepted, self._tried = PRIOR_ACCEPTED, PRIOR_TRIED
-        self._draft = _Mean()
-        self._shallow, self._deep = _Mean(), _Mean()  # verification without and with a draft
-        self._deep_at = _Mean()
-        self._travel = _Mean()
+        self._seconds = context.shared(("round_trip", bounds), _Seconds) if context else _Seconds()
         self._overlaps = False
         self._rounds_without = 0
 
@@ -112,23 +125,26 @@ class RoundTrip:
     @property
     def costs(self) -> RoundCosts | None:
         """What was measured; None before the first draft."""
-        if not self._draft.known or not self._deep.known:
+        known = self._seconds
+        if not known.draft.known or not known.verify.weight:
             return None
-        first, each = self._deep.value, 0.0
-        if self._shallow.known and self._deep_at.value > 0:
-            first = min(self._shallow.value, self._deep.value)
-            each = (self._deep.value - first) / self._deep_at.value
-        return RoundCosts(self._draft.value, first, each, self._travel.value, self._overlaps)
+        first, each = known.verify.fit()
+        first = max(first, SHORTEST)
+        return RoundCosts(known.draft.value, first, each, known.travel.value, self._overlaps)
 
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth for this round; see :func:`best_depth`."""
         bounds, costs = self._bounds, self.costs
         if costs is None:
-            self.ahead = bounds.clip(bounds.start)
+            self.ahead = bounds.clip(min(bounds.start, TRY_DEPTH))
         else:
             self.ahead = best_depth(self.acceptance, costs, bounds.shortest, bounds.longest)
-        if self.ahead == 0 and self._rounds_without >= TRY_EVERY:
-            self.ahead = min(TRY_DEPTH, bounds.longest)
+        if self.ahead == 0 and costs is not None:
+            short = min(TRY_DEPTH, bounds.longest)
+            ar = costs.round(0, self.acceptance)
+            lost = costs.round(short, self.acceptance) - ar
+            if self._rounds_without >= max(TRY_EVERY, rounds_for_a_try(lost, ar)):
+                self.ahead = short
         return bounds.budget(self.ahead)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
@@ -139,16 +155,14 @@ class RoundTrip:
                 return  # a server's own round in a stream: its draft and its time are not ours
             verify_seconds = verdict.verify_seconds
             self._overlaps |= verdict.sent_ahead
-            self._travel.add(verdict.travel_seconds)
+            self._seconds.travel.add(verdict.travel_seconds)
+        self._seconds.verify.add(depth, verify_seconds)
         if not depth:
             self._rounds_without += 1
-            self._shallow.add(verify_seconds)
             return
         self._rounds_without = 0
-        self._deep.add(verify_seconds)
-        self._deep_at.add(depth)
         if verdict is None or not verdict.sent_ahead:  # else it was drafted beside something else
-            self._draft.add(draft_seconds / depth)
+            self._seconds.draft.add(draft_seconds / depth)
         tried = min(outcome.num_accepted + 1, depth)
         memory = ACCEPTANCE_MEMORY**tried
         self._accepted = memory * self._accepted + outcome.num_accepted

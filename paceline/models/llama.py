@@ -608,6 +608,11 @@ class LlamaRunner:
         return self._ops.linear(normed, self._head).float()
 
     @property
+    def native_ops(self) -> NativeOps | None:
+        """The C kernels, where they compute this model."""
+        return self._ops if isinstance(self._ops, NativeOps) else None
+
+    @property
     def drafts_chains(self) -> bool:
         """Whether :meth:`greedy_chain` is there: it needs the C kernels."""
         return isinstance(self._ops, NativeOps)

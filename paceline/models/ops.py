@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from paceline.errors import InvalidArgument
 from paceline.models import kernels
 from paceline.models.kv_cache import KVPool, PooledSequence
+from paceline.models.threads import Threads
 from paceline.types import FloatArray, IndexArray, IntArray
 
 Tensor = torch.Tensor
@@ -447,6 +448,7 @@ class NativeOps:
         self._dots = dots and dtype is torch.bfloat16
         self._packings: set[Packing] = set()
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
+        self.threads: Threads | None = None  # measured; until then, by _num_threads
 
     @property
     def numerics_class(self) -> str:
@@ -516,7 +518,7 @@ class NativeOps:
             rows,
             inputs,
             weight.num_outputs,
-            _num_threads(weight.packing, size, size * rows),
+            self._num_threads(rows, weight.packing, size, size * rows),
         )
         if failed:
             raise MemoryError("no memory for a product")
@@ -663,8 +665,13 @@ class NativeOps:
         _, model, layers, size = self._tables[id(stack)]
         heads = len(stack.layers) * stack.num_heads * stack.head_dim
         packing, work = stack.layers[0].qkv.packing, num_rows * (size + 2.0 * heads * longest)
-        model.threads = _num_threads(packing, size, work)
+        model.threads = self._num_threads(num_rows, packing, size, work)
         return model, layers
+
+    def _num_threads(self, rows: int, packing: Packing, num_weights: int, work: float) -> int:
+        if self.threads is None:
+            return _num_threads(packing, num_weights, work)
+        return min(self.threads.of(rows), kernels.num_threads())
 
 
 LONE_WEIGHTS = 2e7
@@ -673,7 +680,7 @@ LONE_WORK, LONE_TILE_WORK = 2e8, 8e8
 
 
 def _num_threads(packing: Packing, num_weights: int, work: float) -> int:
-    """Threads for a forward, or a product, of ``work`` multiplications.
+    """Threads for a forward, or a product, of ``work`` multiplications, where nothing was measured.
 
     More than one where they gain more than it takes to wake them: they sleep while a round drafts,
     and are awake from a forward's first product to its last.

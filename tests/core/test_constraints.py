@@ -96,7 +96,10 @@ def generate(
 ) -> dict[str, Session]:
     """With every method, all of them in the same steps."""
     engine = demo.sibling()
-    sessions = {m: engine.submit(prompt, params, SpeculationConfig(method=m)) for m in methods}
+    sessions = {
+        m: engine.submit(prompt, params, SpeculationConfig(length="fixed", method=m))
+        for m in methods
+    }
     while engine.has_work:
         engine.step()
     assert not any(session.stats.drafter_lost for session in sessions.values())
@@ -177,7 +180,9 @@ def test_log_probabilities_are_the_targets_own(
         max_tokens=24, ignore_eos=True, logprobs=3, presence_penalty=0.5, **SAMPLED
     )
     events: list[RoundEvent] = []
-    session = demo.submit(prompt, params, SpeculationConfig(method=method), on_event=events.append)
+    session = demo.submit(
+        prompt, params, SpeculationConfig(length="fixed", method=method), on_event=events.append
+    )
     while demo.has_work:
         demo.step()
     told = [entry for event in events for entry in event.logprobs]

@@ -61,7 +61,7 @@ def runner(folder: Path) -> LlamaRunner:
 
 
 def new_session(**knobs: Any) -> Session:
-    config = SpeculationConfig.model_validate({"method": "del", **knobs})
+    config = SpeculationConfig.model_validate({"method": "del", "length": "del", **knobs})
     context = LengthContext(num_layers=20, exit_logits=lambda states: states)
     params = SamplingParams(max_tokens=1_000_000)
     return Session("s", [1], params, resolve(config), length_context=context)
@@ -132,7 +132,7 @@ def generate(engine: Engine, prompt: list[int], params: SamplingParams, **knobs:
         assert event.outcome is not None
         sizes.append(len(event.outcome.path) + 1)
 
-    config = SpeculationConfig.model_validate({"method": "del", **knobs})
+    config = SpeculationConfig.model_validate({"method": "del", "length": "del", **knobs})
     session = engine.submit(prompt, params, config, on_event=note)
     while engine.has_work:
         engine.step()
@@ -380,7 +380,7 @@ def test_a_batch_of_sessions_has_ars_tokens(
 ) -> None:
     engine = Engine(ModelTarget(runner))
     for knobs in ({}, {"length_min": 1, "shape": "kary", "node_budget": 7}):
-        config = SpeculationConfig.model_validate({"method": "del", **knobs})
+        config = SpeculationConfig.model_validate({"method": "del", "length": "del", **knobs})
         for session in engine.generate(PROMPTS, params, config):
             assert not session.stats.drafter_lost
             assert session.output_ids == ar(session.token_ids[: session.prompt_length], params)

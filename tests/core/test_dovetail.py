@@ -51,7 +51,7 @@ def test_tokens_are_those_of_the_target(
     prompt = engine.tokenizer.encode("def read(path):\n")
     params = SamplingParams(max_tokens=32, temperature=temperature, seed=1, ignore_eos=True)
     drafted, plain = (
-        engine.generate([prompt], params, SpeculationConfig(method=method))[0]
+        engine.generate([prompt], params, SpeculationConfig(length="fixed", method=method))[0]
         for method in ("draft_model", "ar")
     )
     assert drafted.output_ids == plain.output_ids

@@ -180,7 +180,11 @@ def test_accepted_is_the_best_of_the_parts(
         better.append(max(each) > each[0])
 
     config = SpeculationConfig(
-        method="combined", drafters=("a", "b", "c"), num_speculative_tokens=4, node_budget=40
+        length="fixed",
+        method="combined",
+        drafters=("a", "b", "c"),
+        num_speculative_tokens=4,
+        node_budget=40,
     )
     for prompt in PROMPTS:
         small.engine.submit(prompt, params, config, on_event=check)
@@ -233,7 +237,9 @@ def test_real_parts_give_the_tokens_of_ar(
     reference: Reference,
 ) -> None:
     small = small_engine(tiny_folder)
-    config = parse_speculation({"method": "combined", "drafters": list(drafters), **options})
+    config = parse_speculation(
+        {"method": "combined", "length": "fixed", "drafters": list(drafters), **options}
+    )
     sessions = small.engine.generate(PROMPTS, params, config)
     for prompt, session in zip(PROMPTS, sessions, strict=True):
         assert session.output_ids == reference(prompt, params)
@@ -256,7 +262,9 @@ def test_the_draft_model_keeps_the_kv_of_what_was_accepted(tiny_folder: Path) ->
             behind.append(event.session.length - state.sequence.length)
 
     for prompt in PROMPTS:
-        config = SpeculationConfig(method="combined", shape="kary", branching=2, node_budget=40)
+        config = SpeculationConfig(
+            length="fixed", method="combined", shape="kary", branching=2, node_budget=40
+        )
         small.engine.submit(prompt, GREEDY, config, on_event=look)
     while small.engine.has_work:
         small.engine.step()
@@ -270,7 +278,9 @@ def test_sessions_with_other_parts_share_steps(tiny_folder: Path, reference: Ref
     small = small_engine(tiny_folder)
     choices = [("prompt_lookup",), ("draft_model", "prompt_lookup"), ("prompt_lookup", "suffix")]
     sessions = [
-        small.engine.submit(p, SAMPLED, SpeculationConfig(method="combined", drafters=names))
+        small.engine.submit(
+            p, SAMPLED, SpeculationConfig(length="fixed", method="combined", drafters=names)
+        )
         for p, names in zip(PROMPTS, choices, strict=True)
     ]
     sessions.append(small.engine.submit(PROMPTS[0], SAMPLED, SpeculationConfig()))
@@ -291,7 +301,7 @@ def test_a_rule_for_chains_gets_the_first_draft_that_is_found(
 ) -> None:
     small = small_engine(tiny_folder)
     seen: list[Outcome] = []
-    config = SpeculationConfig(method="combined", acceptance="rejection")
+    config = SpeculationConfig(length="fixed", method="combined", acceptance="rejection")
     for params in (GREEDY, SAMPLED):
         session = small.engine.submit(
             PROMPTS[2],
@@ -341,7 +351,7 @@ def test_a_part_that_fails_takes_no_state_of_the_others_along(
 ) -> None:
     small = small_engine(tiny_folder, catalogue=CATALOGUE, drafters={"a": Broken(fault)})
     names = ("a", "draft_model") if first else ("draft_model", "a")
-    config = SpeculationConfig(method="combined", drafters=names)
+    config = SpeculationConfig(length="fixed", method="combined", drafters=names)
     sessions = small.engine.generate(PROMPTS, GREEDY, config)
     for prompt, session in zip(PROMPTS, sessions, strict=True):
         assert session.output_ids == reference(prompt, GREEDY)
@@ -353,7 +363,7 @@ def test_a_part_that_fails_takes_no_state_of_the_others_along(
 
 
 def chosen(**options: object) -> SpeculationConfig:
-    return parse_speculation({"method": "combined", **options})
+    return parse_speculation({"method": "combined", "length": "fixed", **options})
 
 
 def test_parts_bring_their_knobs_and_needs() -> None:

@@ -88,7 +88,9 @@ def test_a_verbatim_copy_commits_eleven_tokens_in_a_forward() -> None:
     engine = scripted_engine(lambda token_ids: len(token_ids) % 200, 200)
     prompt = [*range(200), *range(3)]
     params = SamplingParams(max_tokens=187, ignore_eos=True)
-    session, events = run(engine, prompt, params, SpeculationConfig(method="copyspec"))
+    session, events = run(
+        engine, prompt, params, SpeculationConfig(length="fixed", method="copyspec")
+    )
     assert session.output_ids == list(range(3, 190))
     assert [(event.num_accepted, len(event.token_ids)) for event in events] == [(10, 11)] * 17
 
@@ -109,7 +111,7 @@ def test_without_a_match_the_trace_is_that_of_the_fallback(
                 rounds.append((event.token_ids, event.outcome.draft.token_ids.tolist()))
 
         engine = Engine(ModelTarget(demo.target.runner), demo.drafters)
-        config = SpeculationConfig(method=method, **knobs)
+        config = SpeculationConfig(length="fixed", method=method, **knobs)
         session = engine.submit(prompt, params, config, on_event=note)
         while engine.has_work:
             engine.step()
@@ -185,7 +187,9 @@ def test_exact_and_nothing_is_left(
     params = SamplingParams(temperature=temperature, seed=8, max_tokens=60, ignore_eos=True)
     prompts = [[65, 66, 67] * 6, [80, 72, 90, 101], [70]]
     small = small_engine(tiny_folder)
-    sessions = small.engine.generate(prompts, params, SpeculationConfig(method=method))
+    sessions = small.engine.generate(
+        prompts, params, SpeculationConfig(length="fixed", method=method)
+    )
     for prompt, session in zip(prompts, sessions, strict=True):
         assert session.output_ids == reference(prompt, params)
         assert not session.stats.drafter_lost

@@ -122,7 +122,10 @@ def test_a_faulty_local_drafter(fault: str, tiny_folder: Path, reference: Refere
     )
     engine = small.engine
     faulty = [engine.submit(p, PARAMS, SpeculationConfig(method="faulty")) for p in PROMPTS]
-    mates = [engine.submit(p, PARAMS, SpeculationConfig(method="draft_model")) for p in PROMPTS]
+    mates = [
+        engine.submit(p, PARAMS, SpeculationConfig(length="fixed", method="draft_model"))
+        for p in PROMPTS
+    ]
     while engine.has_work:
         engine.step()
     for session in (*faulty, *mates):
@@ -194,7 +197,10 @@ def test_a_faulty_remote_drafter(fault: str, tiny_folder: Path, reference: Refer
     small = small_engine(tiny_folder, catalogue=CATALOGUE, drafters={"faulty": remote})
     engine = small.engine
     faulty = [engine.submit(p, PARAMS, SpeculationConfig(method="faulty")) for p in PROMPTS]
-    mates = [engine.submit(p, PARAMS, SpeculationConfig(method="draft_model")) for p in PROMPTS]
+    mates = [
+        engine.submit(p, PARAMS, SpeculationConfig(length="fixed", method="draft_model"))
+        for p in PROMPTS
+    ]
     while engine.has_work:
         engine.step()
     for timer in remote.timers:
@@ -225,7 +231,9 @@ def test_sessions_without_a_draft_do_not_hold_up_the_others(
 
     small = small_engine(tiny_folder, catalogue=CATALOGUE, drafters={"faulty": Silent("", {})})
     waiting = small.engine.submit(PROMPTS[0], PARAMS, SpeculationConfig(method="faulty"))
-    other = small.engine.submit(PROMPTS[1], PARAMS, SpeculationConfig(method="draft_model"))
+    other = small.engine.submit(
+        PROMPTS[1], PARAMS, SpeculationConfig(length="fixed", method="draft_model")
+    )
     while not other.finished:
         small.engine.step(0)
     assert other.output_ids == reference(PROMPTS[1], PARAMS)
@@ -247,7 +255,9 @@ def test_a_drafter_with_a_shorter_context(
     small = small_engine(tiny_folder, drafters={"draft_model": DraftModel(runner)})
     params = replace(PARAMS, max_tokens=40)
     prompts = [[65, 66, 67], [68] * 50, [69] * 100]
-    sessions = small.engine.generate(prompts, params, SpeculationConfig(method="draft_model"))
+    sessions = small.engine.generate(
+        prompts, params, SpeculationConfig(length="fixed", method="draft_model")
+    )
     for prompt, session in zip(prompts, sessions, strict=True):
         assert session.output_ids == reference(prompt, params)
         assert not session.stats.drafter_lost
@@ -285,7 +295,7 @@ def test_a_drafter_with_a_padded_or_shorter_vocabulary(
         PARAMS, temperature=2.0, repetition_penalty=1.1, logit_bias={250: 1.0}, max_tokens=30
     )
     drafts: list[Draft] = []
-    config = SpeculationConfig(method=method)
+    config = SpeculationConfig(length="fixed", method=method)
     sessions = [
         small.engine.submit(
             p, params, config, on_event=lambda event: drafts.append(event.outcome.draft)

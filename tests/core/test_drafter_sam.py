@@ -128,7 +128,7 @@ def test_states_and_link_steps_are_linear(alphabet: int) -> None:
 
 
 def session_of(token_ids: list[int], name: str = "s", **knobs: Any) -> Session:
-    config = SpeculationConfig(**{"method": "sam_decoding", **knobs})
+    config = SpeculationConfig(**{"method": "sam_decoding", "length": "fixed", **knobs})
     return Session(name, token_ids, SamplingParams(max_tokens=1000), resolve(config))
 
 
@@ -231,7 +231,7 @@ def test_the_second_run_of_a_prompt_copies_from_the_first(
     prompt = [65, 80, 72, 90, 101]
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     small = small_engine(tiny_folder)
-    config = SpeculationConfig(method="sam_decoding")
+    config = SpeculationConfig(length="fixed", method="sam_decoding")
     first, second = (small.engine.generate([prompt], params, config)[0] for _ in range(2))
     assert first.output_ids == second.output_ids == reference(prompt, params)
     assert second.stats.num_target_forwards < first.stats.num_target_forwards / 2

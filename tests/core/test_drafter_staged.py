@@ -78,7 +78,7 @@ def generate(
             state = staged._states[event.session.session_id]
             run.behind.append(event.session.length - state.sequence.length)
 
-    config = SpeculationConfig(**options)
+    config = SpeculationConfig(**{"length": "fixed", **options})
     with monkeypatch.context() as patch:
         watch(small.drafter, run, patch)
         sessions = [small.engine.submit(p, params, config, on_event=note) for p in prompts]
@@ -167,7 +167,9 @@ def test_guesses_stay_within_the_node_budget(
 def test_a_draft_that_is_asked_for_twice(tiny_folder: Path) -> None:
     """Its first outcome was lost: the second is the same, and no KV is left behind."""
     small = small_engine(tiny_folder)
-    session = small.engine.submit(PROMPTS[2], REPETITIVE, SpeculationConfig(method="staged"))
+    session = small.engine.submit(
+        PROMPTS[2], REPETITIVE, SpeculationConfig(length="fixed", method="staged")
+    )
     for _ in range(3):
         small.engine.step()
     staged = small.engine.drafters["staged"]
@@ -213,7 +215,7 @@ def test_length_controllers_get_the_hidden_states_of_each_token(
             return False
 
     for method in ("draft_model", "staged"):
-        config = SpeculationConfig(method=method, num_speculative_tokens=6)
+        config = SpeculationConfig(length="fixed", method=method, num_speculative_tokens=6)
         session = small.engine.submit([80, 81] * 12, REPETITIVE, config)
         monkeypatch.setattr(type(session.length_controller), "stop_rule", Watch(method))
         while small.engine.has_work:

@@ -321,14 +321,15 @@ def test_the_second_run_of_a_prompt_drafts_from_the_first(
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     engine = small_engine(tiny_folder).engine
     first, second = (
-        engine.generate([prompt], params, SpeculationConfig(method=method))[0] for _ in range(2)
+        engine.generate([prompt], params, SpeculationConfig(length="fixed", method=method))[0]
+        for _ in range(2)
     )
     assert first.output_ids == second.output_ids == reference(prompt, params)
     assert first.stats.mean_accepted_length < 1.5
     assert second.stats.mean_accepted_length > 5
     # Another engine knows nothing of it.
     other = small_engine(tiny_folder).engine
-    third = other.generate([prompt], params, SpeculationConfig(method=method))[0]
+    third = other.generate([prompt], params, SpeculationConfig(length="fixed", method=method))[0]
     assert third.stats.num_target_forwards == first.stats.num_target_forwards
 
 
@@ -347,7 +348,7 @@ def test_states_are_freed(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     for method in ("suffix_decoding", "suffix_decoding_tree", "suffix_decoding_hybrid"):
-        config = SpeculationConfig(method=method)
+        config = SpeculationConfig(length="fixed", method=method)
         small.engine.generate([[70] * 9, [65, 66]], params, config)
     small.assert_nothing_is_left()
 

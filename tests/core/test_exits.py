@@ -44,15 +44,23 @@ LOADERS = {"native": load_runner, "torch": load_runner_without_kernels}
 
 # Rows and knobs by the way in which their drafts are computed.
 DRAFTS: dict[str, dict[str, Any]] = {
-    "chain": {"method": "layer_skip", "exit_layer": 2},
-    "tree": {"method": "layer_skip", "exit_layer": 2, "shape": "kary", "node_budget": 6},
-    "repeating siblings": {
-        "method": "layer_skip", "exit_layer": 1, "shape": "iid", "acceptance": "k_seq",
+    "chain": {"method": "layer_skip", "length": "fixed", "exit_layer": 2},
+    "tree": {
+        "method": "layer_skip", "length": "fixed", "exit_layer": 2, "shape": "kary",
         "node_budget": 6,
     },
-    "del": {"method": "del", "length_min": 2, "num_speculative_tokens": 3},
-    "del tree": {"method": "del", "length_min": 1, "shape": "confidence", "node_budget": 6},
-    "combined": {"method": "combined", "drafters": ["early_exit", "prompt_lookup"]},
+    "repeating siblings": {
+        "method": "layer_skip", "length": "fixed", "exit_layer": 1, "shape": "iid",
+        "acceptance": "k_seq", "node_budget": 6,
+    },
+    "del": {"method": "del", "length": "del", "length_min": 2, "num_speculative_tokens": 3},
+    "del tree": {
+        "method": "del", "length": "del", "length_min": 1, "shape": "confidence",
+        "node_budget": 6,
+    },
+    "combined": {
+        "method": "combined", "length": "fixed", "drafters": ["early_exit", "prompt_lookup"],
+    },
     "spread": {"method": "unified_layer_skipping", "length": "fixed"},
     "upper": {"method": "skipdecode", "length": "fixed"},
     "ends": {"method": "d3", "length": "fixed", "depth_decay": 0.9},
@@ -267,7 +275,9 @@ def test_no_layer_reads_keys_that_it_has_not_written(
 def test_an_exit_after_the_last_layer_is_always_right(
     shape: str, params: SamplingParams, runner: LlamaRunner, ar: Reference
 ) -> None:
-    config = SpeculationConfig(method="layer_skip", exit_layer=NUM_LAYERS, shape=shape)
+    config = SpeculationConfig(
+        length="fixed", method="layer_skip", exit_layer=NUM_LAYERS, shape=shape
+    )
     for session in new_engine(runner).generate(PROMPTS, params, config):
         assert session.output_ids == ar(session.token_ids[: session.prompt_length], params)
         assert session.stats.num_accepted == session.stats.num_drafted > 0
@@ -279,7 +289,10 @@ def test_sessions_with_different_exits_share_their_forwards(
     """Beside AR, trees, a prompt that is still read, and a session that begins later."""
     engine = new_engine(runner, limits=EngineLimits(prefill_chunk=7))
     configs = [
-        *({"method": "layer_skip", "exit_layer": e} for e in range(1, NUM_LAYERS + 1)),
+        *(
+            {"method": "layer_skip", "length": "fixed", "exit_layer": e}
+            for e in range(1, NUM_LAYERS + 1)
+        ),
         {"method": "ar"}, DRAFTS["tree"], DRAFTS["del"], DRAFTS["spread"], DRAFTS["upper"],
     ]  # fmt: skip
     sessions: list[Session] = []

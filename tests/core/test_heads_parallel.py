@@ -120,7 +120,7 @@ def test_blockwise_takes_a_forward_for_each_block_and_one_for_the_prompt(
         return forward(*arguments, **options)  # type: ignore[arg-type]
 
     engine.target.runner.forward = counted  # type: ignore[method-assign, assignment]
-    config = SpeculationConfig(method="blockwise", num_speculative_tokens=block - 1)
+    config = SpeculationConfig(length="fixed", method="blockwise", num_speculative_tokens=block - 1)
     (session,) = engine.generate([PROMPT], PARAMS, config)
     assert session.output_ids == reference(PROMPT, PARAMS)
     assert forwards == session.stats.num_rounds + 1

@@ -85,7 +85,7 @@ def test_any_schedule_of_arrivals_and_cancellations(
         for i, arrival in enumerate(plan):
             if arrival.step == step:
                 params = replace(PARAMS[arrival.params], max_tokens=arrival.tokens)
-                config = SpeculationConfig(method=arrival.method)
+                config = SpeculationConfig(length="fixed", method=arrival.method)
                 sessions[i] = engine.submit(PROMPTS[arrival.prompt], params, config)
             gone = arrival.leaves_after is not None and step == arrival.step + arrival.leaves_after
             if gone and engine.cancel(sessions[i].session_id):
@@ -111,7 +111,7 @@ def test_any_schedule_of_arrivals_and_cancellations(
 def test_sampled_drafts_do_not_depend_on_batch_mates_either(small: Small) -> None:
     """Rejection sampling: other tokens than AR's, but a pure function of prompt and seed."""
     params = replace(BASE, temperature=1.0, max_tokens=12)
-    config = SpeculationConfig(method="speculative_sampling")
+    config = SpeculationConfig(length="fixed", method="speculative_sampling")
     small.engine.limits = EngineLimits()
     each = [replace(params, seed=seed) for seed in range(5)]
     alone = [
@@ -142,7 +142,7 @@ def test_the_demo_pair_with_staggered_arrivals(demo: Engine) -> None:
     methods = ("draft_model", "draft_model_tree", "prompt_lookup", "ar")
     sessions = []
     for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-        config = SpeculationConfig(method=methods[i % 4])
+        config = SpeculationConfig(length="fixed", method=methods[i % 4])
         sessions.append(engine.submit(prompt, each, config))
         engine.step()
         if i % 2:

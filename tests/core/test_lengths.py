@@ -19,10 +19,10 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import DraftStep, LengthBounds, LengthContext, StopRule
+from paceline.lengths.base import DraftStep, LengthBounds, LengthContext, Line, StopRule
 from paceline.lengths.bass import BatchLength
 from paceline.lengths.disco import ClassifierStop, features
-from paceline.lengths.goodput import Acceptance, Line, best_length, expected_tokens
+from paceline.lengths.goodput import Acceptance, best_length, expected_tokens
 from paceline.lengths.specdecpp import RejectionStop
 from paceline.methods import LENGTH_KNOBS, LENGTHS
 from paceline.plan import resolve
@@ -177,8 +177,9 @@ def test_the_controller_picks_the_argmax_of_its_profile_and_0_at_high_load(rate:
     for _ in range(150):
         depth = controller.budget(session, Load(1, 0)).depth
         accepted = next((i for i in range(depth) if random.random() >= rate), depth)
-        controller.observe(outcome(depth, accepted), 0.0, 0.0)
-    rates = controller._acceptance.rates()  # type: ignore[attr-defined]
+        seconds = profile.draft(depth, 1), profile.verify(depth + 1, 1)
+        controller.observe(outcome(depth, accepted), *seconds)
+    rates = controller._acceptance.of(0).rates()  # type: ignore[attr-defined]
     assert rates[0] == pytest.approx(rate, abs=0.2)
     picked = []
     for batch in (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096):

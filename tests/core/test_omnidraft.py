@@ -87,7 +87,7 @@ def run(
 ) -> Session:
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode(text)
-    (session,) = engine.generate([prompt], params, SpeculationConfig(method=method))
+    (session,) = engine.generate([prompt], params, SpeculationConfig(length="fixed", method=method))
     return session
 
 

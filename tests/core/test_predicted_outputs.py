@@ -67,7 +67,7 @@ def test_whatever_comes_the_place_is_after_the_last_tokens(
 def test_a_true_prediction_commits_a_whole_draft_in_each_forward() -> None:
     engine = scripted_engine(lambda token_ids: len(token_ids) % 200, 200)
     params = SamplingParams(max_tokens=170, ignore_eos=True)
-    config = SpeculationConfig(method="predicted_outputs")
+    config = SpeculationConfig(length="fixed", method="predicted_outputs")
     session, events = run(engine, [0], params, config, prediction=list(range(1, 171)))
     assert session.output_ids == list(range(1, 171))
     assert [len(event.token_ids) for event in events] == [17] * 10
@@ -82,7 +82,7 @@ def test_exact_and_nothing_is_left(
     prompt = [80, 72, 90, 101]
     expected = reference(prompt, params)
     small = small_engine(tiny_folder)
-    config = SpeculationConfig(method=method)
+    config = SpeculationConfig(length="fixed", method=method)
     changed = [*expected[:20], 7, 7, *expected[25:]]
     accepted = []
     for prediction in (expected, changed, list(reversed(expected)), [3], []):

@@ -10,10 +10,24 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import LengthBounds, LengthContext
+from paceline.lengths.base import LengthContext
 from paceline.loading import load_engine
-from paceline.profile import CostProfile, default_path, find_profile, measure, plot, profile_key
+from paceline.models import kernels
+from paceline.profile import (
+    CostProfile,
+    LoadCosts,
+    default_path,
+    find_profile,
+    measure,
+    plot,
+    profile_key,
+    report_costs,
+    within,
+)
+from paceline.sampling import SamplingParams
 from paceline.types import Load
 from tests.core.engines import small_engine
 from tests.core.lengths_sim import new_session
@@ -29,7 +43,6 @@ PROFILE = CostProfile(
     round_trip_seconds=0.25,
     methods=("draft_model",),
 )
-BOUNDS = LengthBounds(start=4, shortest=0, longest=4, nodes=4)
 
 
 def test_costs_lie_between_the_measured_points_and_go_on_beyond_them() -> None:
@@ -40,11 +53,8 @@ def test_costs_lie_between_the_measured_points_and_go_on_beyond_them() -> None:
     assert PROFILE.verify(1, 7) == 3.0
     assert PROFILE.draft(0, 1) == 0.0
     assert PROFILE.draft(2, 1) == 1.25
-    costs = PROFILE.costs("draft_model", BOUNDS)
-    assert costs is not None
-    assert costs(0, Load(1, 0)) == 1.0
-    assert costs(2, Load(1, 0)) == 2.0 + 1.25
-    assert PROFILE.costs("prompt_lookup", BOUNDS) is None
+    alone = replace(PROFILE, batches=(1,), verify_seconds=((1.0, 2.0),))
+    assert alone.verify(1, 3) == alone.verify(3, 1) == 2.0  # a row is a row
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
@@ -105,6 +115,113 @@ def test_goodput_decides_by_the_profile() -> None:
         assert session.length_controller.budget(session, Load(1, 0)).depth == depth
 
 
+# --- what an engine measures by itself ------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, with the measuring that tests switch off."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PACELINE_MEASURE", "on")
+    return tmp_path
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted(cache.rglob("*.json"))
+
+
+def test_only_an_engine_that_drafts_measures_and_the_next_one_reads(
+    tiny_folder: Path, cache: Path
+) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    engine = load_engine(tiny_folder, tiny_folder)
+    engine.generate([[5, 6]], params, SpeculationConfig(method="ar"))
+    assert not files(cache)
+    assert "nothing has drafted" in measured_by(engine).report()["costs"]
+    engine.generate([[5, 6]], params, SpeculationConfig(method="prompt_lookup"))
+    (file,) = files(cache)
+    profile = CostProfile.load(file)
+    assert profile == engine.length_context.costs
+    assert profile.batches == (1,)
+    assert profile.nodes[:4] == (1, 2, 4, 8)
+    assert list(profile.verify_seconds[0]) == sorted(profile.verify_seconds[0])
+    assert "draft_model" in profile.methods
+    assert profile.read_seconds >= 0
+    assert engine.local_target.num_free == engine.local_target.kv_capacity
+    written = file.stat().st_mtime_ns
+    other = load_engine(tiny_folder, tiny_folder)
+    assert other.length_context.costs == profile
+    assert file.stat().st_mtime_ns == written
+    report = report_costs(other)
+    assert str(file) in report["costs"]
+    assert set(report["verify_ms_by_rows"]) == set(profile.nodes)
+    assert report["threads"]
+
+
+def test_what_costs_depend_on_is_in_their_key(
+    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [profile_key(tiny_folder, None, "float32", "cpu")]
+    keys.append(profile_key(tiny_folder, tiny_folder, "float32", "cpu"))
+    keys.append(profile_key(tiny_folder, None, "bfloat16", "cpu"))
+    monkeypatch.setattr(kernels, "num_threads", lambda: 64)
+    monkeypatch.setattr(kernels, "available_cores", lambda: 64)
+    keys.append(profile_key(tiny_folder, None, "float32", "cpu"))
+    monkeypatch.setattr(kernels, "status", lambda: (False, "no compiler"))
+    keys.append(profile_key(tiny_folder, None, "float32", "cpu"))
+    assert len({default_path(key) for key in keys}) == len(keys)
+
+
+def test_a_damaged_file_is_measured_anew(tiny_folder: Path, cache: Path) -> None:
+    assert load_engine(tiny_folder).length_context.costs is not None
+    (file,) = files(cache)
+    file.write_text("{}")
+    engine = load_engine(tiny_folder)
+    assert engine.length_context.costs == CostProfile.load(file)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "paceline").write_text("not a folder")
+    engine = load_engine(tiny_folder)
+    assert engine.length_context.costs is not None
+    assert "not kept" in report_costs(engine)["costs"]
+
+
+def test_without_room_or_where_it_is_switched_off_rounds_teach(
+    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(tiny_folder, kv_tokens=16)
+    assert engine.length_context.costs is None
+    monkeypatch.setenv("PACELINE_MEASURE", "off")
+    engine = load_engine(tiny_folder)
+    assert engine.length_context.costs is None
+    assert "PACELINE_MEASURE" in report_costs(engine)["costs"]
+    assert not files(cache)
+
+
+def measured_by(engine: Engine) -> LoadCosts:
+    measure = engine.length_context.measure
+    assert isinstance(measure, LoadCosts)
+    return measure
+
+
+def test_large_sizes_are_left_out_where_they_take_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine on which every row takes 40 ms."""
+    now = [0.0]
+
+    def call(size: int) -> None:
+        now[0] += 0.04 * size
+
+    monkeypatch.setattr("paceline.profile.time.perf_counter", lambda: now[0])
+    seconds = within(0.25)(call, (1, 2, 4, 8, 16, 32))
+    assert seconds == pytest.approx((0.04, 0.08, 0.16, 0.32))
+    assert now[0] < 1.0
+
+
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     plot(PROFILE, tmp_path / "costs.png")
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
@@ -122,6 +239,6 @@ def test_the_command_keeps_a_profile_that_an_engine_finds(
     assert result.exit_code == 0, result.output
     kept = json.loads(result.stdout)
     assert kept["file"].startswith(str(tmp_path))
-    profile = load_engine(tiny_folder, tiny_folder).length_context.profile
+    profile = load_engine(tiny_folder, tiny_folder).length_context.costs
     assert profile is not None
     assert profile.key == profile_key(tiny_folder, tiny_folder, "float32", "cpu")

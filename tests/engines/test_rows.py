@@ -93,7 +93,7 @@ class Batch:
 
 
 def drafting(method: str = "prompt_lookup", **knobs: object) -> RowDrafting:
-    config = SpeculationConfig(method=method, **knobs)  # type: ignore[arg-type]
+    config = SpeculationConfig(**{"method": method, "length": "fixed", **knobs})  # type: ignore[arg-type]
     return RowDrafting(config, vocab_size=VOCAB, max_length=LENGTH, max_depth=DEPTH)
 
 
@@ -267,7 +267,7 @@ def test_a_drafter_that_fails_leaves_its_rows_as_ar() -> None:
         def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
             raise RuntimeError("broken")
 
-    config = SpeculationConfig(method="prompt_lookup")
+    config = SpeculationConfig(length="fixed", method="prompt_lookup")
     rows = RowDrafting(
         config, vocab_size=VOCAB, max_length=LENGTH, max_depth=DEPTH,
         drafters={"prompt_lookup": Broken()},

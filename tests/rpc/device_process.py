@@ -32,7 +32,7 @@ def main() -> None:
     )
     with DeviceClient(
         [options.server], {"draft_model": DraftModel(runner)},
-        speculation=SpeculationConfig(method="draft_model"),
+        speculation=SpeculationConfig(method="draft_model", length="fixed"),
         connect=partial(open_channel, ca=options.ca),
         modes=(Mode.DEVICE,),
     ) as client:  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from benchmarks.netem import Link, Netem
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineThread
-from paceline.lengths.base import LengthBounds
+from paceline.lengths.base import LengthBounds, LengthContext
 from paceline.lengths.pearl import Pearl
 from paceline.lengths.round_trip import RoundCosts, RoundTrip, best_depth, expected_tokens
 from paceline.models.base import ForwardResult, Segment
@@ -318,6 +318,37 @@ def test_the_controller_finds_the_best_length_from_what_it_sees(travel: float) -
         ),
     )
     assert abs(controller.budget(session, Load(1, 0)).depth - wanted) <= 1
+
+
+@pytest.mark.parametrize("travel", [0.0, 0.001, 0.02])
+@pytest.mark.parametrize("acceptance", [0.3, 0.7])
+def test_a_device_is_not_slower_where_each_row_costs_the_server_as_much_as_the_first(
+    travel: float, acceptance: float
+) -> None:
+    """Sessions of 64 tokens, one after the other, from the first request of a client on."""
+    draft_s, row_s = 0.001, 0.01
+    context, generator = LengthContext(), torch.Generator().manual_seed(2)
+    bounds = LengthBounds(start=8, shortest=0, longest=8, nodes=8)
+    seconds, tokens = 0.0, 0
+    for _ in range(4):
+        controller = RoundTrip(bounds, context)
+        session = Session("s", PROMPT, params(400), plan=_plan("draft_model"))
+        done = 0
+        while done < 64:
+            depth = controller.budget(session, Load(1, 0)).depth
+            hits = torch.rand(depth, generator=generator) < acceptance
+            accepted = int(hits.cumprod(0).sum())
+            draft = Draft.chain([0] * depth)
+            verdict = Verdict(
+                draft, Acceptance(tuple(range(accepted)), 0), verify_seconds=row_s * (1 + depth),
+                travel_seconds=travel,
+            )  # fmt: skip
+            took = draft_s * depth, travel + row_s * (1 + depth)
+            controller.observe(outcome(draft, accepted, verdict), *took)
+            seconds += sum(took)
+            done += accepted + 1
+        tokens += done
+    assert tokens * (row_s + travel) / seconds >= 0.95
 
 
 # --- the ladder -----------------------------------------------------------------------------------

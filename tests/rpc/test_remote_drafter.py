@@ -660,7 +660,9 @@ def test_a_guess_that_comes_true_saves_the_wait(runner: ModelRunner, temperature
         connected(server.address) as remote,
     ):
         engine = Engine(ModelTarget(runner), {"draft_model": remote})
-        (session,) = engine.generate(PROMPTS[:1], params, SpeculationConfig(method="draft_model"))
+        (session,) = engine.generate(
+            PROMPTS[:1], params, SpeculationConfig(length="fixed", method="draft_model")
+        )
     assert session.output_ids == ar(runner, PROMPTS[:1], params)[0]
     assert session.stats.acceptance_rate == 1.0
     assert session.stats.num_rounds == 7
@@ -674,7 +676,7 @@ def test_the_first_draft_is_made_while_the_prompt_is_read(
     # Other tests have had the prompt, too.
     limits = EngineLimits(prefill_chunk=4, prefix_cache=False)
     with connected(drafter_server.address) as remote, engine_with(runner, remote, limits) as engine:
-        engine.submit(PROMPTS[0], SamplingParams(max_tokens=8))
+        engine.submit(PROMPTS[0], SamplingParams(max_tokens=8), SpeculationConfig(length="fixed"))
         engine.step()
         assert engine.target.prefill_left(next(iter(engine.sessions.values()))) > 0
         assert eventually(lambda: any(f.items for f in servicer.frames))

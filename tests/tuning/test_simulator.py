@@ -292,7 +292,7 @@ def test_goodput_is_taken_for_its_best_length() -> None:
         assert prediction is not None
         return prediction.goodput_ratio
 
-    constant = [ratio(num_speculative_tokens=depth) for depth in range(1, 9)]
+    constant = [ratio(length="fixed", num_speculative_tokens=depth) for depth in range(1, 9)]
     assert len(set(constant)) > 3
     assert ratio(length="goodput", num_speculative_tokens=8) == max(1.0, *constant)
     assert ratio(length="goodput", length_min=2, length_max=3) == max(constant[1:3])

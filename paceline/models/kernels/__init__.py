@@ -24,6 +24,7 @@ from pathlib import Path
 
 from paceline.errors import InvalidArgument
 from paceline.models.kernels import build
+from paceline.models.threads import usable_cores
 
 NUMERICS_VERSION = 1
 """Raised whenever the bits that numerics class ``portable`` computes change."""
@@ -230,17 +231,15 @@ _num_threads = 0
 def num_threads() -> int:
     """Threads that a kernel uses when it has work for them, as a prompt is.
 
-    The decoding of small models stays on one thread whatever this is: waking others costs more.
+    Forwards may take fewer (paceline/models/threads.py): waking others costs more than a small one
+    gains.
     """
     return _num_threads or available_cores()
 
 
-@lru_cache(maxsize=1)
 def available_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Threads that this process can run at the same time: by affinity and by quota."""
+    return usable_cores().usable
 
 
 def set_num_threads(count: int) -> None:

@@ -1,0 +1,156 @@
+"""Is any row slower than AR? All lossless rows of the catalogue, interleaved with AR.
+
+    PACELINE_KERNELS=portable python -m benchmarks.never_slower
+    python -m benchmarks.never_slower --linear
+
+With the kernels' slowest variant a forward over n rows takes nearly n times as long as one over a
+single row, so that hardly any draft is worth its verification. ``--linear`` makes it exactly so on
+any machine: forwards of the target that decode are stretched to a fixed time for each row.
+
+Every row has its defaults. Seconds are of the processor, on one thread, so that other work on the
+machine does not count. The speed of a row is the median over pairs of runs, on the same prompt in
+the same repetition. Ends with 1 if a row has less than ``--least`` of AR's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from paceline.bench.prompts import builtin_prompts, limit_per_category
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine, EngineLimits
+from paceline.loading import limit_threads, load_engine
+from paceline.methods import METHODS
+from paceline.models.base import ModelRunner, Segment
+from paceline.profile import LoadCosts
+from paceline.sampling import SamplingParams
+
+
+def make_linear(runner: ModelRunner, row_seconds: float) -> None:
+    """Stretch the forwards that decode to ``row_seconds`` for each row, in shares of the layers."""
+    forward, chain = runner.forward, getattr(runner, "greedy_chain", None)
+    num_layers = runner.config.num_layers  # type: ignore[attr-defined]
+
+    def rows_of(segment: Segment) -> float:
+        if segment.logits == "none":
+            return 0.0  # a prompt
+        layers = num_layers if segment.layers is None else len(segment.layers)
+        return segment.num_rows * layers / num_layers
+
+    def stretched(segments: Sequence[Segment], *arguments: Any) -> Any:
+        started = time.thread_time()
+        result = forward(segments, *arguments)
+        _wait(started, row_seconds * sum(map(rows_of, segments)))
+        return result
+
+    def stretched_chain(sequences: Any, given: Any, num_steps: int, *arguments: Any) -> Any:
+        started = time.thread_time()
+        result = chain(sequences, given, num_steps, *arguments)  # type: ignore[misc]
+        layers = arguments[0] if arguments and arguments[0] else num_layers
+        rows = sum(map(len, given)) + (num_steps - 1) * len(given)
+        _wait(started, row_seconds * rows * layers / num_layers)
+        return result
+
+    runner.forward = stretched  # type: ignore[method-assign]
+    if chain is not None:
+        runner.greedy_chain = stretched_chain  # type: ignore[attr-defined]
+
+
+def _wait(started: float, seconds: float) -> None:
+    while time.thread_time() - started < seconds:
+        pass
+
+
+def measure(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, repetitions: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """AR's seconds over each row's, for each prompt and repetition; rounds that drafted."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    rows = [
+        name
+        for name, row in METHODS.items()
+        if row.lossless and name != "ar" and engine.refusal(row) is None
+    ]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    drafts: dict[str, int] = defaultdict(int)
+
+    def seconds(prompt: Sequence[int], method: str) -> tuple[float, list[int]]:
+        prediction = tuple(prompt) if METHODS[method].reads_prediction else ()
+        started = time.thread_time()
+        session = engine.submit(
+            prompt, params, SpeculationConfig(method=method), prediction=prediction
+        )
+        while not session.finished:
+            engine.step()
+        spent = time.thread_time() - started
+        if session.error is not None:
+            raise session.error
+        drafts[method] += session.stats.drafted_by_depth[0] if session.stats.num_drafted else 0
+        return spent, session.output_ids
+
+    for _ in range(2):
+        seconds(prompts[0], "ar")
+    for repetition in range(repetitions):
+        for number, prompt in enumerate(prompts):
+            for place in range(len(rows)):
+                row = rows[(place + repetition + number) % len(rows)]
+                ar, expected = seconds(prompt, "ar")
+                spent, output = seconds(prompt, row)
+                if output != expected:
+                    raise AssertionError(f"{row}: other tokens than AR")
+                ratios[row].append(ar / spent)
+    return ratios, drafts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--linear", action="store_true", help="stretch forwards, see above")
+    parser.add_argument("--row-ms", type=float, default=2.0, help="milliseconds of a stretched row")
+    parser.add_argument("--limit", type=int, default=1, help="prompts of each category")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--least", type=float, default=0.95, help="share of AR's speed")
+    options = parser.parse_args()
+    limit_threads(1)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache  # costs are measured anew
+        engine = load_engine(limits=EngineLimits(prefix_cache=False))
+        if options.linear:
+            make_linear(engine.local_target.runner, options.row_ms / 1e3)
+        assert engine.tokenizer is not None
+        prompts = [
+            engine.tokenizer.encode(prompt.text)
+            for prompt in limit_per_category(builtin_prompts(), options.limit)
+        ]
+        costs = engine.length_context.costs
+        assert costs is not None
+        assert isinstance(engine.length_context.measure, LoadCosts)
+        print(f"costs {engine.length_context.measure.source}; ms of a forward by rows:")
+        print("  " + "  ".join(
+            f"{rows}: {1e3 * s:.2f}"
+            for rows, s in zip(costs.nodes, costs.verify_seconds[0], strict=True)
+        ))  # fmt: skip
+        ratios, drafts = measure(engine, prompts, options.max_tokens, options.repetitions)
+    slow = []
+    for row, found in sorted(ratios.items(), key=lambda item: median(item[1])):
+        middle = median(found)
+        print(f"{row:30} {middle:5.2f} x AR  ({min(found):.2f} to {max(found):.2f}), "
+              f"{drafts[row]} rounds drafted")  # fmt: skip
+        if middle < options.least:
+            slow.append(row)
+    print(f"{len(slow)} of {len(ratios)} rows below {options.least}: {', '.join(slow) or 'none'}")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

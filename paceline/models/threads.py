@@ -1,0 +1,209 @@
+"""Processors that this process may use, and on how many threads work is fastest.
+
+Two logical processors of one core share its arithmetic, a container may have a quota of processor
+time, and waking threads costs more than a small forward gains: the number of threads is measured
+(:func:`measure_threads`) among what :func:`usable_cores` allows, and not assumed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What this process may run on.
+
+    Attributes:
+        logical: processors of its affinity.
+        physical: cores that these belong to.
+        quota: processors' worth of time that its control groups allow; None for no limit.
+    """
+
+    logical: int
+    physical: int
+    quota: float | None = None
+
+    @property
+    def usable(self) -> int:
+        """Threads that can run at the same time. A part of a processor is none."""
+        return self.logical if self.quota is None else max(1, min(self.logical, int(self.quota)))
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Numbers of threads worth a try: one, a thread for each core, all."""
+        return tuple(sorted({1, min(self.physical, self.usable), self.usable}))
+
+    def __str__(self) -> str:
+        text = f"{self.logical} logical processors on {self.physical} cores"
+        return text if self.quota is None else f"{text}, {self.quota:g} of them by quota"
+
+
+@lru_cache(maxsize=1)
+def usable_cores() -> Cores:
+    """Of this process, on this machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return read_cores(os.sched_getaffinity(0))
+    count = os.cpu_count() or 1
+    return Cores(count, count)
+
+
+def read_cores(affinity: set[int], root: Path = Path("/")) -> Cores:
+    """Cores by what the kernel's files below ``root`` say of the processors in ``affinity``."""
+    siblings = {_siblings(cpu, root) for cpu in affinity}
+    physical = len(siblings) if None not in siblings else _cores_in_cpuinfo(affinity, root)
+    return Cores(len(affinity), physical or len(affinity), _quota(root))
+
+
+def _siblings(cpu: int, root: Path) -> str | None:
+    folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the latter before Linux 5.3
+        text = _read(folder / name)
+        if text:
+            return text.strip()
+    return None
+
+
+def _cores_in_cpuinfo(affinity: set[int], root: Path) -> int:
+    cores = set()
+    for block in (_read(root / "proc/cpuinfo") or "").split("\n\n"):
+        fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", block, re.MULTILINE))
+        if "core id" in fields and int(fields.get("processor", -1)) in affinity:
+            cores.add((fields.get("physical id", "0"), fields["core id"]))
+    return len(cores)
+
+
+def _quota(root: Path) -> float | None:
+    """The smallest quota of the process' control groups and of those around them."""
+    found = [
+        quota
+        for folder, version in _groups(root)
+        if (quota := _quota_v2(folder) if version == 2 else _quota_v1(folder)) is not None
+    ]
+    return min(found, default=None)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """Folders of control groups that limit processor time, from the inside out."""
+    own: dict[int, PurePosixPath] = {}
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            own[2] = PurePosixPath(path)
+        elif "cpu" in controllers.split(","):
+            own[1] = PurePosixPath(path)
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = (*after.split(), "", "", "")[:3]
+        is_v1 = kind == "cgroup" and "cpu" in options.split(",")
+        version = 2 if kind == "cgroup2" else 1 if is_v1 else 0
+        if version not in own:
+            continue
+        mounted, mount = before.split()[3:5]
+        folder = root / mount.lstrip("/")
+        # A container may see its own group as the root, whatever the group is called outside.
+        inside = own[version]
+        if inside.is_relative_to(mounted):
+            inside = PurePosixPath("/") / inside.relative_to(mounted)
+        for part in (inside, *inside.parents):
+            yield folder / str(part).lstrip("/"), version
+
+
+def _quota_v2(folder: Path) -> float | None:
+    limit, _, period = (_read(folder / "cpu.max") or "max").strip().partition(" ")
+    return None if limit == "max" else _ratio(limit, period or "100000")
+
+
+def _quota_v1(folder: Path) -> float | None:
+    limit = (_read(folder / "cpu.cfs_quota_us") or "-1").strip()
+    period = (_read(folder / "cpu.cfs_period_us") or "100000").strip()
+    return None if limit.startswith("-") else _ratio(limit, period)
+
+
+def _ratio(limit: str, period: str) -> float | None:
+    try:
+        return int(limit) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except OSError:
+        return None
+
+
+# --- how many -------------------------------------------------------------------------------------
+
+SIZES = 1, 4, 16, 64  # rows: a token, drafts, a prompt
+GAIN = 1.05  # more threads must be so many times as fast: they may be wanted elsewhere
+REPETITIONS = 5
+PAUSE_S = 0.002  # threads fall asleep between two forwards, as they do while a round drafts
+LONGEST_S = 0.1  # a forward that takes longer is the last size
+
+Steps = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """How many threads compute a forward, by its rows.
+
+    Attributes:
+        steps: rows, and the number of threads from so many on; ascending from 1 row.
+    """
+
+    steps: Steps
+
+    def of(self, rows: int) -> int:
+        """Threads for a forward of so many rows."""
+        chosen = self.steps[0][1]
+        for first, count in self.steps:
+            if rows < first:
+                break
+            chosen = count
+        return chosen
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} from {rows} rows on" for rows, count in self.steps)
+
+
+def measure_threads(
+    seconds: Callable[[int, int], float], candidates: Sequence[int], sizes: Sequence[int] = SIZES
+) -> Threads:
+    """The fastest number of threads for forwards of each size.
+
+    Args:
+        seconds: a forward of so many rows takes on so many threads; called again and again.
+        candidates: ascending.
+    """
+    steps: list[tuple[int, int]] = []
+    for rows in sizes:
+        best = {count: seconds(rows, count) for count in candidates}
+        if max(best.values()) < LONGEST_S:
+            for _ in range(REPETITIONS - 1):
+                for count in candidates:  # in turns: others may have the machine for a moment
+                    best[count] = min(best[count], seconds(rows, count))
+        chosen = candidates[0]
+        for count in candidates[1:]:
+            if best[count] * GAIN < best[chosen]:
+                chosen = count
+        if not steps or steps[-1][1] != chosen:
+            steps.append((rows, chosen))
+        if min(best.values()) > LONGEST_S:
+            break
+    return Threads(tuple(steps))
+
+
+def timed_after_pause(call: Callable[[], None]) -> float:
+    """Seconds of a call that finds other threads asleep."""
+    time.sleep(PAUSE_S)
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started

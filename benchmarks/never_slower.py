@@ -117,6 +117,7 @@ def main() -> int:
     parser.add_argument("--linear", action="store_true", help="stretch forwards, see above")
     parser.add_argument("--row-ms", type=float, default=2.0, help="milliseconds of a stretched row")
     parser.add_argument("--limit", type=int, default=1, help="prompts of each category")
+    parser.add_argument("--prompt-tokens", type=int, default=400, help="of each prompt at most")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--least", type=float, default=0.95, help="share of AR's speed")
@@ -129,7 +130,7 @@ def main() -> int:
             make_linear(engine.local_target.runner, options.row_ms / 1e3)
         assert engine.tokenizer is not None
         prompts = [
-            engine.tokenizer.encode(prompt.text)
+            engine.tokenizer.encode(prompt.text)[-options.prompt_tokens :]
             for prompt in limit_per_category(builtin_prompts(), options.limit)
         ]
         costs = engine.length_context.costs

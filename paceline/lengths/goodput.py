@@ -48,7 +48,7 @@ CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost wo
 # While drafting does not pay, it is tried again after a pause (in rounds), which doubles each
 # time and is long enough for the tries to take no more than their share of the time.
 TRY_DEPTH, TRY_ROUNDS = 2, 2
-FIRST_PAUSE, LONGEST_PAUSE = 2, 256
+FIRST_PAUSE, LONGEST_PAUSE = 2, 16
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
 # Where costs were measured, only the latter do.
 AR_SAMPLES = 2

@@ -263,7 +263,7 @@ def test_where_verification_is_cheap_rows_lose_little_against_whole_drafts(
     assert speeds[0] > max(1.0, 0.8 * speeds[1])
 
 
-@pytest.mark.parametrize("row", ["draft_model", "token_recycling", "copy_relay"])
+@pytest.mark.parametrize("row", ["draft_model", "token_recycling"])
 def test_a_profile_of_another_machine_is_soon_put_right(
     row: str, demo: Engine, heads: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ int linear_bf16(const uint16_t *x, const void *packed, int packing, const uint16
 #define BLOCK_ROWS 16 /* neighbouring rows of a sequence for which attention reads keys and values once */
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
-#define SHARED_NUMBERS 1e4 /* from here on, row by row work is shared by threads */
+#define SHARED_NUMBERS (1e4 / SLOWER) /* from here on, row by row work is shared by threads */
 /* Vectors of a row's weighted values that stay in registers, for one row and for two. */
 #if W == 16
 #define VALUES_ONE 4

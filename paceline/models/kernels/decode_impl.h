@@ -95,7 +95,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
     const size_t stride = (size_t)(heads + 2 * kv_heads) * dim;
     const int group = heads / kv_heads;
     int failed = 0;
-#pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 10000)
+#pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 1e4 / SLOWER)
     {
         const size_t padded = ((size_t)rows->longest + WIDTH - 1) / WIDTH * WIDTH;
         const int most = rows->count < BLOCK_ROWS ? rows->count : BLOCK_ROWS;

@@ -29,8 +29,8 @@ enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES };
 
 /* Sharing pays from here on: multiplications for the meeting of threads that are awake (whether they are
  * is ops.py's choice), or weights that one core's cache does not keep until the next forward. */
-static const double SHARED_WORK[] = {[FLOATS] = 1e6, [HALVES] = 1e6, [DOTS] = 1e6, [TILES] = 2e6,
-                                     [BYTES] = 2e6, [TILE_BYTES] = 2e6};
+static const double SHARED_WORK[] = {[FLOATS] = 1e6 / SLOWER, [HALVES] = 1e6 / SLOWER, [DOTS] = 1e6,
+                                     [TILES] = 2e6, [BYTES] = 2e6 / SLOWER, [TILE_BYTES] = 2e6};
 #define SHARED_BYTES 1.5e6
 
 /* Where results go: `width` of the panels' outputs are real. */

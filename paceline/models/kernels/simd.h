@@ -36,6 +36,15 @@
 #define HAS_FMA 0
 #endif
 
+/* How much less a core computes than one with the widest vectors, about: threads meet for so much less. */
+#if W == 16
+#define SLOWER 1
+#elif HAS_FMA
+#define SLOWER 4
+#else
+#define SLOWER 40
+#endif
+
 typedef float nat __attribute__((vector_size(4 * W)));
 typedef int32_t nat_int __attribute__((vector_size(4 * W)));
 typedef uint32_t nat_bits __attribute__((vector_size(4 * W)));

@@ -62,7 +62,9 @@ def test_eight_concurrent_requests(client: Client, ar: AR) -> None:
 
 
 def test_text_and_processes(app: App, client: Client, engine: Engine) -> None:
-    completion = client.complete(PROMPTS[0], SamplingParams(max_tokens=32))  # default method
+    # The default method; its length, too, would follow how busy the machine is.
+    method = SpeculationConfig(method=client.get_model().default_method, length="fixed")
+    completion = client.complete(PROMPTS[0], SamplingParams(max_tokens=32), method)
     assert engine.tokenizer is not None
     assert completion.text == engine.tokenizer.decode(completion.token_ids)
     assert completion.statistics.num_drafted > 0

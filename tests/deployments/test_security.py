@@ -92,7 +92,8 @@ def test_tokens_are_those_of_ar(
 ) -> None:
     with Client(secure.address, timeout=60, token=ALICE, **own(folder)) as client:
         for prompt, expected in zip(PROMPTS, ar(PROMPTS, PARAMS), strict=True):
-            done = client.complete(prompt, PARAMS, SpeculationConfig(method="draft_model"))
+            method = SpeculationConfig(method="draft_model", length="fixed")
+            done = client.complete(prompt, PARAMS, method)
             assert done.token_ids == expected
             assert done.statistics.num_drafted > 0
             assert not done.statistics.drafter_lost

@@ -195,8 +195,11 @@ def test_a_distilled_drafter_drafts(target: Path, text: Text, tmp_path: Path) ->
     prompt = engine.tokenizer.encode("def get_path(path):\n")  # type: ignore[union-attr]
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     runs = [
-        engine.generate([prompt], params, SpeculationConfig(method=method))[0]
-        for method in ("ar", "draft_model")
+        engine.generate([prompt], params, config)[0]
+        for config in (
+            SpeculationConfig(method="ar"),
+            SpeculationConfig(method="draft_model", length="fixed"),
+        )
     ]
     assert list(runs[0].output_ids) == list(runs[1].output_ids)
     assert runs[1].stats.mean_accepted_length > 1.3

@@ -107,7 +107,7 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(
 
 
 def test_a_drafter_in_an_actor_of_its_own(ray_here: None, tmp_path: Path) -> None:
-    space = small(space={"method": "draft_model", "topology": ["actors"]})
+    space = small(space={"method": "draft_model", "length": "fixed", "topology": ["actors"]})
     results = Results(str(tmp_path))
     Sweep(space, results, quiet()).run()
     ar, actors = results.trials()

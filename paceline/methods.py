@@ -705,7 +705,7 @@ METHODS: Mapping[str, Method] = {
             drafter="predicted_outputs",
             shape=None,
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 16,
                 "node_budget": None,
@@ -720,7 +720,7 @@ METHODS: Mapping[str, Method] = {
             drafter="predicted_outputs_or_draft_model",
             shape="chain",
             acceptance="coupled",
-            length="fixed",
+            length="goodput",
             defaults={
                 "num_speculative_tokens": 16,
                 "node_budget": None,

@@ -416,6 +416,8 @@ class Learnt:
             one, more = self._profile.draft(1, batch), self._profile.draft(1 + _SPAN, batch)
             slope = drift * (more - one) / _SPAN
             return drift * one - slope, slope
+        if not self.knows_drafting:
+            return 0.0, 0.0  # one draft alone may have been disturbed
         known = self._nearest(_size(load), lambda batch: batch.draft)
         return known.draft.fit() if known is not None else (0.0, 0.0)
 
@@ -684,31 +686,38 @@ class WhilePays(_Sharing):
         return depth_ahead(self._inner, self._bounds.start)
 
     def budget(self, session: Session, load: Load) -> Budget:
-        """The inner controller's, or none."""
+        """The inner controller's, a shorter one where only that pays, or none."""
         step = self._step = self._learnt.step(load)
-        wanted = self._inner.budget(session, load)
-        self._drafts = wanted.depth == 0 or self._pays(session, wanted, load, step)
-        budget = wanted if self._drafts else Budget(0, 0)
-        if self._drafts and self._tries_left:
-            depth = min(wanted.depth, TRY_DEPTH)
-            nodes = wanted.nodes if self._bounds.is_tree else depth
-            budget = Budget(depth, nodes, wanted.exit_layer)
+        budget = self._inner.budget(session, load)
+        if budget.depth:
+            depth = self._depth(session, budget, load, step)
+            if depth < budget.depth:
+                nodes = budget.nodes if self._bounds.is_tree and depth else depth
+                budget = Budget(depth, nodes, budget.exit_layer) if depth else Budget(0, 0)
+            self._drafts = depth > 0
+        else:
+            self._drafts = True  # the inner controller's own choice
         return self._ask(budget, session, step)
 
-    def _pays(self, session: Session, wanted: Budget, load: Load, step: _Step) -> bool:
+    def _depth(self, session: Session, wanted: Budget, load: Load, step: _Step) -> int:
+        """How much of what the inner controller wants is drafted."""
         learnt = self._learnt
         if step.measures_ar:
-            return False
+            return 0
         if learnt.measured is None and not learnt.knows_drafting:
-            return True
+            return wanted.depth
         if self._reckoned != self._moment(load):
             costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
-            expected = expected_tokens(self._rates(0), wanted.depth)
-            if self._earns(session, expected, costs(wanted.depth, load), costs(0, load)):
-                self._tries_left = 0
-                return True
+            rates, shorter = self._rates(0), 0
+            if not self._bounds.is_tree:
+                shorter = best_length(rates, costs, load, 0, wanted.depth)
+            for depth in (wanted.depth, shorter):
+                expected = expected_tokens(rates, depth)
+                if depth and self._earns(session, expected, costs(depth, load), costs(0, load)):
+                    self._tries_left = 0
+                    return depth
             self._reckon(session, load, costs, min(wanted.depth, TRY_DEPTH), wanted.depth)
-        return self._tries()
+        return min(wanted.depth, TRY_DEPTH) if self._tries() else 0
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         drafted = self._drafts

@@ -142,7 +142,7 @@ def _read(file: Path) -> str | None:
 
 # --- how many -------------------------------------------------------------------------------------
 
-SIZES = 1, 4, 16, 64  # rows: a token, drafts, a prompt
+SIZES = 1, 4, 8, 16, 64  # rows: a token, drafts, a prompt
 GAIN = 1.05  # more threads must be so many times as fast: they may be wanted elsewhere
 REPETITIONS = 5
 PAUSE_S = 0.002  # threads fall asleep between two forwards, as they do while a round drafts

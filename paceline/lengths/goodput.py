@@ -709,7 +709,7 @@ class WhilePays(_Sharing):
         if self._reckoned != self._moment(load):
             costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
             rates, shorter = self._rates(0), 0
-            if not self._bounds.is_tree:
+            if not self._bounds.is_tree and wanted.exit_layer is None:
                 shorter = best_length(rates, costs, load, 0, wanted.depth)
             for depth in (wanted.depth, shorter):
                 expected = expected_tokens(rates, depth)

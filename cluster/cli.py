@@ -681,6 +681,14 @@ def demo(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens for each prompt at most.")
     ] = 96,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Length controller of the drafts: 'fixed' drafts on any machine. Default: the "
+            "method's own, which drafts while that pays.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Generate real text through a draft actor and a target actor, and compare with AR.
@@ -692,7 +700,7 @@ def demo(
     require("serve", "ray", "grpc")
     from cluster import demo as demo_module
 
-    result = demo_module.run(max_tokens=max_tokens, show=not as_json)
+    result = demo_module.run(max_tokens=max_tokens, length=length, show=not as_json)
     if as_json:
         print_json(result)
     if not result["identical_to_ar"]:

@@ -23,6 +23,7 @@ from cluster.cli_output import err, out
 from cluster.local import DEMO_CONFIG, PortInUse, check_ports, deployed, showing_progress
 from deployments.config import ConfigFile, read_config_file
 from paceline.config import SpeculationConfig
+from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import load_tokenizer
 from rpc.client import Client, Completion
@@ -35,6 +36,7 @@ PROMPTS = {
         "half of the pencils to her class. How many pencils does she have left?\nAnswer:"
     ),
 }
+AR = SpeculationConfig(method="ar")
 REPEATS = 3
 """Timed runs of each prompt with each method, interleaved; the table has the medians."""
 CALL_TIMEOUT_S = 60.0
@@ -59,11 +61,12 @@ class _Prompt:
         return len(self.ar[0].token_ids)
 
 
-def run(max_tokens: int = 96, *, show: bool = True) -> dict[str, Any]:
+def run(max_tokens: int = 96, *, length: str | None = None, show: bool = True) -> dict[str, Any]:
     """Start everything, generate, compare, and shut everything down again.
 
     Args:
         max_tokens: for each prompt at most.
+        length: length controller of the drafts; None: the method's own.
         show: print text and table; without it, the result is all there is.
 
     Returns:
@@ -73,17 +76,19 @@ def run(max_tokens: int = 96, *, show: bool = True) -> dict[str, Any]:
         was up, and until the first token came.
 
     Raises:
-        InvalidArgument: ``max_tokens`` below 1.
+        InvalidArgument: ``max_tokens`` below 1, or a length controller that does not exist.
         ClusterError: Ray, Serve or a replica does not start; the message says why.
     """
     params = SamplingParams(max_tokens=max_tokens)
+    drafts = SpeculationConfig(method="draft_model", length=length)
+    resolve(drafts)
     file = _with_free_port(read_config_file(DEMO_CONFIG))
     with showing_progress(show) as report, deployed(file, report=report) as described:
         ready_s = process_age_s()
         address = described["gateway"]
         with Client(address, timeout=CALL_TIMEOUT_S) as client:
             report("first tokens")
-            first_token_s = _warm_up(client)
+            first_token_s = _warm_up(client, drafts)
             report("")
             if show:
                 err.print(
@@ -94,7 +99,7 @@ def run(max_tokens: int = 96, *, show: bool = True) -> dict[str, Any]:
                 )
                 _print_legend(out)
             measured = {
-                name: _measure(client, text, params, show) for name, text in PROMPTS.items()
+                name: _measure(client, text, params, drafts, show) for name, text in PROMPTS.items()
             }
         result = {
             **_result(measured, described), "ready_s": ready_s, "first_token_s": first_token_s,
@@ -124,7 +129,7 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def _warm_up(client: Client) -> float:
+def _warm_up(client: Client, drafts: SpeculationConfig) -> float:
     """Run AR and drafts once, which loads whatever is loaded at first use.
 
     Returns:
@@ -133,29 +138,27 @@ def _warm_up(client: Client) -> float:
     params = SamplingParams(max_tokens=8)
     ages = [
         process_age_s()
-        for method in ("ar", "draft_model")
-        for _ in client.generate("import os\n", params, _method(method))
+        for method in (AR, drafts)
+        for _ in client.generate("import os\n", params, method)
     ]
     return ages[0]
 
 
-def _method(name: str) -> SpeculationConfig:
-    return SpeculationConfig(method=name)
-
-
-def _measure(client: Client, prompt: str, params: SamplingParams, show: bool) -> _Prompt:
+def _measure(
+    client: Client, prompt: str, params: SamplingParams, drafts: SpeculationConfig, show: bool
+) -> _Prompt:
     measured = _Prompt()
     if show:
-        measured.drafts.append(_stream(client, prompt, params))
+        measured.drafts.append(_stream(client, prompt, params, drafts))
     with showing_progress(show) as report:
         report("timing drafts against AR")
         for _ in range(REPEATS):
             for method, completions, seconds in (
-                ("draft_model", measured.drafts, measured.draft_seconds),
-                ("ar", measured.ar, measured.ar_seconds),
+                (drafts, measured.drafts, measured.draft_seconds),
+                (AR, measured.ar, measured.ar_seconds),
             ):
                 begin = time.perf_counter()
-                completions.append(client.complete(prompt, params, _method(method)))
+                completions.append(client.complete(prompt, params, method))
                 seconds.append(time.perf_counter() - begin)
     return measured
 
@@ -180,14 +183,16 @@ def _plain(console: Console) -> bool:
     return console.no_color or not console.is_terminal
 
 
-def _stream(client: Client, prompt: str, params: SamplingParams) -> Completion:
+def _stream(
+    client: Client, prompt: str, params: SamplingParams, drafts: SpeculationConfig
+) -> Completion:
     """Print the prompt and the text that follows, as its tokens are committed."""
     splitter = PieceSplitter(load_tokenizer(read_config_file(DEMO_CONFIG).config.target_folder))
     out.print()
     out.print(Text(prompt, "dim"), end="", soft_wrap=True)
     marks = _Marks(out)
     rounds = []
-    for item in client.generate(prompt, params, _method("draft_model")):
+    for item in client.generate(prompt, params, drafts):
         rounds.append(item)
         for piece in splitter.split(item.token_ids, item.num_accepted, item.text):
             marks.print(piece)

@@ -247,7 +247,7 @@ def test_a_template_that_refuses_is_bad_input(source: str) -> None:
 def test_metrics_are_what_aiperf_reads(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="demo", prompt=PROMPTS[1], max_tokens=48, temperature=0,
-        extra_body={"speculation": {"num_speculative_tokens": 3}},
+        extra_body={"speculation": {"num_speculative_tokens": 3, "length": "fixed"}},
     )  # fmt: skip
     metrics = answer.metrics["speculative_decoding"]  # type: ignore[attr-defined]
     histogram, steps = metrics["acceptance_histogram"], metrics["num_spec_steps"]

@@ -35,7 +35,8 @@ def test_http_equals_grpc_equals_ar(
     answer = sdk.completions.create(
         model="paceline", prompt=list(PROMPTS), max_tokens=32, seed=9,
         extra_body={
-            "ignore_eos": True, "return_token_ids": True, "speculation": {"method": method},
+            "ignore_eos": True, "return_token_ids": True,
+            "speculation": {"method": method, "length": "fixed"},
         },
     )  # fmt: skip
     over_http = [tuple(choice.token_ids) for choice in answer.choices]  # type: ignore[attr-defined]
@@ -52,7 +53,8 @@ def test_a_prediction_is_drafted_in_both_topologies(
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     (expected,) = ar(PROMPTS[:1], params)
     changed = (*expected[:20], 7, 7, *expected[22:])
-    completion = client.complete(PROMPTS[0], params, prediction=changed)
+    method = SpeculationConfig(method="predicted_outputs_draft_model", length="fixed")
+    completion = client.complete(PROMPTS[0], params, method, prediction=changed)
     assert completion.token_ids == expected
     assert completion.last.prediction_length == 48
     assert completion.last.num_predicted > 36

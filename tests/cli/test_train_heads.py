@@ -49,7 +49,7 @@ def test_a_head_is_trained_and_found_by_its_method(
     assert options["noise"] == 0.0
     engine = load_engine(target_folder, heads=heads)
     (session,) = engine.generate(
-        [[1, 2, 3]], SamplingParams(max_tokens=8), SpeculationConfig(method="eagle")
+        [[1, 2, 3]], SamplingParams(max_tokens=8), SpeculationConfig(method="eagle", length="fixed")
     )
     assert session.stats.num_drafted > 0
 

@@ -48,7 +48,8 @@ def test_tokens_are_those_of_ar(
 def test_rounds_and_statistics_add_up(server: RpcServer) -> None:
     params = SamplingParams(max_tokens=30)
     with Client(server.address) as client:
-        done = client.complete("class A:", params, SpeculationConfig(method="draft_model"))
+        method = SpeculationConfig(method="draft_model", length="fixed")
+        done = client.complete("class A:", params, method)
     stats = done.statistics
     assert [r.round for r in done.rounds] == list(range(1, stats.num_rounds + 1))
     assert sum(r.num_accepted for r in done.rounds) == stats.num_accepted > 0

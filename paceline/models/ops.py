@@ -151,7 +151,7 @@ def append_chains(
 
 
 class Packing(IntEnum):
-    """``enum packing`` of kernels/matmul.c."""
+    """``enum packing`` of kernels/model.h."""
 
     FLOATS = 0  # float32
     HALVES = 1  # bfloat16, also for float32 inputs
@@ -358,7 +358,7 @@ class TorchOps:
 
 
 class _Rows(ctypes.Structure):
-    """``struct rows`` of kernels/decode.c."""
+    """``struct rows`` of kernels/model.h."""
 
     _fields_ = [
         ("count", ctypes.c_int32),

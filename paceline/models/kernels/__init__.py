@@ -220,11 +220,6 @@ def has_tiles() -> bool:
     return status()[0] and variant() == "amx"
 
 
-def has_int8() -> bool:
-    """Whether the kernels work here: all variants have products with int8 weights."""
-    return status()[0]
-
-
 _num_threads = 0
 
 

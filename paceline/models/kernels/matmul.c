@@ -16,6 +16,7 @@
 
 #include <stdlib.h>
 
+#include "model.h"
 #include "products.h"
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -23,9 +24,6 @@
 #else
 #define HAS_DOTS 0
 #endif
-
-/* Of weights, as in ops.py. HALVES and DOTS lie in memory alike; the latter are for bfloat16 inputs. */
-enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES };
 
 /* Sharing pays from here on: multiplications for the meeting of threads that are awake (whether they are
  * is ops.py's choice), or weights that one core's cache does not keep until the next forward. */

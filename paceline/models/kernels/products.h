@@ -34,8 +34,6 @@ ALWAYS_INLINE int group_size(int rows)
 
 /* With several rows there is time to fetch what comes next; for one row the processor does it better
  * itself where many panels are read at once. */
-#ifndef FETCH
 #define FETCH(from, rows, panels)                                                                 \
     if ((rows) > 1 || (panels) < 8)                                                               \
     __builtin_prefetch(from, 0, 3)
-#endif

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "model.h"
+
 #define EXPORT __attribute__((visibility("default")))
 
 #if defined(__x86_64__)
@@ -68,39 +70,11 @@ EXPORT int score(void)
 
 /* --- self-test -------------------------------------------------------------------------------- */
 
-/* decode.c, matmul.c */
-struct rows {
-    int32_t count, longest;
-    const int32_t *positions, *slots, *prefix_length, *path_length;
-    const int32_t *const *prefix, *const *path;
-};
-struct model {
-    int32_t hidden, ffn, heads, kv_heads, dim, num_slots, threads;
-    float eps, scale;
-    const float *cos_sin;
-};
-struct weight {
-    const void *packed;
-    int64_t packing;
-};
-struct layer {
-    const void *input_norm;
-    struct weight qkv;
-    const void *qkv_bias, *q_norm, *k_norm;
-    struct weight out;
-    const void *out_bias, *post_norm;
-    struct weight gate_up;
-    const void *gate_up_bias;
-    struct weight down;
-    const void *down_bias;
-    int64_t window;
-};
+/* decode.c */
 int run_layers_f32(const struct model *, const struct layer *, int, int, float *, float *, float *,
                    const struct rows *, float *);
 int run_layers_bf16(const struct model *, const struct layer *, int, int, uint16_t *, uint16_t *,
                     uint16_t *, const struct rows *, uint16_t *);
-int linear_f32(const float *, const void *, int, const float *, float *, int, int, int, int);
-enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES };
 
 /* The same numbers everywhere, in [-0.5, 0.5). */
 static float next(uint32_t *state)

@@ -51,7 +51,7 @@ from paceline.sampling import SamplingParams, TokenLogprobs, token_logprobs
 from paceline.session import Session, SessionState
 from paceline.target import ModelTarget, Target
 from paceline.tokenizer import Tokenizer
-from paceline.types import Draft, Load, Outcome
+from paceline.types import EMPTY_DRAFT, Draft, Load, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,10 @@ class Engine:
             target.batch_strategy = self.limits.batch_strategy
         self._pace = PrefillPace(self.limits.prefill_chunk, self.limits.prefill_stretch)
         self.batching = Batching(self.limits.batch_strategy, self.limits.batch_size)
-        self.length_context = length_context or LengthContext(vocab_size=target.vocab_size)
+        self.length_context = replace(
+            length_context or LengthContext(vocab_size=target.vocab_size),
+            drafts_shadows=self._drafts_shadows,
+        )
         if target.num_layers:
             self.length_context = replace(
                 self.length_context,
@@ -659,10 +662,13 @@ class Engine:
             budgets = [round_budget(session, load) for session in members]
             started = time.perf_counter()
             try:
-                futures = drafter.propose_async(members, budgets)
+                futures = drafter.propose_async(members, [budget.asked for budget in budgets])
             except Exception as error:
                 futures = [_failed(error) for _ in members]
-            for session, future in zip(members, futures, strict=True):
+            for session, budget, future in zip(members, budgets, futures, strict=True):
+                if budget.shadow is not None:
+                    future.add_done_callback(budget.shadow.arrived)
+                    future = _done(EMPTY_DRAFT)
                 self._futures[session.session_id] = future
                 self._draft_started[session.session_id] = started
                 future.add_done_callback(self._on_arrival)
@@ -718,6 +724,11 @@ class Engine:
             self._drafter(session).close(session)
         except Exception:
             logger.exception("a drafter failed to close a session")
+
+    def _drafts_shadows(self, session: Session) -> bool:
+        """Whether a session's drafts may stay unverified, and its tokens alone tell their worth."""
+        follows_tokens = not session.plan.rule.draws.needs_q
+        return follows_tokens and getattr(self._drafter(session), "shadows", False)
 
     def _drafter(self, session: Session) -> Drafter | AsyncDrafter:
         return self.drafters[session.plan.method.drafter]
@@ -796,6 +807,12 @@ def _logprobs(session: Session, outcome: Outcome) -> tuple[TokenLogprobs, ...]:
         token_logprobs(logits[row].float().cpu().numpy(), token, count)
         for row, token in zip(rows, outcome.token_ids, strict=False)
     )
+
+
+def _done(draft: Draft) -> Future[Draft]:
+    future: Future[Draft] = Future()
+    future.set_result(draft)
+    return future
 
 
 def _failed(error: BaseException) -> Future[Draft]:

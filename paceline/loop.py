@@ -66,9 +66,10 @@ def decode_round(
     drafts = {session_id: draft for session_id, (draft, _) in (arrived or {}).items()}
     for name, members in _by_drafter(sessions, drafts).items():
         budgets = [round_budget(session, load) for session in members]
-        for session, draft in zip(
-            members, propose_with(drafters[name], members, budgets), strict=True
-        ):
+        proposed = propose_with(drafters[name], members, [budget.asked for budget in budgets])
+        for session, budget, draft in zip(members, budgets, proposed, strict=True):
+            if budget.shadow is not None:
+                budget.shadow.draft, draft = draft, EMPTY_DRAFT
             drafts[session.session_id] = draft
     in_order = [_usable(drafts[s.session_id], s, target.vocab_size) for s in sessions]
     drafted = time.perf_counter()
@@ -124,6 +125,7 @@ def round_budget(session: Session, load: Load) -> Budget:
         min(budget.depth, session.remaining - 1),
         budget.nodes if budget.depth else 0,
         budget.exit_layer,
+        budget.shadow,
     )
 
 

@@ -71,6 +71,24 @@ def ancestor_mask(parent_indices: IndexArray) -> npt.NDArray[np.bool_]:
     return mask
 
 
+def accepted_path(draft: Draft, new_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The nodes of ``draft`` that became committed tokens, from the root down.
+
+    At least one of ``new_token_ids`` stays over for the target's own token.
+    """
+    path: list[int] = []
+    parent = -1
+    tokens, parents = draft.token_ids.tolist(), draft.parent_indices.tolist()
+    for wanted in new_token_ids[:-1]:
+        followers = range(parent + 1, len(tokens))  # parents come before their children
+        node = next((n for n in followers if (parents[n], tokens[n]) == (parent, wanted)), -1)
+        if node < 0:
+            break
+        path.append(node)
+        parent = node
+    return tuple(path)
+
+
 def clip(draft: Draft, max_depth: int, max_nodes: int) -> Draft:
     """The part of a draft that is at most so deep and large; the draft itself if all of it is."""
     if draft.num_nodes <= min(max_depth, max_nodes):

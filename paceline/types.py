@@ -1,6 +1,6 @@
 """The values that travel through the loop: drafts, verifications, outcomes.
 
-All of them are frozen: state lives in the session, the KV cache and the drafter, never here.
+All but :class:`ShadowDraft` are frozen: state lives in the session, the KV cache and the drafter.
 Token ids and tree structure are NumPy arrays (they are tiny, and cross process boundaries);
 logits are torch tensors on the device that computed them.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -261,13 +262,49 @@ class Outcome:
     finish_reason: str | None = None
 
 
+class ShadowDraft:
+    """A draft that is not verified: the tokens that AR commits meanwhile tell how good it was.
+
+    Attributes:
+        length: committed tokens of the session that it follows.
+        budget: what it is made for.
+        draft: None until it is there; nothing waits for it.
+        failed: it will never be there.
+    """
+
+    __slots__ = ("budget", "draft", "failed", "length")
+
+    def __init__(self, length: int, budget: Budget) -> None:
+        self.length = length
+        self.budget = budget
+        self.draft: Draft | None = None
+        self.failed = False
+
+    def arrived(self, future: Future[Draft]) -> None:
+        """Take the draft of a drafter elsewhere."""
+        if future.cancelled() or future.exception() is not None:
+            self.failed = True
+        else:
+            self.draft = future.result()
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much to draft in a round. Depth 0 means plain AR for that round."""
+    """How much to draft in a round. Depth 0 means plain AR for that round.
+
+    Attributes:
+        shadow: (at depth 0) a draft to make beside the round.
+    """
 
     depth: int
     nodes: int
     exit_layer: int | None = None
+    shadow: ShadowDraft | None = None
+
+    @property
+    def asked(self) -> Budget:
+        """What the drafter is asked for: the draft to verify, or the shadow draft."""
+        return self if self.shadow is None else self.shadow.budget
 
 
 @dataclass(frozen=True, slots=True)

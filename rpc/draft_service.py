@@ -25,7 +25,7 @@ from paceline.models.heads.base import Head
 from paceline.plan import Plan, resolve
 from paceline.session import Session
 from paceline.target import ModelTarget
-from paceline.tree import clip, is_chain
+from paceline.tree import accepted_path, clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 from rpc.errors import PrefixDiverged, to_status
 from rpc.gen.paceline.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -65,24 +65,6 @@ class _Mirror:
 
 
 _Mirrors = dict[str, _Mirror]
-
-
-def accepted_path(draft: Draft, new_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The nodes of ``draft`` that became committed tokens, from the root down.
-
-    At least one of ``new_token_ids`` stays over for the target's own token.
-    """
-    path: list[int] = []
-    parent = -1
-    tokens, parents = draft.token_ids.tolist(), draft.parent_indices.tolist()
-    for wanted in new_token_ids[:-1]:
-        followers = range(parent + 1, len(tokens))  # parents come before their children
-        node = next((n for n in followers if (parents[n], tokens[n]) == (parent, wanted)), -1)
-        if node < 0:
-            break
-        path.append(node)
-        parent = node
-    return tuple(path)
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):

@@ -131,6 +131,7 @@ class RemoteDrafter:
     """
 
     needs: frozenset[Need] = frozenset()
+    shadows = True  # the tokens of later frames tell the drafter what became of its draft
 
     def __init__(
         self,

@@ -32,9 +32,9 @@ from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.shapes.kary import chain
 from paceline.target import ModelTarget
-from paceline.tree import children, is_chain
+from paceline.tree import accepted_path, children, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome
-from rpc.draft_service import NO_VERIFICATION, accepted_path
+from rpc.draft_service import NO_VERIFICATION
 
 logger = logging.getLogger(__name__)
 

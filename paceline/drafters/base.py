@@ -33,6 +33,8 @@ class Drafter(Protocol):
         needs: what it wants from the target; the engine computes just that.
         rewinds: (optional) whether ``propose`` may find other tokens in a session than it or
             ``observe`` saw before: such a drafter can draft ahead on a guess.
+        shadows: (optional) whether drafts may stay unverified: `observe` then tells of a round
+            with an empty draft. See :class:`paceline.types.ShadowDraft`.
         copies: (optional) whether its drafts are chains of tokens that it has found, so that more
             of them cost nothing: what follows a guess can be asked for along with the draft.
     """

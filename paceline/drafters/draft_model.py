@@ -59,6 +59,7 @@ class DraftModel:
 
     needs: frozenset[Need] = frozenset()
     rewinds = True
+    shadows = True
 
     def __init__(self, runner: ModelRunner, vocab_size: int | None = None) -> None:
         self.runner = runner

@@ -163,6 +163,7 @@ class LengthContext:
         target_hidden_size, drafter_hidden_size: width of the models; 0 where it is not known.
         num_layers: of the target; 0 where its layers cannot be had one by one.
         head_layers: weight of its output layer, in layers.
+        drafts_shadows: whether the engine makes shadow drafts for a session.
         exit_logits: what the target's norm and head make of the states after a layer.
             # [num_rows, hidden_size] -> [num_rows, vocab_size]
     """
@@ -175,6 +176,7 @@ class LengthContext:
     drafter_hidden_size: int = 0
     num_layers: int = 0
     head_layers: float = 0.0
+    drafts_shadows: Callable[[Session], bool] = lambda session: False
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
 

@@ -27,7 +27,8 @@ from paceline.lengths.base import (
     depth_ahead,
     rounds_for_a_try,
 )
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.tree import accepted_path
+from paceline.types import Budget, Load, Need, Outcome, ShadowDraft
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
@@ -49,6 +50,10 @@ CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost wo
 # time and is long enough for the tries to take no more than their share of the time.
 TRY_DEPTH, TRY_ROUNDS = 2, 2
 FIRST_PAUSE, LONGEST_PAUSE = 2, 16
+# While drafting does not pay, drafts are made all the same now and then, and judged by the tokens
+# that AR commits: far cheaper than a try. They have a share of the time, too.
+SHADOW_SHARE = 0.02
+SHADOW_LEAST = 0.05  # what one costs at least, in rounds without a draft: others may need that time
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
 # Where costs were measured, only the latter do.
 AR_SAMPLES = 2
@@ -183,6 +188,7 @@ class _Step:
         self.asked: list[Budget] = []
         self.steady = True  # no drafter has to catch up with a prompt or a pause first
         self.behind = 0  # tokens that drafters have to read before they draft
+        self.num_shadows = 0
         self.recorded = False
 
     @property
@@ -304,6 +310,9 @@ class Learnt:
         self.read_seconds = self._profile.read_seconds if self._profile else 0.0
         self._readings = _Low()
         self.rounds_without = 0.0  # of all sessions, which pay for tries
+        self.shadow_rounds = 0.0  # and for shadow drafts
+        self._shadows = _Low()
+        self.shadow_seconds: float | None = None  # of a round, where one was made in it
         self._steady_steps = 0
         # Of the nodes that were asked for, those that drafts had; and of the drafts that were asked
         # for, those that were found: drafters that copy often have none.
@@ -344,6 +353,10 @@ class Learnt:
             sessions = max(len(step.asked), step.load.num_running)
             tokens = 1 + nodes / sessions
             self.measured.observe(tokens, sessions, nodes > 0, verify_seconds)
+        if step.num_shadows:
+            shadow_seconds = draft_seconds / step.num_shadows
+            self.shadow_seconds = self._shadows.add(shadow_seconds)
+            draft_seconds = 0.0
         if deepest == 0:
             batch.ar.add(0, draft_seconds + verify_seconds)
             batch.steps_since_ar = 0
@@ -354,7 +367,9 @@ class Learnt:
             if self._steady_steps == 1:
                 batch.draft = Line()  # what it held was a first guess
             self.knows_drafting = self._steady_steps >= STEADY_STEPS
-        if step.steady or not batch.draft.weight or draft_seconds < batch.draft.at(deepest):
+        if step.num_shadows:
+            pass  # the two kinds of drafts cannot be told apart
+        elif step.steady or not batch.draft.weight or draft_seconds < batch.draft.at(deepest):
             batch.draft.add(deepest, draft_seconds)
             if self._profile is not None and step.steady and draft_seconds > 0:
                 measured = self._profile.draft(deepest, max(1, step.load.num_running))
@@ -365,15 +380,15 @@ class Learnt:
         mean = sum(budget.depth for budget in step.asked) / len(step.asked)
         batch.verify.add(mean, verify_seconds)
 
-    def observe(self, asked: Budget, size: int, outcome: Outcome) -> None:
+    def observe(self, asked: Budget, size: int, num_nodes: int, num_accepted: int) -> None:
         """What became of a session's draft."""
-        found = outcome.draft.num_nodes > 0
+        found = num_nodes > 0
         self._found = MEMORY * self._found + found
         self._asked = MEMORY * self._asked + 1.0
         if not found:
             return
-        self.acceptance.observe(size, asked.depth, outcome.num_accepted)
-        self._nodes = MEMORY * self._nodes + min(asked.nodes, outcome.draft.num_nodes)
+        self.acceptance.observe(size, asked.depth, num_accepted)
+        self._nodes = MEMORY * self._nodes + min(asked.nodes, num_nodes)
         self._asked_nodes = MEMORY * self._asked_nodes + asked.nodes
 
     @property
@@ -408,6 +423,11 @@ class Learnt:
             self._drafting = load, *self._draft_line(load)
         _, first, slope = self._drafting
         return first + slope * depth
+
+    def shadow_cost(self, depth: int, load: Load) -> float:
+        """Seconds of a shadow draft for a round: as they were, or those of a draft."""
+        known = self.shadow_seconds
+        return self._draft_seconds(depth, load) if known is None else known
 
     def _draft_line(self, load: Load) -> tuple[float, float]:
         """Seconds until a draft is there: of any, and for each of its tokens."""
@@ -477,7 +497,9 @@ class _Sharing:
         self._asked = Budget(0, 0)
         self._size = 0  # which of the sizes was asked for
         self._has_drafted = False
-        self._rounds_without = 0
+        self._rounds_without = self._unread = 0
+        self._shadow: ShadowDraft | None = None
+        self._drafts_shadows = context.drafts_shadows
         self._pause = FIRST_PAUSE
         self._tries_left = 0
         # What tries would cost, in rounds without a draft, and at which load and how many of those
@@ -490,7 +512,11 @@ class _Sharing:
         depth = max(0, min(budget.depth, session.remaining - 1))
         self._asked = Budget(depth, budget.nodes if depth else 0)
         step.asked.append(self._asked)
+        if budget.shadow is not None:
+            step.num_shadows += 1
+            self._shadow, self._has_drafted, self._unread = budget.shadow, True, 0
         if depth:
+            self._shadow = None
             behind = self._behind(session)
             step.behind += behind
             step.steady &= behind == 0
@@ -500,7 +526,7 @@ class _Sharing:
         """Tokens that the drafter has to read before it drafts; 0 for few."""
         if not self._has_drafted:
             return session.length
-        return self._rounds_without if self._rounds_without > CATCH_UP else 0
+        return self._unread if self._unread > CATCH_UP else 0
 
     def _earns(self, session: Session, expected: float, spent: float, ar: float) -> bool:
         """Whether rounds of so many tokens and seconds save time, with what the drafter reads
@@ -542,6 +568,45 @@ class _Sharing:
     def _moment(self, load: Load) -> tuple[int, int]:
         return load.num_running, self._rounds_without // RECONSIDER
 
+    def _next_shadow(self, session: Session, load: Load, wanted: Budget) -> ShadowDraft | None:
+        """A draft like ``wanted`` to judge the drafter by; None while one is under way or its time
+        is not paid for."""
+        depth = min(wanted.depth, session.remaining - 1)
+        if self._shadow is not None or depth < 1 or not self._drafts_shadows(session):
+            return None
+        learnt = self._learnt
+        ar = learnt.costs(lambda depth: depth)(0, load)
+        seconds = learnt.shadow_cost(depth, load) + learnt.read_seconds * self._behind(session)
+        price = rounds_for_a_try(max(seconds, SHADOW_LEAST * ar), ar, SHADOW_SHARE)
+        if learnt.shadow_rounds < price:
+            return None
+        learnt.shadow_rounds -= price
+        return ShadowDraft(session.length, Budget(depth, wanted.nodes))
+
+    def _judge_shadow(self, session: Session) -> None:
+        """Learn from a shadow draft, as soon as the tokens after it say all about it.
+
+        A token that follows the same context is drafted with the same chance wherever the draft
+        began, so each node that was right stands for a draft of its own.
+        """
+        shadow = self._shadow
+        if shadow is None:
+            return
+        if shadow.failed or session.length < shadow.length:
+            self._shadow = None
+        if shadow.draft is None:
+            return
+        tokens = session.token_ids[shadow.length :]
+        num_right = len(accepted_path(shadow.draft, [*tokens, -1]))
+        if num_right == len(tokens) < shadow.budget.depth:
+            return  # right so far
+        self._shadow, self._reckoned = None, None
+        depth, nodes = shadow.budget.depth, shadow.draft.num_nodes
+        self._learnt.observe(shadow.budget, self._size, nodes, num_right)
+        for start in range(min(num_right + 1, depth)):
+            if start < nodes:
+                self._acceptance.observe(self._size, depth - start, num_right - start)
+
     def _tries(self) -> bool:
         """Whether to try a draft although it does not pay."""
         if not self._tries_left:
@@ -560,10 +625,13 @@ class _Sharing:
         self._learnt.record(step, outcome, draft_seconds, verify_seconds)
         if asked.depth == 0:
             self._rounds_without += 1
+            self._unread += 1
             self._learnt.rounds_without += 1 / len(step.asked)
+            self._learnt.shadow_rounds += 1 / len(step.asked)
             return
-        self._has_drafted, self._rounds_without, self._reckoned = True, 0, None
-        self._learnt.observe(asked, self._size, outcome)
+        self._has_drafted, self._reckoned = True, None
+        self._rounds_without = self._unread = 0
+        self._learnt.observe(asked, self._size, outcome.draft.num_nodes, outcome.num_accepted)
         if not outcome.draft.num_nodes:
             self._found_nothing(step.load, draft_seconds + verify_seconds)
             return
@@ -603,8 +671,13 @@ class Goodput(_Sharing):
     def budget(self, session: Session, load: Load) -> Budget:
         """Depth for this round; see :func:`best_length`."""
         step = self._step = self._learnt.step(load)
-        depth = self._choose(session, load, step)
-        return self._ask(Budget(depth, self._nodes(self._size, depth)), session, step)
+        self._judge_shadow(session)
+        depth, shadow = self._choose(session, load, step), None
+        if depth == 0 and not step.measures_ar:
+            usual = self._bounds.clip(self._bounds.start)
+            shadow = self._next_shadow(session, load, Budget(usual, self._nodes(self._size, usual)))
+        nodes = self._nodes(self._size, depth)
+        return self._ask(Budget(depth, nodes, shadow=shadow), session, step)
 
     def _nodes(self, size: int, depth: int) -> int:
         if depth == 0 or not self._bounds.is_tree:
@@ -688,12 +761,16 @@ class WhilePays(_Sharing):
     def budget(self, session: Session, load: Load) -> Budget:
         """The inner controller's, a shorter one where only that pays, or none."""
         step = self._step = self._learnt.step(load)
-        budget = self._inner.budget(session, load)
+        self._judge_shadow(session)
+        budget = wanted = self._inner.budget(session, load)
         if budget.depth:
             depth = self._depth(session, budget, load, step)
-            if depth < budget.depth:
-                nodes = budget.nodes if self._bounds.is_tree and depth else depth
-                budget = Budget(depth, nodes, budget.exit_layer) if depth else Budget(0, 0)
+            if depth == 0:
+                shadow = None if step.measures_ar else self._next_shadow(session, load, wanted)
+                budget = Budget(0, 0, shadow=shadow)
+            elif depth < budget.depth:
+                nodes = budget.nodes if self._bounds.is_tree else depth
+                budget = Budget(depth, nodes, budget.exit_layer)
             self._drafts = depth > 0
         else:
             self._drafts = True  # the inner controller's own choice

@@ -30,10 +30,10 @@ from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
-from paceline.tree import path_to
+from paceline.tree import accepted_path, path_to
 from paceline.types import Budget, Draft, Need
 from rpc.client import Client
-from rpc.draft_service import DraftServicer, accepted_path, served_with
+from rpc.draft_service import DraftServicer, served_with
 from rpc.errors import PrefixDiverged, from_rpc_error, from_status
 from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
 from rpc.remote_drafter import RemoteDrafter

@@ -109,6 +109,7 @@ class TargetDeployment:
         engine = await asyncio.to_thread(_load, config)
         # Imported by now, on the thread that loaded the engine.
         from paceline.engine import EngineThread
+        from paceline.profile import LoadCosts
         from rpc.draft_service import served_with
 
         if self._drafters is not None:
@@ -122,6 +123,8 @@ class TargetDeployment:
             for row in engine.catalogue.values():
                 if served_with(row, "draft_model"):
                     engine.drafters[row.drafter] = self._remote
+            if isinstance(engine.length_context.measure, LoadCosts):
+                engine.length_context.measure.remote = self._remote
         return EngineThread(engine).start()
 
     async def _start_vllm(self, config: DeploymentConfig) -> VllmEngine:

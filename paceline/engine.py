@@ -165,7 +165,7 @@ class Engine:
         self.batching = Batching(self.limits.batch_strategy, self.limits.batch_size)
         self.length_context = replace(
             length_context or LengthContext(vocab_size=target.vocab_size),
-            drafts_shadows=self._drafts_shadows,
+            shadow_share=self._shadow_share,
         )
         if target.num_layers:
             self.length_context = replace(
@@ -181,7 +181,8 @@ class Engine:
         self._untold: list[RoundEvent] = []
         self._futures: dict[str, Future[Draft]] = {}
         self._arrived: dict[str, Arrived] = {}  # drafts of sessions that are ready
-        self._draft_started: dict[str, float] = {}
+        # None where the draft was there as soon as it was wanted.
+        self._draft_started: dict[str, float | None] = {}
         self._handlers: dict[str, EventHandler] = {}
         self._text_sent: dict[str, int] = {}
         self._book = CounterBook()
@@ -638,8 +639,9 @@ class Engine:
             session.state = SessionState.DRAFTING if remote else SessionState.READY
             if session.stats.prefilled_at is None:
                 session.stats.prefilled_at = time.perf_counter()
-            if session.session_id in self._draft_started:  # only now anybody waits for it
-                self._draft_started[session.session_id] = time.perf_counter()
+            if session.session_id in self._draft_started:  # it is wanted only now
+                is_here = self._futures[session.session_id].done()
+                self._draft_started[session.session_id] = None if is_here else time.perf_counter()
 
     def _request_drafts(self) -> None:
         """Ask remote drafters for the sessions that have no draft under way.
@@ -662,7 +664,7 @@ class Engine:
             budgets = [round_budget(session, load) for session in members]
             started = time.perf_counter()
             try:
-                futures = drafter.propose_async(members, [budget.asked for budget in budgets])
+                futures = drafter.propose_async(members, budgets)
             except Exception as error:
                 futures = [_failed(error) for _ in members]
             for session, budget, future in zip(members, budgets, futures, strict=True):
@@ -670,7 +672,7 @@ class Engine:
                     future.add_done_callback(budget.shadow.arrived)
                     future = _done(EMPTY_DRAFT)
                 self._futures[session.session_id] = future
-                self._draft_started[session.session_id] = started
+                self._draft_started[session.session_id] = None if future.done() else started
                 future.add_done_callback(self._on_arrival)
 
     def _on_arrival(self, _: Future[Draft]) -> None:
@@ -689,7 +691,8 @@ class Engine:
     def _collect_drafts(self) -> None:
         for session_id in [sid for sid in self._futures if self._has_draft(sid)]:
             future, session = self._futures.pop(session_id), self.sessions[session_id]
-            seconds = time.perf_counter() - self._draft_started[session_id]
+            started = self._draft_started[session_id]
+            seconds = 0.0 if started is None else time.perf_counter() - started
             try:
                 self._arrived[session_id] = Arrived(future.result(), seconds)
             except Exception as error:
@@ -725,10 +728,15 @@ class Engine:
         except Exception:
             logger.exception("a drafter failed to close a session")
 
-    def _drafts_shadows(self, session: Session) -> bool:
-        """Whether a session's drafts may stay unverified, and its tokens alone tell their worth."""
-        follows_tokens = not session.plan.rule.draws.needs_q
-        return follows_tokens and getattr(self._drafter(session), "shadows", False)
+    def _shadow_share(self, session: Session) -> float | None:
+        """As :attr:`LengthContext.shadow_share`.
+
+        Tokens that are drawn from q do not tell the worth of a draft that was not verified.
+        """
+        drafter = self._drafter(session)
+        if session.plan.rule.draws.needs_q or not getattr(drafter, "shadows", False):
+            return None
+        return 0.0 if is_remote(drafter) else 1.0
 
     def _drafter(self, session: Session) -> Drafter | AsyncDrafter:
         return self.drafters[session.plan.method.drafter]

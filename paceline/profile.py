@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, PacelineError
 from paceline.models.llama import LlamaRunner
 from paceline.models.threads import (
     SIZES,
@@ -36,10 +37,12 @@ from paceline.sampling import argmax_rows
 from paceline.types import Budget
 
 if TYPE_CHECKING:
-    from paceline.drafters.base import Drafter
+    from paceline.drafters.base import AsyncDrafter, Drafter
     from paceline.engine import Engine
     from paceline.models.base import ModelRunner, Segment
     from paceline.session import Session
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 NODES = 1, 2, 3, 5, 9, 17  # tokens of one session in a forward: the last one and the drafted ones
@@ -51,6 +54,7 @@ CONTEXT = 128  # committed tokens of each session while it is measured
 LOAD_NODES, ALWAYS_NODES = (1, 2, 4, 8, 16, 32), 4
 LOAD_DEPTHS = 1, 4
 LOAD_SECONDS, LOAD_REPETITIONS = 0.25, 25
+REMOTE_REPETITIONS, REMOTE_TIMEOUT_S = 8, 2.0
 
 Table = tuple[tuple[float, ...], ...]
 Progress = Callable[[int, int], None]  # cells done, cells in all
@@ -389,11 +393,14 @@ class LoadCosts:
 
     Attributes:
         source: where the costs come from, in words.
+        remote: a drafter in another process, which is measured together with the way there. Not
+            kept on the disk: the next one may live elsewhere.
     """
 
     def __init__(
         self, key: Callable[[], dict[str, str]], runner: ModelRunner, drafter: Drafter | None
     ) -> None:
+        self.remote: AsyncDrafter | None = None
         self._key = key
         self._runner = runner
         self._drafter = drafter
@@ -404,7 +411,27 @@ class LoadCosts:
         """The costs; None where they cannot be measured now."""
         if self._profile is None:
             self._profile = self._find()
+        if self.remote is not None and self._profile is not None and not self._profile.methods:
+            self._profile = self._with_remote(self._profile, self.remote)
         return self._profile
+
+    def _with_remote(self, profile: CostProfile, remote: AsyncDrafter) -> CostProfile:
+        """The profile with the costs of drafts from elsewhere; as it is where none come."""
+        if not _measures():
+            return profile
+        vocab_size = self._runner.vocab_size
+        try:
+            draft, read = _measure_remote(remote, new_session(vocab_size, 0, CONTEXT))
+        except (PacelineError, TimeoutError) as error:
+            logger.info("drafts are not measured, but learnt from rounds: %s", error)
+            return profile
+        return replace(
+            profile,
+            depths=LOAD_DEPTHS,
+            draft_seconds=(draft,),
+            read_seconds=read,
+            methods=rows_with_draft_model(),
+        )
 
     def look(self) -> None:
         """Use costs that are on the disk already; measure nothing."""
@@ -451,7 +478,7 @@ class LoadCosts:
         if profile is not None:
             self._use(profile)
             return profile
-        if os.environ.get("PACELINE_MEASURE", "on") == "off":
+        if not _measures():
             self.source = "not measured: PACELINE_MEASURE=off"
             return None
         started = time.perf_counter()
@@ -467,6 +494,10 @@ class LoadCosts:
         else:
             self.source += f", kept in {file}"
         return profile
+
+
+def _measures() -> bool:
+    return os.environ.get("PACELINE_MEASURE", "on") != "off"
 
 
 def report_costs(engine: Engine) -> dict[str, Any]:
@@ -520,6 +551,32 @@ def _measure_load(
         threads=threads,
         draft_threads=draft_threads,
     )
+
+
+def _measure_remote(remote: AsyncDrafter, session: Session) -> tuple[tuple[float, ...], float]:
+    """Seconds of drafts by depth, and of each token that the drafter has not read.
+
+    Raises:
+        PacelineError, TimeoutError: no draft comes.
+    """
+
+    def propose(depth: int) -> None:
+        (future,) = remote.propose_async([session], [Budget(depth, depth)])
+        future.result(REMOTE_TIMEOUT_S)
+        session.token_ids += future.result().token_ids.tolist()[:1] or [0]  # a draft each
+
+    remote.open(session)
+    try:
+        first = _timed(propose, 1)  # opens the session as well
+        found: list[list[float]] = [[] for _ in LOAD_DEPTHS]
+        for _ in range(REMOTE_REPETITIONS):
+            for depth, seconds in zip(LOAD_DEPTHS, found, strict=True):
+                seconds.append(_timed(propose, depth))
+                time.sleep(seconds[-1])  # a drafter that drafts ahead is done then
+    finally:
+        remote.close(session)
+    drafts = _increasing([median(seconds) for seconds in found])
+    return drafts, max(0.0, first - drafts[0]) / session.prompt_length
 
 
 def _runner_of(drafter: Drafter | None) -> ModelRunner | None:

@@ -143,8 +143,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         result.error.CopyFrom(to_status(draft))
                 reply.draft_seconds = time.perf_counter() - started
                 yield reply
-                named = {item.session_id for item in frame.items}
-                self._draft_ahead(mirrors[session_id] for session_id in named & mirrors.keys())
+                made = self._draft_ahead(
+                    mirrors[item.session_id]
+                    for item in frame.items
+                    if item.session_id in mirrors and not item.shadow
+                )
+                if made and frame.wants_ahead:
+                    yield _ahead_of(frame, mirrors)
         finally:
             for session_id in list(mirrors):
                 self._drop(mirrors, session_id)
@@ -206,11 +211,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     self._drop(mirrors, session_id)
         return results
 
-    def _draft_ahead(self, mirrors: Iterable[_Mirror]) -> None:
+    def _draft_ahead(self, mirrors: Iterable[_Mirror]) -> bool:
         """Draft what follows if the target accepts everything, while it verifies.
 
         The guess is the drafted tokens and the drafter's own idea of the target's next one. When
         it comes true, the next draft is there at once.
+
+        Returns:
+            whether there is a draft ahead for any of them.
         """
         guesses: list[tuple[_Mirror, Budget]] = []
         for mirror in mirrors:
@@ -237,6 +245,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         finally:
             for mirror, _ in guesses:
                 del mirror.session.token_ids[-mirror.draft.num_nodes :]
+        return any(mirror.ahead.num_nodes for mirror, _ in guesses)
 
     # --- unary calls ------------------------------------------------------------------------------
 
@@ -454,6 +463,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             context = DrafterContext(self._vocab_size, self._local, _no_target, _no_head)
             self._drafters[name] = DRAFTERS[name](context)
         return self._drafters[name]
+
+
+def _ahead_of(frame: draft_pb2.ProposeFrame, mirrors: _Mirrors) -> draft_pb2.ProposeReply:
+    """The second reply to a frame: the drafts ahead of its sessions."""
+    reply = draft_pb2.ProposeReply(round=frame.round, drafter_pid=os.getpid(), ahead=True)
+    for item in frame.items:
+        mirror = mirrors.get(item.session_id)
+        fill_draft(EMPTY_DRAFT if mirror is None else mirror.ahead, reply.results.add().draft)
+    return reply
 
 
 def _no_target() -> ModelTarget:

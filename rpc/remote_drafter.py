@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from paceline.errors import DrafterUnavailable, PacelineError, SessionNotFound
-from paceline.tree import height
+from paceline.tree import clip, height
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 from rpc.errors import PrefixDiverged, from_rpc_error, from_status
 from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
@@ -64,7 +64,8 @@ AskList = list[tuple["Session", Budget, "Future[Draft]"]]
 class RemoteDrafterCounters:
     """Raw counters. Added latency a frame is ``(wait_seconds - draft_seconds) / num_frames``."""
 
-    num_frames: int = 0  # answered frames that asked for drafts
+    num_frames: int = 0  # answered frames with drafts that were waited for
+    num_ahead: int = 0  # drafts that were here before they were asked for
     wait_seconds: float = 0.0  # from building the frame to the last of its futures
     draft_seconds: float = 0.0  # the drafter's own compute in that time
     num_reopened: int = 0  # sessions whose context was sent again
@@ -73,11 +74,28 @@ class RemoteDrafterCounters:
     num_connections: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What a drafter expects of a session: the next draft is worth something only if it is so."""
+
+    length: int  # committed tokens before what it expects
+    expected_ids: list[int]  # the draft that is verified now, and the target's own token
+    draft: Draft
+
+    def after(self, session: Session) -> Draft:
+        """The draft that follows the session's tokens; an empty one if they are not as expected."""
+        come_true = session.token_ids[self.length :] == self.expected_ids
+        return self.draft if come_true else EMPTY_DRAFT
+
+
 class _Frame:
-    __slots__ = ("asks", "expired", "retried", "sent_at")
+    __slots__ = ("asks", "drafts", "expired", "lengths", "retried", "sent_at", "waited")
 
     def __init__(self, asks: AskList, retried: bool) -> None:
         self.asks = asks
+        self.lengths = [session.length for session, _, _ in asks]
+        self.drafts: list[Draft] = []  # what was answered
+        self.waited = True  # for a draft of it
         self.sent_at = time.perf_counter()
         self.retried = retried
         self.expired = False
@@ -95,6 +113,8 @@ class _Connection:
             self.channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self.outbox: queue.SimpleQueue[draft_pb2.ProposeFrame | None] = queue.SimpleQueue()
         self.pending: dict[int, _Frame] = {}
+        self.answered: tuple[int, _Frame] | None = None  # the last one
+        self.ahead: dict[str, _Ahead] = {}  # by session id
         self.told: dict[str, int] = {}  # session id -> number of tokens that the drafter has
         self.num_frames = 0
         self.pid = 0  # 0 until the first reply: not usable yet
@@ -200,6 +220,7 @@ class RemoteDrafter:
             connection = self._connection
             if connection is None or connection.told.pop(session.session_id, None) is None:
                 return
+            connection.ahead.pop(session.session_id, None)
             frame = draft_pb2.ProposeFrame()
             frame.items.add(session_id=session.session_id, close=True)
             self._send(connection, frame, [])
@@ -211,7 +232,7 @@ class RemoteDrafter:
         futures: list[Future[Draft]] = [Future() for _ in sessions]
         asks: AskList = []
         for session, budget, future in zip(sessions, budgets, futures, strict=True):
-            if min(budget.depth, budget.nodes) <= 0:
+            if min(budget.asked.depth, budget.asked.nodes) <= 0:
                 future.set_result(EMPTY_DRAFT)  # AR: the drafter hears of the tokens later
             else:
                 asks.append((session, budget, future))
@@ -233,10 +254,11 @@ class RemoteDrafter:
                 reason = f"drafter at {connection.address} owes a draft since {self._deadline_s} s"
             else:
                 reason = None
-                frame = draft_pb2.ProposeFrame()
+                frame = draft_pb2.ProposeFrame(wants_ahead=True)
                 for session, budget, _ in asks:
                     self._add_item(connection, frame, session, budget)
-                self._send(connection, frame, asks, retried)
+                sent = self._send(connection, frame, asks, retried)
+                self._use_what_is_here(connection, sent)
         if reason is not None:
             self.counters.num_refused += 1
             _fail(asks, DrafterUnavailable(reason))
@@ -248,10 +270,12 @@ class RemoteDrafter:
         session: Session,
         budget: Budget,
     ) -> None:
-        told = connection.told.get(session.session_id)
+        told, asked = connection.told.get(session.session_id), budget.asked
         item = frame.items.add(
-            session_id=session.session_id, max_depth=budget.depth, max_nodes=budget.nodes
+            session_id=session.session_id, max_depth=asked.depth, max_nodes=asked.nodes
         )
+        if budget.shadow is not None:
+            item.shadow = True
         if told is None:
             item.open.sampling.CopyFrom(sampling_to_message(_drafted_with(session.params)))
             item.open.speculation.CopyFrom(speculation_to_message(session.plan.config))
@@ -268,12 +292,27 @@ class RemoteDrafter:
         frame: draft_pb2.ProposeFrame,
         asks: AskList,
         retried: bool = False,
-    ) -> None:
+    ) -> _Frame:
         """Under the lock, so that frames leave in the order in which ``told`` advances."""
         connection.num_frames += 1
         frame.round = connection.num_frames
-        connection.pending[frame.round] = _Frame(asks, retried)
+        sent = connection.pending[frame.round] = _Frame(asks, retried)
         connection.outbox.put(frame)
+        return sent
+
+    def _use_what_is_here(self, connection: _Connection, frame: _Frame) -> None:
+        """Complete the futures of drafts that came ahead of their time.
+
+        The drafter, which expected the same, answers the frame with these drafts.
+        """
+        for session, budget, future in frame.asks:
+            ahead = connection.ahead.pop(session.session_id, None)
+            if ahead is not None:
+                draft, nodes = ahead.after(session), min(budget.depth, budget.nodes)
+                if draft.num_nodes >= nodes > 0:
+                    _succeed(future, clip(draft, budget.depth, budget.nodes))
+                    self.counters.num_ahead += 1
+        frame.waited = any(not future.done() for _, _, future in frame.asks)
 
     def _on_reply(self, connection: _Connection, reply: draft_pb2.ProposeReply) -> None:
         if not connection.pid:
@@ -282,21 +321,43 @@ class RemoteDrafter:
                 self.address = connection.address
                 self.counters.num_connections += 1
             self._ready.set()
+        if reply.ahead:
+            self._expect(connection, reply)
+            return
         with self._lock:
             frame = connection.pending.pop(reply.round, None)
         if frame is None or not frame.asks:
             return
+        connection.answered = reply.round, frame
         try:
             again = self._settle(connection, frame, reply)
         except Exception as error:  # whatever came back, nobody waits for ever
             _fail(frame.asks, self._unavailable(connection, error))
             raise
-        self.counters.num_frames += 1
-        self.counters.wait_seconds += time.perf_counter() - frame.sent_at
-        self.counters.draft_seconds += reply.draft_seconds
+        if frame.waited:
+            self.counters.num_frames += 1
+            self.counters.wait_seconds += time.perf_counter() - frame.sent_at
+            self.counters.draft_seconds += reply.draft_seconds
         if again:
             self.counters.num_reopened += len(again)
             self._ask(again, retried=True)
+
+    def _expect(self, connection: _Connection, reply: draft_pb2.ProposeReply) -> None:
+        """Keep what the drafter expects to follow the drafts that it has just answered with."""
+        if connection.answered is None or connection.answered[0] != reply.round:
+            return
+        frame = connection.answered[1]
+        for ask, length, draft, result in zip(
+            frame.asks, frame.lengths, frame.drafts, reply.results, strict=True
+        ):
+            session_id = ask[0].session_id
+            follows = draft_from_message(result.draft, self._vocab_size).token_ids.tolist()
+            if len(follows) > 1:
+                expected = [*draft.token_ids.tolist(), follows[0]]
+                ahead = _Ahead(length, expected, Draft.chain(follows[1:]))
+                with self._lock:
+                    if session_id in connection.told:  # it is not closed yet
+                        connection.ahead[session_id] = ahead
 
     def _settle(
         self, connection: _Connection, frame: _Frame, reply: draft_pb2.ProposeReply
@@ -307,11 +368,15 @@ class RemoteDrafter:
         again: AskList = []
         for ask, result in zip(frame.asks, reply.results, strict=True):
             session, budget, future = ask
+            draft = EMPTY_DRAFT
             if result.HasField("draft"):
                 try:
-                    drafts.append((future, self._checked(result.draft, budget)))
+                    draft = self._checked(result.draft, budget.asked)
+                    drafts.append((future, draft))
                 except PacelineError as error:
                     failures.append(([ask], self._unavailable(connection, error)))
+            frame.drafts.append(draft)
+            if result.HasField("draft"):
                 continue
             refused = from_status(result.error)
             with self._lock:

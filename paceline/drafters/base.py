@@ -97,7 +97,10 @@ class AsyncDrafter(Protocol):
     def propose_async(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
-        """One future for each session. A future that fails turns its session to AR."""
+        """One future for each session. A future that fails turns its session to AR.
+
+        A drafter with ``shadows`` is told of shadow drafts: see :attr:`Budget.asked`.
+        """
         ...
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None: ...

@@ -102,7 +102,8 @@ class LengthController(Protocol):
         """Learn from a round: what became of the draft, and what it cost.
 
         Args:
-            draft_seconds: until the draft was there, wherever it was made.
+            draft_seconds: until the draft was there, wherever it was made; 0 where that was so as
+                soon as it was wanted.
             verify_seconds: the forward that verified it, together with its batch mates' drafts.
         """
         ...
@@ -163,7 +164,8 @@ class LengthContext:
         target_hidden_size, drafter_hidden_size: width of the models; 0 where it is not known.
         num_layers: of the target; 0 where its layers cannot be had one by one.
         head_layers: weight of its output layer, in layers.
-        drafts_shadows: whether the engine makes shadow drafts for a session.
+        shadow_share: what part of the time that a shadow draft of a session takes its round waits
+            for: 1 where drafts are made on the spot, 0 elsewhere; None: there are no such drafts.
         exit_logits: what the target's norm and head make of the states after a layer.
             # [num_rows, hidden_size] -> [num_rows, vocab_size]
     """
@@ -176,7 +178,7 @@ class LengthContext:
     drafter_hidden_size: int = 0
     num_layers: int = 0
     head_layers: float = 0.0
-    drafts_shadows: Callable[[Session], bool] = lambda session: False
+    shadow_share: Callable[[Session], float | None] = lambda session: None
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
 
@@ -239,20 +241,26 @@ class Line:
         first, slope = self.fit(origin)
         return first + slope * depth
 
-    def fit(self, origin: float | None = None) -> tuple[float, float]:
+    def fit(self, origin: float | None = None, least_spread: float = 0.0) -> tuple[float, float]:
         """Seconds at depth 0 and for each token.
 
         While only one depth is known, the line starts at ``origin`` seconds, or else at half of
         the known ones: a hopeful guess about deeper drafts, which the first of them puts right.
+
+        Args:
+            least_spread: of the known depths (their standard deviation); the less there is of it,
+                the more of the slope is that guess.
         """
         x, y = self._x / self.weight, self._y / self.weight
         if x == 0:
             return y, 0.0
         variance = self._xx / self.weight - x * x
-        if variance > 1e-3:
-            slope = (self._xy / self.weight - x * y) / variance
+        guess = (y - (0.5 * y if origin is None else origin)) / x
+        known = least_spread**2 + variance
+        if known > 1e-3:
+            slope = (self._xy / self.weight - x * y + least_spread**2 * guess) / known
         else:
-            slope = (y - (0.5 * y if origin is None else origin)) / x
+            slope = guess
         slope = min(max(slope, 0.0), y / x)
         return y - slope * x, slope
 

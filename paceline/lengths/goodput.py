@@ -54,6 +54,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 2, 16
 # that AR commits: far cheaper than a try. They have a share of the time, too.
 SHADOW_SHARE = 0.02
 SHADOW_LEAST = 0.05  # what one costs at least, in rounds without a draft: others may need that time
+FAR_APART = 2.0  # tokens: depths of drafts that tell well what a token costs
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
 # Where costs were measured, only the latter do.
 AR_SAMPLES = 2
@@ -188,7 +189,7 @@ class _Step:
         self.asked: list[Budget] = []
         self.steady = True  # no drafter has to catch up with a prompt or a pause first
         self.behind = 0  # tokens that drafters have to read before they draft
-        self.num_shadows = 0
+        self.has_shadow = False
         self.recorded = False
 
     @property
@@ -311,8 +312,7 @@ class Learnt:
         self._readings = _Low()
         self.rounds_without = 0.0  # of all sessions, which pay for tries
         self.shadow_rounds = 0.0  # and for shadow drafts
-        self._shadows = _Low()
-        self.shadow_seconds: float | None = None  # of a round, where one was made in it
+        self._waited = 1.0  # share of the drafts that were not there as soon as they were wanted
         self._steady_steps = 0
         # Of the nodes that were asked for, those that drafts had; and of the drafts that were asked
         # for, those that were found: drafters that copy often have none.
@@ -353,12 +353,8 @@ class Learnt:
             sessions = max(len(step.asked), step.load.num_running)
             tokens = 1 + nodes / sessions
             self.measured.observe(tokens, sessions, nodes > 0, verify_seconds)
-        if step.num_shadows:
-            shadow_seconds = draft_seconds / step.num_shadows
-            self.shadow_seconds = self._shadows.add(shadow_seconds)
-            draft_seconds = 0.0
         if deepest == 0:
-            batch.ar.add(0, draft_seconds + verify_seconds)
+            batch.ar.add(0, verify_seconds + (0.0 if step.has_shadow else draft_seconds))
             batch.steps_since_ar = 0
             batch.ar_interval = min(2 * batch.ar_interval, AR_INTERVALS[1])
             return
@@ -367,15 +363,18 @@ class Learnt:
             if self._steady_steps == 1:
                 batch.draft = Line()  # what it held was a first guess
             self.knows_drafting = self._steady_steps >= STEADY_STEPS
-        if step.num_shadows:
+        if step.has_shadow:
             pass  # the two kinds of drafts cannot be told apart
+        elif draft_seconds == 0.0:
+            self._waited *= MEMORY
         elif step.steady or not batch.draft.weight or draft_seconds < batch.draft.at(deepest):
             batch.draft.add(deepest, draft_seconds)
+            self._waited = MEMORY * self._waited + 1.0 - MEMORY
             if self._profile is not None and step.steady and draft_seconds > 0:
                 measured = self._profile.draft(deepest, max(1, step.load.num_running))
                 self._drift.add(0, self._drafts.add(draft_seconds / measured))
         elif step.behind >= READ_LEAST and len(step.asked) == 1:
-            reading = max(0.0, draft_seconds - self._draft_seconds(deepest, step.load))
+            reading = max(0.0, draft_seconds - self.draft_seconds(deepest, step.load))
             self.read_seconds = self._readings.add(reading / step.behind)
         mean = sum(budget.depth for budget in step.asked) / len(step.asked)
         batch.verify.add(mean, verify_seconds)
@@ -413,21 +412,16 @@ class Learnt:
             if depth == 0:
                 return without
             verify = measured.verify(1.0 + fill * nodes(depth), batch, True)
-            return found * verify + (1.0 - found) * without + self._draft_seconds(depth, load)
+            return found * verify + (1.0 - found) * without + self.draft_seconds(depth, load)
 
         return seconds
 
-    def _draft_seconds(self, depth: int, load: Load) -> float:
+    def draft_seconds(self, depth: int, load: Load) -> float:
         """Until a draft is there: learnt, or else measured; unknown, it is hoped to be free."""
         if self._drafting[0] is not load:  # asked for every depth
             self._drafting = load, *self._draft_line(load)
         _, first, slope = self._drafting
-        return first + slope * depth
-
-    def shadow_cost(self, depth: int, load: Load) -> float:
-        """Seconds of a shadow draft for a round: as they were, or those of a draft."""
-        known = self.shadow_seconds
-        return self._draft_seconds(depth, load) if known is None else known
+        return self._waited * (first + slope * depth)
 
     def _draft_line(self, load: Load) -> tuple[float, float]:
         """Seconds until a draft is there: of any, and for each of its tokens."""
@@ -439,7 +433,7 @@ class Learnt:
         if not self.knows_drafting:
             return 0.0, 0.0  # one draft alone may have been disturbed
         known = self._nearest(_size(load), lambda batch: batch.draft)
-        return known.draft.fit() if known is not None else (0.0, 0.0)
+        return known.draft.fit(least_spread=FAR_APART) if known is not None else (0.0, 0.0)
 
     def seconds(self, depth: int, load: Load) -> float:
         """Expected seconds of a round where nothing was measured; an unknown batch size takes
@@ -499,7 +493,7 @@ class _Sharing:
         self._has_drafted = False
         self._rounds_without = self._unread = 0
         self._shadow: ShadowDraft | None = None
-        self._drafts_shadows = context.drafts_shadows
+        self._shadow_share = context.shadow_share
         self._pause = FIRST_PAUSE
         self._tries_left = 0
         # What tries would cost, in rounds without a draft, and at which load and how many of those
@@ -513,7 +507,7 @@ class _Sharing:
         self._asked = Budget(depth, budget.nodes if depth else 0)
         step.asked.append(self._asked)
         if budget.shadow is not None:
-            step.num_shadows += 1
+            step.has_shadow = True
             self._shadow, self._has_drafted, self._unread = budget.shadow, True, 0
         if depth:
             self._shadow = None
@@ -572,12 +566,13 @@ class _Sharing:
         """A draft like ``wanted`` to judge the drafter by; None while one is under way or its time
         is not paid for."""
         depth = min(wanted.depth, session.remaining - 1)
-        if self._shadow is not None or depth < 1 or not self._drafts_shadows(session):
+        share = None if self._shadow is not None or depth < 1 else self._shadow_share(session)
+        if share is None:
             return None
         learnt = self._learnt
         ar = learnt.costs(lambda depth: depth)(0, load)
-        seconds = learnt.shadow_cost(depth, load) + learnt.read_seconds * self._behind(session)
-        price = rounds_for_a_try(max(seconds, SHADOW_LEAST * ar), ar, SHADOW_SHARE)
+        seconds = learnt.draft_seconds(depth, load) + learnt.read_seconds * self._behind(session)
+        price = rounds_for_a_try(max(share * seconds, SHADOW_LEAST * ar), ar, SHADOW_SHARE)
         if learnt.shadow_rounds < price:
             return None
         learnt.shadow_rounds -= price

@@ -26,8 +26,11 @@ class ProposeFrame(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    WANTS_AHEAD_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Frames of a stream count 1, 2, ...; the reply carries the same number."""
+    wants_ahead: _builtins.bool
+    """The target wants a second reply to this frame, with what was drafted ahead, if anything was."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeItem]:
         """Each session once; one that is closed may be opened again after it."""
@@ -37,10 +40,11 @@ class ProposeFrame(_message.Message):
         *,
         round: _builtins.int = ...,
         items: _abc.Iterable[Global___ProposeItem] | None = ...,
+        wants_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "round", b"round", "wants_ahead", b"wants_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -57,6 +61,7 @@ class ProposeItem(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """In a stream named by the target, unique in that stream; in unary calls by the server."""
     base_length: _builtins.int
@@ -68,6 +73,8 @@ class ProposeItem(_message.Message):
     max_nodes: _builtins.int
     close: _builtins.bool
     """The session is over; everything else in the item is ignored. In streams only: there is Close."""
+    shadow: _builtins.bool
+    """The draft will not be verified, so nothing is drafted ahead of what would follow it."""
     @_builtins.property
     def open(self) -> Global___OpenDraft:
         """Opens the session (or opens it anew) with all of its committed tokens in `new_token_ids`."""
@@ -86,10 +93,11 @@ class ProposeItem(_message.Message):
         max_depth: _builtins.int = ...,
         max_nodes: _builtins.int = ...,
         close: _builtins.bool = ...,
+        shadow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "close", b"close", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_token_ids", b"new_token_ids", "open", b"open", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "close", b"close", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_token_ids", b"new_token_ids", "open", b"open", "session_id", b"session_id", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,11 +147,17 @@ class ProposeReply(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     DRAFTER_PID_FIELD_NUMBER: _builtins.int
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     drafter_pid: _builtins.int
     """Process id of the drafter."""
     draft_seconds: _builtins.float
     """Seconds that the drafter computed, for the whole frame."""
+    ahead: _builtins.bool
+    """A second reply: each result holds what follows the draft of its item if all of it is accepted,
+    the target's own next token first and then the next draft. Empty where nothing was made. A
+    target that finds this to be true need not wait for the reply to its next frame.
+    """
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeResult]:
         """One for each item of the frame, in its order."""
@@ -155,10 +169,11 @@ class ProposeReply(_message.Message):
         results: _abc.Iterable[Global___ProposeResult] | None = ...,
         drafter_pid: _builtins.int = ...,
         draft_seconds: _builtins.float = ...,
+        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_seconds", b"draft_seconds", "drafter_pid", b"drafter_pid", "results", b"results", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "draft_seconds", b"draft_seconds", "drafter_pid", b"drafter_pid", "results", b"results", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
-from deployments.lease import Lease, open_lease
+from deployments.lease import IdleLeases, Lease, open_lease
 from deployments.metrics import report_gauges
 from deployments.openai.api import make_app
 from deployments.openai.server import HttpServer, start_http
@@ -114,6 +114,7 @@ class Relay:
         tracing: Tracing | None = None,
     ) -> None:
         self._open_lease = open_lease
+        self._idle = IdleLeases()
         self._resume_s = resume_s
         self._tracing = tracing
         self._idle_timeout_s = idle_timeout_s
@@ -199,7 +200,8 @@ class Relay:
         self, request: bytes, whole: Continuation, metadata: Metadata
     ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
         """Replies of one target, added to the whole."""
-        lease = await self._lease_for(whole.fingerprint)
+        kept = self._idle.take(whole.fingerprint)
+        lease = kept or await self._lease_for(whole.fingerprint)
         try:
             method: Any = self._channel(lease).unary_stream(f"/{GENERATE}/Generate")
             call = method(request, timeout=whole.timeout_s, metadata=metadata)
@@ -210,8 +212,10 @@ class Relay:
                         raise _gone(lease)
                     changed = whole.add(message)
                     yield (message.SerializeToString() if changed else reply), message
-        finally:
+        except BaseException:
             lease.release()
+            raise
+        self._idle.keep(lease)
 
     async def _lease_for(self, fingerprint: str) -> Lease:
         """A lease on a target with these numerics, or on another one if none is found.
@@ -495,6 +499,7 @@ class Relay:
         """Let all sessions go and close the connections."""
         for route in self._routes.values():
             route.lease.release()
+        self._idle.close()
         self._routes.clear()
         for channel in self._channels.values():
             await channel.close()

@@ -31,6 +31,9 @@ _RETRY_S = 0.1
 _ATTEMPT_S = 5.0
 """A request that went to a replica at the moment of its death may never be answered."""
 HOLDER_CHECK_S = 2.0
+IDLE_S, LONGEST_S = 0.1, 1.0
+"""How long a lease waits for its next session, and may go from one to the next: a replica that
+Serve adds gets its share after that."""
 SERVE_NAMESPACE = "serve"
 """Where Serve registers its replicas."""
 
@@ -134,7 +137,9 @@ class Lease:
 
     def __init__(self, endpoint: Endpoint, response: DeploymentResponseGenerator[Endpoint]) -> None:
         self.endpoint = endpoint
+        self.opened_at = time.monotonic()
         self.lost = False
+        self.num_sessions = 1  # one after the other
         self._response = response
         self._on_lost: set[Callable[[], object]] = set()
         self._watcher = asyncio.create_task(self._watch())
@@ -163,6 +168,41 @@ class Lease:
         self.lost = True
         for callback in list(self._on_lost):
             callback()
+
+
+class IdleLeases:
+    """Leases of sessions that have just ended, for the next ones: opening one takes Serve
+    milliseconds."""
+
+    def __init__(self) -> None:
+        self._leases: list[Lease] = []
+
+    def take(self, fingerprint: str = "") -> Lease | None:
+        """The last one that was kept of a replica with these numerics; "" are any."""
+        for lease in reversed(self._leases):
+            if not lease.lost and fingerprint in ("", lease.endpoint.fingerprint):
+                self._leases.remove(lease)
+                lease.num_sessions += 1
+                return lease
+        return None
+
+    def keep(self, lease: Lease) -> None:
+        """Hold a lease for a moment, unless it is too old."""
+        if lease.lost or time.monotonic() - lease.opened_at > LONGEST_S:
+            lease.release()
+            return
+        self._leases.append(lease)
+        asyncio.get_running_loop().call_later(IDLE_S, self._expire, lease, lease.num_sessions)
+
+    def _expire(self, lease: Lease, num_sessions: int) -> None:
+        if lease in self._leases and lease.num_sessions == num_sessions:  # not used since
+            self._leases.remove(lease)
+            lease.release()
+
+    def close(self) -> None:
+        """Release all of them."""
+        while self._leases:
+            self._leases.pop().release()
 
 
 async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float) -> Lease:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -26,6 +27,7 @@ class DirectLease:
 
     def __init__(self, address: str, fingerprint: str = "") -> None:
         self.endpoint = Endpoint(address, 0, "here", fingerprint)
+        self.opened_at, self.num_sessions = time.monotonic(), 1
 
     def on_lost(self, callback: Any) -> None: ...
 

@@ -322,8 +322,7 @@ def test_predicted_outputs(client: openai.OpenAI, engine: Engine) -> None:
     assert counts(true)[0] > 0.9 * size
     assert counts(false)[0] == 0 < counts(false)[1]
     assert counts(plain) == (0, 0)
-    steps = [a.metrics["speculative_decoding"]["num_spec_steps"] for a in (true, plain)]  # type: ignore[attr-defined]
-    assert steps[0] < steps[1]
+    assert true.metrics["speculative_decoding"]["num_spec_steps"] < size / 4  # type: ignore[attr-defined]
     completion = client.completions.create(
         model="demo", prompt="x", max_tokens=4,
         extra_body={"prediction": {"type": "content", "content": "y"}},

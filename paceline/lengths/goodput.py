@@ -12,6 +12,7 @@ drafts nothing while its drafts are expected to give fewer tokens per second tha
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -190,6 +191,7 @@ class _Step:
         self.steady = True  # no drafter has to catch up with a prompt or a pause first
         self.behind = 0  # tokens that drafters have to read before they draft
         self.has_shadow = False
+        self.first = ""  # of its sessions
         self.recorded = False
 
     @property
@@ -312,6 +314,10 @@ class Learnt:
         self._readings = _Low()
         self.rounds_without = 0.0  # of all sessions, which pay for tries
         self.shadow_rounds = 0.0  # and for shadow drafts
+        # What a round takes beside drafting and verifying: telling of its tokens, above all.
+        self.overhead = 0.0
+        self._overheads = _Low()
+        self._last_round: tuple[str, float] = "", 0.0  # whose it was, and when it ended
         self._waited = 1.0  # share of the drafts that were not there as soon as they were wanted
         self._steady_steps = 0
         # Of the nodes that were asked for, those that drafts had; and of the drafts that were asked
@@ -344,6 +350,7 @@ class Learnt:
         if step.recorded:
             return
         step.recorded = True
+        self._see_overhead(step, draft_seconds + verify_seconds)
         batch = self._batches[_size(step.load)]
         deepest, nodes = step.deepest, outcome.draft.num_nodes
         if self.measured is not None:
@@ -379,6 +386,13 @@ class Learnt:
         mean = sum(budget.depth for budget in step.asked) / len(step.asked)
         batch.verify.add(mean, verify_seconds)
 
+    def _see_overhead(self, step: _Step, seconds: float) -> None:
+        """What a round took beside its own seconds, where the session had the round before, too."""
+        (session_id, ended), now = self._last_round, time.perf_counter()
+        self._last_round = step.first, now
+        if step.first == session_id:
+            self.overhead = self._overheads.add(max(0.0, now - ended - seconds))
+
     def observe(self, asked: Budget, size: int, num_nodes: int, num_accepted: int) -> None:
         """What became of a session's draft."""
         found = num_nodes > 0
@@ -408,10 +422,10 @@ class Learnt:
 
         def seconds(depth: int, load: Load) -> float:
             batch = max(1, load.num_running)
-            without = measured.verify(1.0, batch, False)
+            without = measured.verify(1.0, batch, False) + self.overhead
             if depth == 0:
                 return without
-            verify = measured.verify(1.0 + fill * nodes(depth), batch, True)
+            verify = measured.verify(1.0 + fill * nodes(depth), batch, True) + self.overhead
             return found * verify + (1.0 - found) * without + self.draft_seconds(depth, load)
 
         return seconds
@@ -504,6 +518,7 @@ class _Sharing:
     def _ask(self, budget: Budget, session: Session, step: _Step) -> Budget:
         """The step takes note of what it was asked for."""
         depth = max(0, min(budget.depth, session.remaining - 1))
+        step.first = step.first or session.session_id
         self._asked = Budget(depth, budget.nodes if depth else 0)
         step.asked.append(self._asked)
         if budget.shadow is not None:

@@ -23,6 +23,7 @@ from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
+from paceline.lengths import goodput
 from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner, Segment
@@ -91,7 +92,7 @@ class Clock:
         self.machine = machine
         self.seconds = 0.0
         self._patch = monkeypatch
-        for module in (loop, engine_module):
+        for module in (loop, engine_module, goodput):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
         propose_with = loop.propose_with
 

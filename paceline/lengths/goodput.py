@@ -225,18 +225,19 @@ class _Measured:
         self._by_tokens: dict[int, list[float]] = defaultdict(list)
         # Observed over measured seconds: of rounds without a draft, since texts are longer than the
         # measured context, caches colder, and others use the machine; and by how much more those
-        # with a draft differ. Rounds that draft tell the two apart only while it is known what
-        # rounds without one take: until they are seen again, the shape of what was measured counts.
+        # with a draft differ, since a drafter may be at work meanwhile. Only rounds without a draft
+        # tell whether it is the machine that has changed.
         self._drift, self._beyond = 1.0, 1.0
-        self._seen_drift = 1.0  # when a round without a draft was last seen
+        self._seen = 1.0  # both, when a round without a draft was last seen
         self._since_ar = FRESH + 1  # rounds that drafted since then
         self._num_drafted = 0
         self._ratios = _Low(), _Low()  # without and with a draft
+        self._measures_anew = False  # what rounds without a draft take
 
     @property
     def wants_ar(self) -> bool:
         """Whether costs have changed so much that a round without a draft should be seen."""
-        moved = self._drift / self._seen_drift
+        moved = self._drift * self._beyond / self._seen
         return self._since_ar > FRESH and not 1.0 / SURPRISE < moved < SURPRISE
 
     def verify(self, tokens: float, batch: int, drafts: bool) -> float:
@@ -248,26 +249,25 @@ class _Measured:
         """A verification took so long."""
         if seconds <= 0:
             return
+        stale = self._since_ar > FRESH
         ratios = self._ratios[drafts]
+        if not drafts and self.wants_ar and not self._measures_anew:
+            ratios.clear()
+            self._measures_anew = True
         ratio = ratios.add(seconds / self._measured(tokens, batch))
         if len(ratios) < (2 if drafts else 3):
             return
-        if not drafts:
-            both = self._drift * self._beyond
-            stale = self._since_ar > FRESH
-            self._drift = _moved(self._drift, ratio, 0.0 if stale else AR_MEMORY)
-            if stale and self._num_drafted:  # what was taken for the machine's is the drafts'
-                self._beyond = both / self._drift
-            self._since_ar, self._seen_drift = 0, self._drift
-            return
-        self._since_ar += 1
-        self._num_drafted += 1
-        if self._since_ar <= FRESH:
+        if drafts:
+            self._since_ar += 1
+            self._num_drafted += 1
             memory = min(COST_MEMORY, self._num_drafted / (self._num_drafted + 1))
             self._beyond = _moved(self._beyond, ratio / self._drift, memory)
-        else:
-            self._ratios[False].clear()
-            self._drift = _moved(self._drift, ratio / self._beyond, AR_MEMORY)
+            return
+        both = self._drift * self._beyond
+        self._drift = _moved(self._drift, ratio, 0.0 if stale else AR_MEMORY)
+        if stale and self._num_drafted:  # what was taken for the drafts' is the machine's
+            self._beyond = both / self._drift
+        self._since_ar, self._seen, self._measures_anew = 0, self._drift * self._beyond, False
 
     def _measured(self, tokens: float, batch: int) -> float:
         known, below = self._by_tokens[batch], int(tokens)

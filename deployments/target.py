@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 DRAFTER_TIMEOUT_S = 30.0
 """How long a new target waits for its drafter before it serves without, and a lease for one."""
 HEALTH_TIMEOUT_S = 20.0
+SWITCH_S = 0.0005
+"""How long a thread may wait for the interpreter: a tenth of Python's default."""
 POOL_INTERVAL_S = 1.0
 """How often vLLM's worker is asked which drafter replicas answer."""
 
@@ -65,6 +68,8 @@ class TargetDeployment:
         self, config: DeploymentConfig, drafters: DeploymentHandle[Any] | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        # The engine's thread gives the interpreter away in every forward, and is what all wait for.
+        sys.setswitchinterval(SWITCH_S)
         self._drafters = drafters
         self._drafter_lease: Lease | None = None
         self._remote: RemoteDrafter | None = None

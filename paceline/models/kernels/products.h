@@ -14,7 +14,7 @@
 #elif HAS_FMA
 #define GROUP 4
 #define MAX_ROWS 6
-#define PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#define PANELS(rows) ((rows) == 1 ? 4 : (rows) + SUBSTEPS <= 4 ? 2 : 1)
 #else /* a multiply-add is many instructions: nothing is gained by several rows */
 #define GROUP 4
 #define MAX_ROWS 1

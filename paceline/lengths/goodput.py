@@ -55,6 +55,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 2, 16
 # that AR commits: far cheaper than a try. They have a share of the time, too.
 SHADOW_SHARE = 0.02
 SHADOW_LEAST = 0.05  # what one costs at least, in rounds without a draft: others may need that time
+SHADOW_ENOUGH = 3  # tokens: so many that are right say enough
 FAR_APART = 2.0  # tokens: depths of drafts that tell well what a token costs
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
 # Where costs were measured, only the latter do.
@@ -608,11 +609,14 @@ class _Sharing:
             return
         tokens = session.token_ids[shadow.length :]
         num_right = len(accepted_path(shadow.draft, [*tokens, -1]))
-        if num_right == len(tokens) < shadow.budget.depth:
-            return  # right so far
+        asked, nodes = shadow.budget, shadow.draft.num_nodes
+        if num_right == len(tokens) < asked.depth:  # right so far
+            if num_right < SHADOW_ENOUGH:
+                return
+            asked = Budget(num_right, min(asked.nodes, nodes))
         self._shadow, self._reckoned = None, None
-        depth, nodes = shadow.budget.depth, shadow.draft.num_nodes
-        self._learnt.observe(shadow.budget, self._size, nodes, num_right)
+        depth = asked.depth
+        self._learnt.observe(asked, self._size, nodes, num_right)
         for start in range(min(num_right + 1, depth)):
             if start < nodes:
                 self._acceptance.observe(self._size, depth - start, num_right - start)

@@ -166,7 +166,8 @@ def test_one_frame_a_step_with_unseen_tokens_only(
             items[item.session_id].append(item)
     assert [len(frame.items) for frame in asking] == [count for count in calls if count]
     assert max(calls) == len(PROMPTS)
-    assert counters.num_frames == len(asking)
+    ahead_only = len(asking) - counters.num_frames  # all of whose drafts were here already
+    assert 0 <= ahead_only <= counters.num_ahead
     assert counters.wait_seconds > counters.draft_seconds > 0
     for session in sessions:
         first, *later, last = items[session.session_id]

@@ -270,15 +270,17 @@ class ShadowDraft:
         budget: what it is made for.
         draft: None until it is there; nothing waits for it.
         failed: it will never be there.
+        num_judged: nodes of it that were right, as far as the controller has looked.
     """
 
-    __slots__ = ("budget", "draft", "failed", "length")
+    __slots__ = ("budget", "draft", "failed", "length", "num_judged")
 
     def __init__(self, length: int, budget: Budget) -> None:
         self.length = length
         self.budget = budget
         self.draft: Draft | None = None
         self.failed = False
+        self.num_judged = 0
 
     def arrived(self, future: Future[Draft]) -> None:
         """Take the draft of a drafter elsewhere."""

@@ -51,11 +51,12 @@ CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost wo
 # time and is long enough for the tries to take no more than their share of the time.
 TRY_DEPTH, TRY_ROUNDS = 2, 2
 FIRST_PAUSE, LONGEST_PAUSE = 2, 16
+LEAST_GAIN = 1.01  # of drafting over AR: what is expected is not known better
 # While drafting does not pay, drafts are made all the same now and then, and judged by the tokens
 # that AR commits: far cheaper than a try. They have a share of the time, too.
-SHADOW_SHARE = 0.02
+SHADOW_SHARE = 0.03
 SHADOW_LEAST = 0.05  # what one costs at least, in rounds without a draft: others may need that time
-SHADOW_ENOUGH = 3  # tokens: so many that are right say enough
+SHADOW_MEMORY = 0.9  # of acceptance, for each of their tokens: they look for a change
 FAR_APART = 2.0  # tokens: depths of drafts that tell well what a token costs
 # A batch size begins with so many steps without drafts; more follow at doubling intervals.
 # Where costs were measured, only the latter do.
@@ -113,11 +114,12 @@ class Acceptance:
         self._tried = [0.0] * longest
         self._hit = [0.0] * longest
 
-    def observe(self, asked: int, accepted: int) -> None:
+    def observe(self, asked: int, accepted: int, memory: float | None = None) -> None:
         """A round that asked for ``asked`` tokens; those that were not drafted count as wrong."""
+        memory = memory or self._memory
         for level in range(len(self._tried)):
-            self._tried[level] *= self._memory
-            self._hit[level] *= self._memory
+            self._tried[level] *= memory
+            self._hit[level] *= memory
         for level in range(min(asked, accepted + 1, len(self._tried))):
             self._tried[level] += 1.0
             self._hit[level] += level < accepted
@@ -159,9 +161,9 @@ class Sizes:
     def of(self, size: int) -> Acceptance:
         return self._each[size]
 
-    def observe(self, size: int, asked: int, accepted: int) -> None:
+    def observe(self, size: int, asked: int, accepted: int, memory: float | None = None) -> None:
         """As :meth:`Acceptance.observe`."""
-        self._each[size].observe(asked, accepted)
+        self._each[size].observe(asked, accepted, memory)
         self._last = size
 
     def _guess(self, size: int) -> float:
@@ -541,7 +543,7 @@ class _Sharing:
     def _earns(self, session: Session, expected: float, spent: float, ar: float) -> bool:
         """Whether rounds of so many tokens and seconds save time, with what the drafter reads
         first; ``ar``: seconds without a draft."""
-        saved = (ar - spent / expected) * min(session.remaining, HORIZON)
+        saved = (ar - LEAST_GAIN * spent / expected) * min(session.remaining, HORIZON)
         return saved > 0 and saved >= self._learnt.read_seconds * self._behind(session)
 
     def _reckon(self, session: Session, load: Load, costs: Costs, short: int, longest: int) -> None:
@@ -595,10 +597,10 @@ class _Sharing:
         return ShadowDraft(session.length, Budget(depth, wanted.nodes))
 
     def _judge_shadow(self, session: Session) -> None:
-        """Learn from a shadow draft, as soon as the tokens after it say all about it.
+        """Learn from a shadow draft, token by token, as AR commits what it should have been.
 
         A token that follows the same context is drafted with the same chance wherever the draft
-        began, so each node that was right stands for a draft of its own.
+        began, so each stands for a draft of one token.
         """
         shadow = self._shadow
         if shadow is None:
@@ -607,19 +609,17 @@ class _Sharing:
             self._shadow = None
         if shadow.draft is None:
             return
-        tokens = session.token_ids[shadow.length :]
+        tokens, depth = session.token_ids[shadow.length :], shadow.budget.depth
         num_right = len(accepted_path(shadow.draft, [*tokens, -1]))
-        asked, nodes = shadow.budget, shadow.draft.num_nodes
-        if num_right == len(tokens) < asked.depth:  # right so far
-            if num_right < SHADOW_ENOUGH:
-                return
-            asked = Budget(num_right, min(asked.nodes, nodes))
-        self._shadow, self._reckoned = None, None
-        depth = asked.depth
-        self._learnt.observe(asked, self._size, nodes, num_right)
-        for start in range(min(num_right + 1, depth)):
-            if start < nodes:
-                self._acceptance.observe(self._size, depth - start, num_right - start)
+        for _ in range(num_right - shadow.num_judged):
+            self._acceptance.observe(self._size, 1, 1, SHADOW_MEMORY)
+        shadow.num_judged, self._reckoned = num_right, None
+        if num_right == len(tokens) < depth:
+            return  # right so far
+        self._shadow, nodes = None, shadow.draft.num_nodes
+        self._learnt.observe(shadow.budget, self._size, nodes, num_right)
+        if num_right < min(depth, nodes):
+            self._acceptance.observe(self._size, 1, 0, SHADOW_MEMORY)
 
     def _tries(self) -> bool:
         """Whether to try a draft although it does not pay."""

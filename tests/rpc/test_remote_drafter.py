@@ -7,7 +7,9 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,20 +26,23 @@ from paceline.errors import (
     ResourceExhausted,
     SessionNotFound,
 )
+from paceline.loading import load_engine
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner
 from paceline.plan import resolve
+from paceline.profile import LoadCosts, find_profile
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.tree import accepted_path, path_to
-from paceline.types import Budget, Draft, Need
+from paceline.types import Budget, Draft, Need, ShadowDraft
 from rpc.client import Client
 from rpc.draft_service import DraftServicer, served_with
 from rpc.errors import PrefixDiverged, from_rpc_error, from_status
 from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import RpcServer
+from tests.modelzoo import make_model
 from tests.rpc.drafter_process import Copycat
 from tests.rpc.serving import DrafterProcess, eventually, serving
 from tests.rpc.test_schema import TREES
@@ -155,7 +160,7 @@ def test_one_frame_a_step_with_unseen_tokens_only(
             return propose_async(sessions, budgets)
 
         remote.propose_async = counted  # type: ignore[method-assign]
-        sessions = engine.generate(PROMPTS, params)
+        sessions = engine.generate(PROMPTS, params, SpeculationConfig(length="fixed"))
         assert eventually(lambda: servicer.num_sessions == 0)  # closed with their sessions
         counters = remote.counters
     depth = METHODS["draft_model"].defaults["num_speculative_tokens"]
@@ -188,7 +193,7 @@ def test_generate_over_two_processes(runner: ModelRunner) -> None:
         thread = EngineThread(Engine(ModelTarget(runner), {"draft_model": remote})).start()
         with serving(engine=thread) as running, Client(running.address) as client:
             params = SamplingParams(max_tokens=24)
-            done = client.complete(PROMPTS[0], params)
+            done = client.complete(PROMPTS[0], params, SpeculationConfig(length="fixed"))
         thread.stop()
         assert list(done.token_ids) == ar(runner, PROMPTS[:1], params)[0]
         assert done.last.drafter_pid == process.pid != done.last.target_pid
@@ -249,7 +254,8 @@ def test_a_drafter_that_dies_mid_stream(runner: ModelRunner) -> None:
         assert remote.wait_ready(5)
         assert remote.pid == first.pid
         engine = stack.enter_context(engine_with(runner, remote))
-        sessions = [engine.submit(prompt, params) for prompt in PROMPTS]
+        drafts = SpeculationConfig(length="fixed")
+        sessions = [engine.submit(prompt, params, drafts) for prompt in PROMPTS]
         while min(s.stats.num_rounds for s in sessions) < 3:
             engine.step()
         address = second.address
@@ -265,7 +271,7 @@ def test_a_drafter_that_dies_mid_stream(runner: ModelRunner) -> None:
             assert session.stats.num_draft_nodes > 0
 
         assert remote.wait_ready(5)
-        (later,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
+        (later,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=8), drafts)
         assert not later.stats.drafter_lost
         assert later.stats.num_draft_nodes > 0
         assert remote.address == second.address
@@ -446,6 +452,92 @@ def test_an_answer_of_the_wrong_shape_fails_and_hangs_nobody() -> None:
         for future in futures:
             future.exception(5)  # a draft or an error, but soon
         assert isinstance(futures[1].exception(), DrafterUnavailable)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_draft_made_ahead_is_there_before_it_is_asked_for(
+    drafter_server: RpcServer, right: bool
+) -> None:
+    with connected(drafter_server.address) as remote:
+        session = session_of(PROMPTS[0])
+        (future,) = remote.propose_async([session], [Budget(3, 3)])
+        future.result(5)
+        connection = remote._connection
+        assert connection is not None
+        assert eventually(lambda: session.session_id in connection.ahead)
+        expected = connection.ahead[session.session_id]
+        session.token_ids += [*expected.expected_ids[:-1], expected.expected_ids[-1] ^ (not right)]
+        (future,) = remote.propose_async([session], [Budget(3, 3)])
+        assert (remote.counters.num_ahead, future.done()) == (int(right), right)
+        here = future.result(5).token_ids.tolist()
+        # What a drafter makes of these tokens without a guess.
+        fresh = session_of(list(session.token_ids), "fresh")
+        (future,) = remote.propose_async([fresh], [Budget(3, 3)])
+        assert here == future.result(5).token_ids.tolist()
+        for each in (session, fresh):
+            remote.close(each)
+
+
+def test_nothing_is_drafted_ahead_of_a_shadow_draft(
+    drafter_server: RpcServer, servicer: Recording
+) -> None:
+    """It comes as any other draft, and a later frame tells the drafter what became of it."""
+    with connected(drafter_server.address) as remote:
+        session = session_of(PROMPTS[0])
+        shadow = ShadowDraft(session.length, Budget(3, 3))
+        (future,) = remote.propose_async([session], [Budget(0, 0, shadow=shadow)])
+        future.add_done_callback(shadow.arrived)
+        drafted = future.result(5).token_ids.tolist()
+        assert eventually(lambda: shadow.draft is not None)
+        session.token_ids += [*drafted, 7, 8]
+        (future,) = remote.propose_async([session], [Budget(3, 3)])
+        assert future.result(5).num_nodes == 3
+        told = [item.shadow for frame in servicer.frames for item in frame.items]
+        assert told == [True, False]
+        assert remote.counters.num_ahead == 0
+        remote.close(session)
+
+
+def test_a_shadow_draft_that_never_comes_is_forgotten() -> None:
+    shadow = ShadowDraft(4, Budget(3, 3))
+    failed: Future[Draft] = Future()
+    failed.set_exception(DrafterUnavailable("gone"))
+    shadow.arrived(failed)
+    assert shadow.failed
+    assert shadow.draft is None
+
+
+@pytest.fixture
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadCosts:
+    """What finds the costs of a model's forwards, in a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PACELINE_MEASURE", "on")
+    measure = load_engine(make_model("llama", tmp_path / "model")).length_context.measure
+    assert isinstance(measure, LoadCosts)
+    return measure
+
+
+def test_costs_of_drafts_from_elsewhere_are_measured_with_the_way_there(
+    measure: LoadCosts, drafter_server: RpcServer
+) -> None:
+    with connected(drafter_server.address) as remote:
+        measure.remote = remote
+        profile = measure()
+        assert profile is not None
+        assert "draft_model" in profile.methods
+        assert 0 < profile.draft(1, 1) <= profile.draft(4, 1) < 1
+        assert measure() is profile  # once
+    kept = find_profile(profile.key)
+    assert kept is not None
+    assert not kept.methods  # the next drafter may live elsewhere
+
+
+def test_without_a_drafter_that_answers_its_costs_are_learnt(measure: LoadCosts) -> None:
+    with RemoteDrafter("127.0.0.1:1", vocab_size=VOCAB_SIZE) as remote:
+        measure.remote = remote
+        profile = measure()
+    assert profile is not None
+    assert not profile.methods
 
 
 # --- the mirror ----------------------------------------------------------------------------------

@@ -190,13 +190,8 @@ def check_kernels() -> Result:
     except InvalidArgument as error:
         return Result("kernels", Status.FAIL, str(error), "unset PACELINE_KERNELS")
     if not usable:
-        return Result(
-            "kernels",
-            Status.WARN,
-            f"plain torch runs instead of the C kernels, slower: {detail}",
-            "install a C compiler (Debian: apt install gcc; macOS: xcode-select --install), "
-            "or name one in CC; a wheel made by `make wheel` needs none",
-        )
+        slower = f"plain torch runs instead of the C kernels, slower: {detail}"
+        return Result("kernels", Status.WARN, slower, _kernels_mend(detail))
     from paceline.bench.kernels import glance
 
     seen = glance()
@@ -207,6 +202,17 @@ def check_kernels() -> Result:
     )
     faster = kernels.what_is_missing()
     return Result("kernels", Status.WARN if faster else Status.OK, detail, faster)
+
+
+def _kernels_mend(reason: str) -> str:
+    if "PACELINE_KERNELS" in reason:
+        return "unset PACELINE_KERNELS"
+    if "libgomp" in reason:
+        return "install GCC's OpenMP library (Debian: apt install libgomp1)"
+    return (
+        "install a C compiler (Debian: apt install gcc; macOS: xcode-select --install), or name "
+        "one in CC; a wheel made by `make wheel` needs none"
+    )
 
 
 def check_threads() -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from cluster import doctor
 from cluster.doctor import Status
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.methods import METHODS, VLLM_METHODS
+from paceline.models import kernels
 from rpc.server import RpcServer
 from tests.cli.conftest import Cli
 
@@ -161,23 +163,73 @@ def test_doctor_without_the_serving_extra() -> None:
     assert result.returncode == 0
 
 
-def test_doctor_without_a_compiler(tmp_path: Path) -> None:
-    environment = {**os.environ, "PACELINE_CACHE_DIR": str(tmp_path), "PATH": str(tmp_path)}
-    environment.pop("CC", None)
+def doctor_says(check: str, **environment: str) -> dict[str, str]:
+    """A check of the doctor in a process of its own, since kernels are chosen once."""
     code = (
-        "from cluster.doctor import check_kernels; r = check_kernels(); "
-        "print(r.status.value, r.mend)"
+        f"import json; from cluster.doctor import {check}; r = {check}(); "
+        "print(json.dumps({'status': r.status.value, 'detail': r.detail, 'mend': r.mend}))"
     )
+    inherited = {k: v for k, v in os.environ.items() if k not in ("CC", "PACELINE_KERNELS")}
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=environment,
+        env=inherited | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=True,
     )
-    assert result.stdout.startswith("warn install a C compiler")
+    said: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
+    return said
+
+
+def test_doctor_without_a_compiler(tmp_path: Path) -> None:
+    said = doctor_says("check_kernels", PACELINE_CACHE_DIR=str(tmp_path), PATH=str(tmp_path))
+    assert said["status"] == "warn"
+    assert said["mend"].startswith("install a C compiler")
+
+
+def test_doctor_names_the_variant_its_class_and_its_share_of_the_roofline() -> None:
+    best = next(iter(kernels.runnable()))
+    said = doctor_says("check_kernels")
+    assert f"variant {best}; numerics class portable (float32)" in said["detail"]
+    assert re.search(r"one row reaches \d+% of what memory gives \(\d+ GB/s\)", said["detail"])
+    assert re.search(r"eight rows \d+% of the roofline \(\d+ GFLOP/s\)", said["detail"])
+    slower = doctor_says("check_kernels", PACELINE_KERNELS="portable")
+    assert slower["status"] == "warn"
+    assert "variant portable; numerics class portable" in slower["detail"]
+    assert slower["mend"].startswith(f"unset PACELINE_KERNELS: {best} runs here")
+    off = doctor_says("check_kernels", PACELINE_KERNELS="off")
+    assert (off["status"], off["mend"]) == ("warn", "unset PACELINE_KERNELS")
+    wrong = doctor_says("check_kernels", PACELINE_KERNELS="sse9")
+    assert (wrong["status"], wrong["mend"]) == ("fail", "unset PACELINE_KERNELS")
+    assert "sse9" in wrong["detail"]
+
+
+def test_doctor_tells_how_many_threads_and_why(tmp_path: Path) -> None:
+    first = doctor_says("check_threads", XDG_CACHE_HOME=str(tmp_path), PACELINE_MEASURE="on")
+    for part in ("costs: measured in", "processors:", "verify ms by rows:", "threads:", "rows:"):
+        assert part in first["detail"]
+    again = doctor_says("check_threads", XDG_CACHE_HOME=str(tmp_path), PACELINE_MEASURE="on")
+    assert "costs: read from" in again["detail"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "mend"),
+    [
+        ("libgomp.so.1: cannot open shared object file", "libgomp1"),
+        ("no C compiler found", "install a C compiler"),
+        ("switched off by PACELINE_KERNELS=off", "unset PACELINE_KERNELS"),
+    ],
+)
+def test_doctor_mends_what_keeps_the_kernels_from_running(
+    reason: str, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "status", lambda: (False, reason))
+    result = doctor.check_kernels()
+    assert result.status is Status.WARN
+    assert reason in result.detail
+    assert mend in (result.mend or "")
 
 
 # --- all commands ---------------------------------------------------------------------------------

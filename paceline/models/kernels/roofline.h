@@ -23,16 +23,22 @@ static double peak_fma(long rounds, float *sink)
     return (double)rounds * CHAINS * WIDTH;
 }
 
-/* The same for int8: steps of four k for 16 outputs from the nearest cache. */
+/* The same for int8: steps of four k for 16 outputs. Weights and inputs come from the nearest cache, as
+ * every product has to load them, and change from step to step, or the compiler multiplies only once. */
 static double peak_bytes(long rounds, float *sink)
 {
     enum { STEPS = 64 };
-    static const int8_t weights[STEPS * LINE];
-    const byte_in x[BYTE_ROWS * 4] = {(byte_in)*sink, 2, 3, 4};
+    int8_t weights[STEPS * LINE];
+    byte_in x[BYTE_ROWS * STEPS * 4];
+    for (int i = 0; i < STEPS * LINE; i++)
+        weights[i] = (int8_t)(i + (int)*sink);
+    for (int i = 0; i < BYTE_ROWS * STEPS * 4; i++)
+        x[i] = (byte_in)(i % 100 + (int)*sink);
     for (long i = 0; i < rounds; i++) {
         nat_int acc[BYTE_ROWS][SUMS] = {{{0}}};
         for (int k = 0; k < STEPS; k++)
-            UNROLL for (int r = 0; r < BYTE_ROWS; r++) byte_step(acc[r], weights + k * LINE, x + 4 * r);
+            UNROLL for (int r = 0; r < BYTE_ROWS; r++)
+                byte_step(acc[r], weights + k * LINE, x + (r * STEPS + k) * 4);
         int32_t out[WIDTH];
         for (int r = 0; r < BYTE_ROWS; r++) {
             byte_finish(acc[r], out);

@@ -143,12 +143,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         result.error.CopyFrom(to_status(draft))
                 reply.draft_seconds = time.perf_counter() - started
                 yield reply
-                made = self._draft_ahead(
+                self._draft_ahead(
                     mirrors[item.session_id]
                     for item in frame.items
                     if item.session_id in mirrors and not item.shadow
                 )
-                if made and frame.wants_ahead:
+                if frame.wants_ahead:
                     yield _ahead_of(frame, mirrors)
         finally:
             for session_id in list(mirrors):
@@ -211,14 +211,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     self._drop(mirrors, session_id)
         return results
 
-    def _draft_ahead(self, mirrors: Iterable[_Mirror]) -> bool:
+    def _draft_ahead(self, mirrors: Iterable[_Mirror]) -> None:
         """Draft what follows if the target accepts everything, while it verifies.
 
         The guess is the drafted tokens and the drafter's own idea of the target's next one. When
         it comes true, the next draft is there at once.
-
-        Returns:
-            whether there is a draft ahead for any of them.
         """
         guesses: list[tuple[_Mirror, Budget]] = []
         for mirror in mirrors:
@@ -245,7 +242,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         finally:
             for mirror, _ in guesses:
                 del mirror.session.token_ids[-mirror.draft.num_nodes :]
-        return any(mirror.ahead.num_nodes for mirror, _ in guesses)
 
     # --- unary calls ------------------------------------------------------------------------------
 

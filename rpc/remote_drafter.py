@@ -254,7 +254,8 @@ class RemoteDrafter:
                 reason = f"drafter at {connection.address} owes a draft since {self._deadline_s} s"
             else:
                 reason = None
-                frame = draft_pb2.ProposeFrame(wants_ahead=True)
+                verified = any(budget.shadow is None for _, budget, _ in asks)
+                frame = draft_pb2.ProposeFrame(wants_ahead=verified)
                 for session, budget, _ in asks:
                     self._add_item(connection, frame, session, budget)
                 sent = self._send(connection, frame, asks, retried)

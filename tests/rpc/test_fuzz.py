@@ -185,6 +185,8 @@ class Lane:
             if reply is grpc.aio.EOF:
                 break
             self._check_reply(path, reply)
+            if path.endswith("/Propose") and draft_pb2.ProposeFrame.FromString(data).wants_ahead:
+                self._check_reply(path, await call.read())
             if path.endswith("/Session") and verify_pb2.VerifyReply.FromString(reply).HasField(
                 "close"
             ):

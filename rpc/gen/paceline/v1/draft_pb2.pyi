@@ -30,7 +30,7 @@ class ProposeFrame(_message.Message):
     round: _builtins.int
     """Frames of a stream count 1, 2, ...; the reply carries the same number."""
     wants_ahead: _builtins.bool
-    """The target wants a second reply to this frame, with what was drafted ahead, if anything was."""
+    """The target wants a second reply to this frame, with what was drafted ahead."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeItem]:
         """Each session once; one that is closed may be opened again after it."""

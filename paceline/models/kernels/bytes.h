@@ -248,7 +248,7 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
     for (int k = 0; k < inputs; k += 4) {
         if (ahead)
             UNROLL for (int p = 0; p < panels; p++)
-                FETCH(next + p * bytes + (size_t)k * WIDTH, rows, panels);
+                FETCH(next + p * bytes + (size_t)k * WIDTH, rows);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int p = 0; p < panels; p++)
                 byte_step(acc[r][p], w + p * bytes + (size_t)k * WIDTH, x + (size_t)r * inputs + k);

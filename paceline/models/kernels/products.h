@@ -13,7 +13,7 @@
 #define PANELS(rows) ((rows) <= 3 ? 8 : 4)
 #elif HAS_FMA
 #define GROUP 4
-#define MAX_ROWS 6
+#define MAX_ROWS (SUBSTEPS == 1 ? 6 : 5) /* halves need registers for themselves */
 #define PANELS(rows) ((rows) == 1 ? 4 : (rows) + SUBSTEPS <= 4 ? 2 : 1)
 #else /* a multiply-add is many instructions: nothing is gained by several rows */
 #define GROUP 4
@@ -33,7 +33,7 @@ ALWAYS_INLINE int group_size(int rows)
 }
 
 /* With several rows there is time to fetch what comes next; for one row the processor does it better
- * itself where many panels are read at once. */
-#define FETCH(from, rows, panels)                                                                 \
-    if ((rows) > 1 || (panels) < 8)                                                               \
+ * itself. */
+#define FETCH(from, rows)                                                                         \
+    if ((rows) > 1)                                                                               \
     __builtin_prefetch(from, 0, 3)

@@ -18,7 +18,7 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
     for (int k = from; k < to; k++) {
         if (turn-- == 0) {
             turn = turns - 1;
-            UNROLL for (int p = 0; p < panels; p++) FETCH(next + p * panel, rows, panels);
+            UNROLL for (int p = 0; p < panels; p++) FETCH(next + p * panel, rows);
         }
         UNROLL for (int s = 0; s < SUBSTEPS; s++) {
             vec w[GROUP];
@@ -67,6 +67,8 @@ static void NAME(rows)(const X *x, size_t stride, const char *weight, size_t pan
         CASE(3)
         CASE(4)
         CASE(5)
+#endif
+#if MAX_ROWS > 5
         CASE(6)
 #endif
     }

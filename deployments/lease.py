@@ -139,7 +139,6 @@ class Lease:
         self.endpoint = endpoint
         self.opened_at = time.monotonic()
         self.lost = False
-        self.num_sessions = 1  # one after the other
         self._response = response
         self._on_lost: set[Callable[[], object]] = set()
         self._watcher = asyncio.create_task(self._watch())
@@ -175,14 +174,13 @@ class IdleLeases:
     milliseconds."""
 
     def __init__(self) -> None:
-        self._leases: list[Lease] = []
+        self._leases: dict[Lease, asyncio.TimerHandle] = {}  # with what ends their wait
 
     def take(self, fingerprint: str = "") -> Lease | None:
         """The last one that was kept of a replica with these numerics; "" are any."""
         for lease in reversed(self._leases):
             if not lease.lost and fingerprint in ("", lease.endpoint.fingerprint):
-                self._leases.remove(lease)
-                lease.num_sessions += 1
+                self._leases.pop(lease).cancel()
                 return lease
         return None
 
@@ -191,18 +189,19 @@ class IdleLeases:
         if lease.lost or time.monotonic() - lease.opened_at > LONGEST_S:
             lease.release()
             return
-        self._leases.append(lease)
-        asyncio.get_running_loop().call_later(IDLE_S, self._expire, lease, lease.num_sessions)
+        loop = asyncio.get_running_loop()
+        self._leases[lease] = loop.call_later(IDLE_S, self._expire, lease)
 
-    def _expire(self, lease: Lease, num_sessions: int) -> None:
-        if lease in self._leases and lease.num_sessions == num_sessions:  # not used since
-            self._leases.remove(lease)
-            lease.release()
+    def _expire(self, lease: Lease) -> None:
+        del self._leases[lease]
+        lease.release()
 
     def close(self) -> None:
         """Release all of them."""
         while self._leases:
-            self._leases.pop().release()
+            lease, timer = self._leases.popitem()
+            timer.cancel()
+            lease.release()
 
 
 async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float) -> Lease:

@@ -54,7 +54,7 @@ CONTEXT = 128  # committed tokens of each session while it is measured
 LOAD_NODES, ALWAYS_NODES = (1, 2, 4, 8, 16, 32), 4
 LOAD_DEPTHS = 1, 4
 LOAD_SECONDS, LOAD_REPETITIONS = 0.25, 25
-REMOTE_REPETITIONS, REMOTE_TIMEOUT_S = 8, 2.0
+REMOTE_REPETITIONS, REMOTE_TIMEOUT_S, REMOTE_RETRY_S = 8, 2.0, 30.0
 
 Table = tuple[tuple[float, ...], ...]
 Progress = Callable[[int, int], None]  # cells done, cells in all
@@ -401,6 +401,7 @@ class LoadCosts:
         self, key: Callable[[], dict[str, str]], runner: ModelRunner, drafter: Drafter | None
     ) -> None:
         self.remote: AsyncDrafter | None = None
+        self._try_remote_at = 0.0
         self._key = key
         self._runner = runner
         self._drafter = drafter
@@ -417,12 +418,13 @@ class LoadCosts:
 
     def _with_remote(self, profile: CostProfile, remote: AsyncDrafter) -> CostProfile:
         """The profile with the costs of drafts from elsewhere; as it is where none come."""
-        if not _measures():
+        if not _measures() or time.monotonic() < self._try_remote_at:
             return profile
         vocab_size = self._runner.vocab_size
         try:
             draft, read = _measure_remote(remote, new_session(vocab_size, 0, CONTEXT))
         except (PacelineError, TimeoutError) as error:
+            self._try_remote_at = time.monotonic() + REMOTE_RETRY_S
             logger.info("drafts are not measured, but learnt from rounds: %s", error)
             return profile
         return replace(

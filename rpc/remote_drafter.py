@@ -376,16 +376,15 @@ class RemoteDrafter:
                     drafts.append((future, draft))
                 except PacelineError as error:
                     failures.append(([ask], self._unavailable(connection, error)))
-            frame.drafts.append(draft)
-            if result.HasField("draft"):
-                continue
-            refused = from_status(result.error)
-            with self._lock:
-                connection.told.pop(session.session_id, None)
-            if isinstance(refused, (SessionNotFound, PrefixDiverged)) and not frame.retried:
-                again.append(ask)
             else:
-                failures.append(([ask], self._unavailable(connection, refused)))
+                refused = from_status(result.error)
+                with self._lock:
+                    connection.told.pop(session.session_id, None)
+                if isinstance(refused, (SessionNotFound, PrefixDiverged)) and not frame.retried:
+                    again.append(ask)
+                else:
+                    failures.append(([ask], self._unavailable(connection, refused)))
+            frame.drafts.append(draft)
         # Back to back, so that the engine, which wakes at the first, finds them all.
         for future, draft in drafts:
             _succeed(future, draft)

@@ -613,13 +613,15 @@ class _Sharing:
         num_right = len(accepted_path(shadow.draft, [*tokens, -1]))
         for _ in range(num_right - shadow.num_judged):
             self._acceptance.observe(self._size, 1, 1, SHADOW_MEMORY)
-        shadow.num_judged, self._reckoned = num_right, None
+        if num_right > shadow.num_judged:
+            shadow.num_judged, self._reckoned = num_right, None
         if num_right == len(tokens) < depth:
             return  # right so far
         self._shadow, nodes = None, shadow.draft.num_nodes
         self._learnt.observe(shadow.budget, self._size, nodes, num_right)
         if num_right < min(depth, nodes):
             self._acceptance.observe(self._size, 1, 0, SHADOW_MEMORY)
+        self._reckoned = None
 
     def _tries(self) -> bool:
         """Whether to try a draft although it does not pay."""

@@ -34,7 +34,6 @@ class FromHereOn:
 
     def __init__(self, tokens: Sequence[int], shadows: bool) -> None:
         self._tokens, self.shadows = tokens, shadows
-        self.num_drafts = 0
 
     def open(self, session: Session) -> None: ...
 
@@ -43,7 +42,6 @@ class FromHereOn:
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None: ...
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
-        self.num_drafts += sum(budget.depth > 0 for budget in budgets)
         return [self._draft(s, budget.depth) for s, budget in zip(sessions, budgets, strict=True)]
 
     def _draft(self, session: Session, depth: int) -> Draft:

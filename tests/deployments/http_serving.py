@@ -27,7 +27,7 @@ class DirectLease:
 
     def __init__(self, address: str, fingerprint: str = "") -> None:
         self.endpoint = Endpoint(address, 0, "here", fingerprint)
-        self.opened_at, self.num_sessions = time.monotonic(), 1
+        self.opened_at = time.monotonic()
 
     def on_lost(self, callback: Any) -> None: ...
 

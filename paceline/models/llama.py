@@ -26,8 +26,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.exact_math import cos_sin
+from paceline.gguf_folder import GgufTensor
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
@@ -46,6 +48,7 @@ from paceline.models.ops import (
     append_rows,
 )
 from paceline.models.prefix_cache import PrefixCache
+from paceline.models.quants import Quantised, concatenate, read_blocks
 from paceline.numerics import (
     PORTABLE,
     Fingerprint,
@@ -154,8 +157,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards that its index names."""
+def load_tensors(folder: Path) -> dict[str, Tensor | GgufTensor]:
+    """All tensors of model.safetensors, or of the shards that its index names; or those of a GGUF
+    file, not read yet."""
+    if (folder / gguf_folder.INDEX).is_file():
+        return dict(gguf_folder.tensors(folder))
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -164,7 +170,7 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
         names = ["model.safetensors"]
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | GgufTensor] = {}
     for name in names:
         if not (folder / name).is_file():
             raise ModelNotFound(f"model folder {str(folder)!r} has no {name}")
@@ -173,6 +179,20 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ModelNotFound(f"{folder / name} is damaged: {error}") from error
     return tensors
+
+
+def read_gguf(tensor: GgufTensor) -> Tensor | Quantised:
+    """A tensor of a GGUF file, as it is there.  # [outputs, inputs] or [size]
+
+    Raises:
+        InvalidArgument: a type that Paceline does not know.
+    """
+    raw = tensor.read()
+    if tensor.type == "BF16":
+        return torch.from_numpy(raw).view(torch.bfloat16)
+    if tensor.type in ("F32", "F16"):
+        return torch.from_numpy(raw)
+    return read_blocks(raw, tensor.type)
 
 
 def rope_table(config: LlamaConfig) -> Tensor:
@@ -230,7 +250,8 @@ def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
         powers = [float(theta ** Decimal(float(exponent))) for exponent in exponents]
     frequencies: npt.NDArray[np.float32] = number(1.0) / np.array(powers, np.float32)
     if kind == "default":
-        return frequencies
+        factors = config.rope.get("frequency_factors")  # of a GGUF file
+        return frequencies if factors is None else frequencies / np.asarray(factors, np.float32)
     factor = number(_rope_number(config, "factor"))
     if kind == "linear":
         return frequencies / factor
@@ -308,10 +329,10 @@ class LlamaRunner:
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _load(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+    def _load(self, folder: Path, tensors: dict[str, Tensor | GgufTensor]) -> None:
         config = self.config
 
-        def take(name: str, *shape: int) -> Tensor:
+        def find(name: str, *shape: int) -> Tensor | Quantised:
             if name not in tensors:
                 raise ModelNotFound(f"the weights in {str(folder)!r} lack {name}")
             tensor = tensors.pop(name)
@@ -320,12 +341,27 @@ class LlamaRunner:
                     f"{name} in {str(folder)!r} has shape {tuple(tensor.shape)}, but config.json "
                     f"says {shape}"
                 )
-            self.num_parameters += tensor.numel()
+            self.num_parameters += math.prod(shape)
+            return read_gguf(tensor) if isinstance(tensor, GgufTensor) else tensor
+
+        def floats(tensor: Tensor | Quantised) -> Tensor:
+            if isinstance(tensor, Quantised):
+                tensor = torch.from_numpy(tensor.floats())
             return tensor.to(self.device, self.dtype).contiguous()
 
+        def take(name: str, *shape: int) -> Tensor:
+            return floats(find(name, *shape))
+
+        def packed(parts: Sequence[Tensor | Quantised]) -> Weight:
+            blocks = [part for part in parts if isinstance(part, Quantised)]
+            if isinstance(self._ops, NativeOps) and len(blocks) == len(parts):
+                return self._ops.pack_quantised(concatenate(blocks))
+            return self._ops.pack(torch.cat([floats(part) for part in parts]))
+
         def fused(names: Sequence[str], sizes: Sequence[int], inputs: int) -> Weight:
-            parts = [take(f"{n}.weight", s, inputs) for n, s in zip(names, sizes, strict=True)]
-            return self._ops.pack(torch.cat(parts))
+            return packed(
+                [find(f"{n}.weight", s, inputs) for n, s in zip(names, sizes, strict=True)]
+            )
 
         def bias(names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
             if f"{names[0]}.bias" not in tensors:
@@ -334,7 +370,8 @@ class LlamaRunner:
 
         hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        self._embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
+        embedding = find("model.embed_tokens.weight", config.vocab_size, hidden)
+        self._embedding = floats(embedding)
         layers = []
         for i in range(config.num_layers):
             at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
@@ -372,9 +409,9 @@ class LlamaRunner:
         self._final_norm = take("model.norm.weight", hidden)
         self._is_tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
         if self._is_tied:
-            self._head = self._ops.pack(self._embedding)
+            self._head = packed([embedding if isinstance(embedding, Quantised) else self._embedding])
         else:
-            self._head = self._ops.pack(take("lm_head.weight", config.vocab_size, hidden))
+            self._head = packed([find("lm_head.weight", config.vocab_size, hidden)])
 
     def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: str) -> Ops:
         config = self.config

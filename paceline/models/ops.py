@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from paceline.errors import InvalidArgument
 from paceline.models import kernels
 from paceline.models.kv_cache import KVPool, PooledSequence
+from paceline.models.quants import Quantised
 from paceline.models.threads import Threads
 from paceline.types import FloatArray, IndexArray, IntArray
 
@@ -159,6 +160,10 @@ class Packing(IntEnum):
     TILES = 3  # bfloat16 for matrix tiles
     BYTES = 4  # int8, each output with a scale
     TILE_BYTES = 5  # the same, and many rows take matrix tiles
+    NIBBLES = 6  # blocks of integers, see kernels/quants.h: 4 bits
+    OCTETS = 7  # 8 bits
+    WIDE_NIBBLES = 8  # 4 bits, scales in float32
+    WIDE_OCTETS = 9  # 8 bits, blocks of 16, scales in float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -475,6 +480,54 @@ class NativeOps:
         self._packings.add(packing)
         return Weight(panels, outputs, inputs, packing)
 
+    def pack_quantised(self, weight: Quantised) -> Weight:
+        """As :meth:`pack`, in the smallest layout that keeps every number as it is."""
+        packing = Packing.WIDE_OCTETS
+        numbers = [weight.scale] if weight.least is None else [weight.scale, weight.least]
+        narrow = all(np.array_equal(x.astype(np.float16), x) for x in numbers)
+        if weight.bits == 4 and weight.block == 32 and weight.least is not None:
+            packing = Packing.NIBBLES if narrow else Packing.WIDE_NIBBLES
+        elif weight.block == 32 and weight.least is None and narrow:
+            packing = Packing.OCTETS
+        else:
+            weight = weight.widened()
+            assert weight.least is not None
+            numbers = [weight.scale, weight.least]
+        self._packings.add(packing)
+        outputs, inputs = weight.shape
+        more = -outputs % self._WIDTH
+        kind = np.float32 if packing >= Packing.WIDE_NIBBLES else np.float16
+        header = np.stack([np.pad(x, ((0, more), (0, 0))).astype(kind) for x in numbers], 1)
+        # [panels, WIDTH, numbers, blocks] -> [panels, blocks, numbers, WIDTH]
+        header = header.reshape(-1, self._WIDTH, *header.shape[1:]).transpose(0, 3, 2, 1)
+        head = np.ascontiguousarray(header).reshape(len(header), -1).view(np.uint8)
+        head = np.pad(head, ((0, 0), (0, -head.shape[1] % 64)))
+        q = np.pad(weight.q, ((0, more), (0, 0))).view(np.uint8)
+        together = 2 if weight.bits == 4 else 1
+        lines = q.reshape(len(head), self._WIDTH, -1, together, 4).transpose(0, 2, 3, 1, 4)
+        parts = lines[:, :, 0] | lines[:, :, 1] << 4 if together == 2 else lines
+        data = np.concatenate([head, parts.reshape(len(head), -1)], 1)
+        return Weight(torch.from_numpy(data), outputs, inputs, packing)
+
+    def _unpack_quantised(self, weight: Weight) -> Tensor:
+        data, inputs = weight.data.numpy(), weight.num_inputs
+        wide, bits = weight.packing >= Packing.WIDE_NIBBLES, 8
+        if weight.packing in (Packing.NIBBLES, Packing.WIDE_NIBBLES):
+            bits = 4
+        blocks = inputs // (16 if weight.packing is Packing.WIDE_OCTETS else 32)
+        count = 1 if weight.packing is Packing.OCTETS else 2
+        size = blocks * count * self._WIDTH * (4 if wide else 2)
+        numbers = np.ascontiguousarray(data[:, :size]).view(np.float32 if wide else np.float16)
+        numbers = numbers.reshape(len(data), blocks, count, self._WIDTH).transpose(2, 0, 3, 1)
+        numbers = numbers.reshape(count, -1, blocks).astype(np.float32)
+        lines = data[:, size + -size % 64 :].reshape(len(data), -1, 1, self._WIDTH, 4)
+        if bits == 4:
+            lines = np.concatenate([lines & 15, lines >> 4], 2)
+        q = np.ascontiguousarray(lines.transpose(0, 3, 1, 2, 4)).reshape(-1, inputs)
+        least = numbers[1] if count == 2 else None
+        whole = Quantised(q.view(np.int8), numbers[0], least, bits).floats()
+        return torch.from_numpy(whole[: weight.num_outputs]).to(self._dtype).contiguous()
+
     def _panels(self, weight: Tensor, together: int, multiple: int) -> Tensor:
         """The weight, padded, with some neighbouring inputs of an output together.
 
@@ -495,6 +548,8 @@ class NativeOps:
         return torch.cat([*header, panels], 1)
 
     def unpack(self, weight: Weight) -> Tensor:
+        if weight.packing >= Packing.NIBBLES:
+            return self._unpack_quantised(weight)
         data, scale = weight.data, None
         if weight.packing >= Packing.BYTES:
             header = 2 * 4 * self._WIDTH

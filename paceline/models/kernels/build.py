@@ -20,7 +20,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 SOURCES = ("decode.c", "products.c", "matmul.c", "noise.c", "variant.c")
 HEADERS = (
-    "model.h", "simd.h", "products.h", "products_impl.h", "bytes.h", "tiles.h", "roofline.h",
+    "model.h", "simd.h", "products.h", "products_impl.h", "bytes.h", "tiles.h", "quants.h",
+    "roofline.h",
     "decode_impl.h",
 )  # fmt: skip
 # -ffp-contract=off: a multiplication is fused with an addition only where the source says so, which

@@ -28,7 +28,9 @@
 /* Sharing pays from here on: multiplications for the meeting of threads that are awake (whether they are
  * is ops.py's choice), or weights that one core's cache does not keep until the next forward. */
 static const double SHARED_WORK[] = {[FLOATS] = 1e6 / SLOWER, [HALVES] = 1e6 / SLOWER, [DOTS] = 1e6,
-                                     [TILES] = 2e6, [BYTES] = 2e6 / SLOWER, [TILE_BYTES] = 2e6};
+                                     [TILES] = 2e6, [BYTES] = 2e6 / SLOWER, [TILE_BYTES] = 2e6,
+                                     [NIBBLES] = 2e6 / SLOWER, [OCTETS] = 2e6 / SLOWER,
+                                     [WIDE_NIBBLES] = 2e6 / SLOWER, [WIDE_OCTETS] = 2e6 / SLOWER};
 #define SHARED_BYTES 1.5e6
 
 /* Where results go: `width` of the panels' outputs are real. */
@@ -97,6 +99,7 @@ ALWAYS_INLINE vec dot(vec acc, vec w, vec value)
 
 #include "bytes.h"
 #include "tiles.h"
+#include "quants.h"
 
 /* Whether there are DOTS here: 1 if they sum otherwise than HALVES, 2 if the bits are the same. */
 EXPORT int has_dots(void)
@@ -114,6 +117,8 @@ static int linear(const void *x, const void *packed, int packing, int rows, int 
         return 0;
     if (packing == TILES)
         return tiled(x, packed, rows, k, threads, share, t);
+    if (packing >= NIBBLES)
+        return quant_product(x, packed, packing, rows, k, threads, share, t);
     if (packing >= BYTES)
         return byte_product(x, packed, rows, k, threads, share, packing == TILE_BYTES, t);
     const int pairs = packing != FLOATS, dots = packing == DOTS;

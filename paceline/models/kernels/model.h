@@ -2,8 +2,9 @@
 
 #include <stdint.h>
 
-/* Of weights, as in ops.py. HALVES and DOTS lie in memory alike; the latter are for bfloat16 inputs. */
-enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES };
+/* Of weights, as in ops.py. HALVES and DOTS lie in memory alike; the latter are for bfloat16 inputs. From
+ * NIBBLES on, see quants.h. */
+enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES, NIBBLES, OCTETS, WIDE_NIBBLES, WIDE_OCTETS };
 
 /* Mirrored field by field in ops.py. */
 struct rows {

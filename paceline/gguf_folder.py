@@ -1,0 +1,342 @@
+"""A GGUF file as a model folder.
+
+What is not weights (configuration, tokenizer, chat template, end-of-sequence tokens) is written once into
+a folder of Paceline's cache, in Hugging Face's formats, beside a link to the file and an index of its
+tensors. So whatever works on a model folder works on a GGUF file. The package `gguf` reads the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import InvalidArgument, ModelNotFound
+
+VERSION = 1
+"""Of what :func:`folder_of` writes."""
+WEIGHTS, INDEX = "model.gguf", "model.gguf.json"
+ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""Those of the fast path, with the names of transformers' classes."""
+
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_FACTORS = "rope_freqs.weight"
+"""What frequencies are divided by: Llama 3.1's rope, computed by whoever wrote the file."""
+_KNOWN_KEYS = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.freq_base",
+    "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned",
+}  # fmt: skip
+_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens that a text is split at
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file, by its ending."""
+    return Path(path).suffix == ".gguf"
+
+
+def cache_root() -> Path:
+    """Where Paceline keeps what it can make again."""
+    root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "paceline"
+
+
+def folder_of(path: str | Path) -> Path:
+    """The model folder of a GGUF file; made when it is first asked for.
+
+    Raises:
+        ModelNotFound: there is no such file, or it is truncated or damaged.
+        InvalidArgument: an architecture, a tokenizer or a setting that Paceline does not know.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ModelNotFound(f"GGUF file {str(path)!r} does not exist")
+    state = file.stat()
+    key = f"{VERSION} {file} {state.st_size} {state.st_mtime_ns}"
+    folder = cache_root() / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
+        try:
+            _write(file, scratch)
+            os.replace(scratch, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def architecture(path: str | Path) -> str:
+    """`general.architecture` of a GGUF file. Errors: as :func:`folder_of`."""
+    return str(_File(Path(path)).value("general.architecture"))
+
+
+class _File:
+    """The metadata and the tensors of a GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        self.path = path
+        try:
+            self.reader = GGUFReader(path)
+        except (ValueError, IndexError, KeyError, OverflowError, struct.error, OSError) as error:
+            raise ModelNotFound(
+                f"{str(path)!r} is truncated, damaged or not GGUF: {error or type(error).__name__}"
+            ) from error
+        if self.reader.byte_order != "I":
+            raise InvalidArgument("byte order", "of another machine", "a little-endian GGUF file")
+
+    def get(self, key: str) -> Any:
+        field = self.reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def value(self, key: str) -> Any:
+        found = self.get(key)
+        if found is None:
+            raise ModelNotFound(f"{str(self.path)!r} lacks the key {key}")
+        return found
+
+
+def _write(file: Path, folder: Path) -> None:
+    source = _File(file)
+    name = source.value("general.architecture")
+    if name not in ARCHITECTURES:
+        raise InvalidArgument("general.architecture", name, f"one of {', '.join(ARCHITECTURES)}")
+    config = _config(source, name)
+    documents = {
+        "config.json": config,
+        "tokenizer.json": _tokenizer(source),
+        "tokenizer_config.json": _tokenizer_config(source),
+        "generation_config.json": {"eos_token_id": _eos_token_ids(source)},
+        INDEX: _index(source, config),
+    }
+    for document, content in documents.items():
+        (folder / document).write_text(json.dumps(content, indent=1), "utf-8")
+    (folder / WEIGHTS).symlink_to(file)
+
+
+def _config(source: _File, name: str) -> dict[str, Any]:
+    known = {f"{name}.{key}" for key in _KNOWN_KEYS}
+    for key in source.reader.fields:
+        if key.startswith(f"{name}.") and key not in known and source.get(key):
+            raise InvalidArgument(key, source.get(key), f"none: {name} models have no such setting")
+
+    def get(key: str, default: Any = None) -> Any:
+        found = source.get(f"{name}.{key}") if default is not None else source.value(f"{name}.{key}")
+        if isinstance(found, list):
+            raise InvalidArgument(f"{name}.{key}", found, "one number for all layers")
+        return default if found is None else found
+
+    tensors = {tensor.name: tensor for tensor in source.reader.tensors}
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    head_dim = get("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if get(key, head_dim) != head_dim:
+            raise InvalidArgument(f"{name}.{key}", get(key), f"{head_dim}, as other dimensions")
+    scaling = get("rope.scaling.type", "none")
+    rope: dict[str, Any] = {
+        "rope_type": "default", "rope_theta": float(get("rope.freq_base", 10000.0)),
+    }  # fmt: skip
+    if scaling == "linear":
+        rope |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor"))}
+    elif scaling != "none":
+        raise InvalidArgument(f"{name}.rope.scaling.type", scaling, "none or linear")
+    if _FACTORS in tensors:
+        rope["frequency_factors"] = np.asarray(tensors[_FACTORS].data, np.float32).tolist()
+    if "token_embd.weight" not in tensors:
+        raise ModelNotFound(f"{str(source.path)!r} lacks the tensor token_embd.weight")
+    biased = "blk.0.attn_q.bias" in tensors
+    return {
+        "architectures": [f"{ARCHITECTURES[name]}ForCausalLM"],
+        "model_type": name,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": float(get("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": rope,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "hidden_act": "silu",
+        **({"attention_bias": biased} if name != "qwen2" else {}),
+    }
+
+
+def _index(source: _File, config: dict[str, Any]) -> dict[str, Any]:
+    """Where each tensor is in the file, by its name in Hugging Face's format."""
+    size, index = source.path.stat().st_size, {}
+    for tensor in source.reader.tensors:
+        if tensor.name == _FACTORS:
+            continue
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)
+        name = _NAMES.get(tensor.name)
+        if layer and layer[2] in _LAYER_NAMES:
+            name = f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+        if name is None:
+            raise ModelNotFound(
+                f"{str(source.path)!r} has the tensor {tensor.name!r}, which Paceline does not "
+                f"know: {config['model_type']} models have no such weights"
+            )
+        if tensor.data_offset + tensor.n_bytes > size:
+            raise ModelNotFound(f"{str(source.path)!r} is truncated: {tensor.name} is beyond its end")
+        interleaved = 0
+        if config["model_type"] == "llama" and layer and layer[2] in ("attn_q", "attn_k"):
+            interleaved = config["num_attention_heads" if layer[2] == "attn_q" else "num_key_value_heads"]
+        index[name] = {
+            "type": tensor.tensor_type.name, "shape": [int(n) for n in reversed(tensor.shape)],
+            "offset": int(tensor.data_offset), "size": int(tensor.n_bytes),
+            "interleaved_heads": interleaved,
+        }  # fmt: skip
+    return index
+
+
+def _tokenizer(source: _File) -> dict[str, Any]:
+    """`tokenizer.json`, for byte-level BPE."""
+    kind = source.value("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise InvalidArgument("tokenizer.ggml.model", kind, "gpt2 (byte-level BPE)")
+    before = source.get("tokenizer.ggml.pre") or "gpt-2"
+    if before not in _BEFORE:
+        raise InvalidArgument("tokenizer.ggml.pre", before, f"one of {', '.join(_BEFORE)}")
+    tokens, merges = source.value("tokenizer.ggml.tokens"), source.value("tokenizer.ggml.merges")
+    kinds = source.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    added = [
+        {
+            "id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": kinds[i] == _CONTROL,
+        }
+        for i in range(len(tokens)) if kinds[i] in (_CONTROL, _USER_DEFINED)
+    ]  # fmt: skip
+    after: dict[str, Any] = _byte_level(use_regex=True)
+    if source.get("tokenizer.ggml.add_bos_token"):
+        bos = source.value("tokenizer.ggml.bos_token_id")
+        special, text = {"id": tokens[bos], "type_id": 0}, {"id": "A", "type_id": 0}
+        after = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": special}, {"Sequence": text}],
+            "pair": [
+                {"SpecialToken": special}, {"Sequence": text}, {"Sequence": text | {"id": "B"}},
+            ],
+            "special_tokens": {
+                tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}
+            },
+        }  # fmt: skip
+    normalizer, steps, whole_words = _BEFORE[before]
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": after,
+        "decoder": _byte_level(use_regex=True),
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": whole_words,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in merges],
+        },
+    }  # fmt: skip
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    return {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex,
+    }  # fmt: skip
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_BEFORE: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]], bool]] = {
+    "gpt-2": (None, [_byte_level(True)], False),
+    "smollm": (None, [{"type": "Digits", "individual_digits": True}, _byte_level(True)], False),
+    "llama-bpe": (None, [_split(_LLAMA3), _byte_level(False)], True),
+    "qwen2": ({"type": "NFC"}, [_split(_QWEN2), _byte_level(False)], False),
+}
+"""By `tokenizer.ggml.pre`: what a text becomes first, how it is split, and whether an entry of the
+vocabulary is taken whole before merges are tried."""
+
+
+def _tokenizer_config(source: _File) -> dict[str, Any]:
+    config: dict[str, Any] = {"chat_template": source.get("tokenizer.chat_template") or ""}
+    tokens = source.value("tokenizer.ggml.tokens")
+    for name in ("bos", "eos"):
+        token = source.get(f"tokenizer.ggml.{name}_token_id")
+        config[f"{name}_token"] = None if token is None else tokens[token]
+    return config
+
+
+def _eos_token_ids(source: _File) -> list[int]:
+    """Every token after which a generation ends: of the text, of a turn, of a message."""
+    ids = [source.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return sorted({int(token) for token in ids if token is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor in the file of a folder that :func:`folder_of` made."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    interleaved_heads: int
+    file: Path
+
+    def read(self) -> npt.NDArray[Any]:
+        """Its bytes for a quantised type, its numbers for others (BF16: as uint16).
+
+        # [outputs, ...]; rows in the order of Hugging Face's format
+        """
+        kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(self.type, np.uint8)
+        raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.size,))
+        rows = raw.view(kind).reshape(self.shape[0], -1)
+        if self.interleaved_heads:  # (0, half), (1, half + 1), ... as llama.cpp's rope has them
+            halves = rows.reshape(self.interleaved_heads, -1, 2, rows.shape[1])
+            rows = halves.swapaxes(1, 2).reshape(rows.shape)
+        return rows.reshape(self.shape) if kind is not np.uint8 else rows
+
+
+def tensors(folder: Path) -> dict[str, GgufTensor]:
+    """All tensors of a folder that :func:`folder_of` made."""
+    index = json.loads((folder / INDEX).read_text("utf-8"))
+    return {
+        name: GgufTensor(name, file=folder / WEIGHTS, **entry | {"shape": tuple(entry["shape"])})
+        for name, entry in index.items()
+    }

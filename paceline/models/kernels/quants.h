@@ -1,0 +1,385 @@
+/* Products with weights in blocks of small integers, as GGUF files hold them; part of matmul.c.
+ *
+ * A weight is scale * q + least, with a scale and a least of its block of 32 or 16 neighbouring inputs.
+ * Inputs are rounded to eight bits in blocks of 32, row by row. Sums of products of integers are exact;
+ * a block's share of a result is fma(sum, weights' scale * inputs' scale, share of the blocks before),
+ * then fma(least, sum of the inputs, that), in the order of blocks. So a row's result depends on
+ * nothing but that row, and every variant computes the same bits.
+ *
+ * A panel holds 16 outputs: the scales of all blocks and then the integers of all blocks, each part
+ * from a multiple of 64 bytes on. A line of 64 bytes has 4 inputs of each output, one output after the
+ * other: [16][4]. Of four bits, it has 8: the low halves of its bytes are the first 4 inputs. */
+
+struct quant_kind {
+    int bits;  /* of an integer: 4, without a sign, or 8, with one */
+    int block; /* inputs */
+    int wide;  /* whether scales are float32; else float16 */
+    int least; /* whether there are any */
+};
+
+/* In the order of enum packing, from NIBBLES on. */
+#define NIBBLE_KIND ((struct quant_kind){4, 32, 0, 1})
+#define OCTET_KIND ((struct quant_kind){8, 32, 0, 0})
+#define WIDE_NIBBLE_KIND ((struct quant_kind){4, 32, 1, 1})
+#define WIDE_OCTET_KIND ((struct quant_kind){8, 16, 1, 1})
+
+#define QUANT_INPUTS 32 /* that are rounded together */
+
+/* A block of inputs: scale * q. */
+struct quant_inputs {
+    int8_t q[QUANT_INPUTS];
+    float scale;
+    float sum, half_sums[2]; /* of the block, and of its halves */
+    int32_t shifts[2];       /* 128 times the sum of q of each half */
+} __attribute__((aligned(64)));
+
+/* Rows whose sums the registers hold. */
+#if W == 16
+#define QUANT_ROWS 8
+#elif HAS_FMA
+#define QUANT_ROWS 4
+#else
+#define QUANT_ROWS 1
+#endif
+
+ALWAYS_INLINE size_t quant_header(const struct quant_kind kind) /* bytes for one block of a panel */
+{
+    return WIDTH * (kind.wide ? 4 : 2) * (kind.least ? 2 : 1);
+}
+
+ALWAYS_INLINE size_t quant_headers(const struct quant_kind kind, int k)
+{
+    return (k / kind.block * quant_header(kind) + 63) & ~(size_t)63;
+}
+
+ALWAYS_INLINE size_t quant_panel(const struct quant_kind kind, int k)
+{
+    return quant_headers(kind, k) + (size_t)k * WIDTH * kind.bits / 8;
+}
+
+/* 16 numbers in float16; no infinities. */
+ALWAYS_INLINE vec float16_(const uint16_t *x)
+{
+    vec out;
+#if W == 16
+    out.n[0] = (nat)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
+#elif W == 8 && defined(__F16C__)
+    UNROLL for (int i = 0; i < NATS; i++)
+        out.n[i] = (nat)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + i * W)));
+#elif defined(__aarch64__)
+    UNROLL for (int i = 0; i < NATS; i++)
+        out.n[i] = (nat)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + i * W)));
+#else
+    UNROLL for (int i = 0; i < NATS; i++) {
+        const nat_bits bits = __builtin_convertvector(*(const half_at *)(x + i * W), nat_bits);
+        const nat size = (nat)((bits & 0x7fff) << 13) * nat_set(0x1p112f);
+        out.n[i] = (nat)((nat_bits)size | (bits & 0x8000) << 16);
+    }
+#endif
+    return out;
+}
+
+/* Sums of products for 16 outputs: one line (of eight bits), or the low or high halves of one, times 4
+ * inputs. For each instruction set: `quant_acc` holds the sums of a block, of one of QUANT_PARTS parts of
+ * the panel; quant_line reads a part of a line, quant_low and quant_high give its halves. */
+#if W == 16
+typedef __m512i quant_part;
+#define QUANT_PARTS 1
+#define PART_LOAD(from) _mm512_loadu_si512(from)
+#define PART_INPUTS(four) _mm512_set1_epi32(four)
+#define PART_LOW(line) _mm512_and_si512(line, _mm512_set1_epi8(15))
+#define PART_HIGH(line) _mm512_and_si512(_mm512_srli_epi16(line, 4), _mm512_set1_epi8(15))
+#elif W == 8
+typedef __m256i quant_part;
+#define QUANT_PARTS 2
+#define PART_LOAD(from) _mm256_loadu_si256((const __m256i *)(from))
+#define PART_INPUTS(four) _mm256_set1_epi32(four)
+#define PART_LOW(line) _mm256_and_si256(line, _mm256_set1_epi8(15))
+#define PART_HIGH(line) _mm256_and_si256(_mm256_srli_epi16(line, 4), _mm256_set1_epi8(15))
+#elif defined(__aarch64__)
+typedef int8x16_t quant_part;
+#define QUANT_PARTS 4
+#define PART_LOAD(from) vld1q_s8((const int8_t *)(from))
+#define PART_INPUTS(four) vreinterpretq_s8_s32(vdupq_n_s32(four))
+#define PART_LOW(line) vandq_s8(line, vdupq_n_s8(15))
+#define PART_HIGH(line) vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(line), 4))
+#else
+typedef struct {
+    int8_t b[4 * W];
+} quant_part;
+#define QUANT_PARTS NATS
+
+ALWAYS_INLINE quant_part part_load(const void *from)
+{
+    quant_part out;
+    memcpy(&out, from, sizeof out);
+    return out;
+}
+
+ALWAYS_INLINE quant_part part_inputs(int32_t four)
+{
+    quant_part out;
+    for (int i = 0; i < W; i++)
+        memcpy(out.b + 4 * i, &four, 4);
+    return out;
+}
+
+ALWAYS_INLINE quant_part part_half(quant_part line, int shift)
+{
+    quant_part out;
+    for (int i = 0; i < 4 * W; i++)
+        out.b[i] = (int8_t)((uint8_t)line.b[i] >> shift & 15);
+    return out;
+}
+
+#define PART_LOAD(from) part_load(from)
+#define PART_INPUTS(four) part_inputs(four)
+#define PART_LOW(line) part_half(line, 0)
+#define PART_HIGH(line) part_half(line, 4)
+#endif
+
+_Static_assert(QUANT_PARTS == NATS, "a part has as many outputs as a native vector has numbers");
+
+/* sums + w * x, four products for each output. */
+#if (W == 16 && defined(__AVX512VNNI__)) || (W == 8 && defined(__AVXVNNI__))
+#define QUANT_SHIFTS 1 /* weights with a sign are taken as 128 more */
+#define QUANT_NARROW 0
+ALWAYS_INLINE nat_int quant_step(nat_int sums, quant_part w, quant_part x, int bits)
+{
+#if W == 16
+    const quant_part from = bits == 4 ? w : _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+    return (nat_int)_mm512_dpbusd_epi32((__m512i)sums, from, x);
+#else
+    const quant_part from = bits == 4 ? w : _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    return (nat_int)_mm256_dpbusd_avx_epi32((__m256i)sums, from, x);
+#endif
+}
+
+ALWAYS_INLINE nat_int quant_finish(nat_int sums, int bits)
+{
+    (void)bits;
+    return sums;
+}
+#elif W >= 8
+#define QUANT_SHIFTS 0
+/* Of four bits, the 16 bits of a sum of pairs hold a whole block: 16 * 15 * 127 = 30,480. Of eight bits, they
+ * hold two products: 2 * 128 * 127 = 32,512. */
+ALWAYS_INLINE nat_int quant_step(nat_int sums, quant_part w, quant_part x, int bits)
+{
+#if W == 16
+    if (bits == 4)
+        return (nat_int)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16(w, x));
+    const __m512i turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), turned);
+    return sums + (nat_int)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+    if (bits == 4)
+        return (nat_int)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16(w, x));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return sums + (nat_int)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+
+ALWAYS_INLINE nat_int quant_finish(nat_int sums, int bits)
+{
+#if W == 16
+    return bits == 4 ? (nat_int)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)) : sums;
+#else
+    return bits == 4 ? (nat_int)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)) : sums;
+#endif
+}
+#else
+#define QUANT_SHIFTS 0
+ALWAYS_INLINE nat_int quant_step(nat_int sums, quant_part w, quant_part x, int bits)
+{
+    (void)bits;
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (nat_int)vdotq_s32((int32x4_t)sums, w, x);
+#elif defined(__aarch64__)
+    const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x));
+    const int16x8_t high = vmull_s8(vget_high_s8(w), vget_high_s8(x));
+    return sums + (nat_int)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#else
+    for (int i = 0; i < W; i++)
+        for (int j = 0; j < 4; j++)
+            sums[i] += w.b[4 * i + j] * x.b[4 * i + j];
+    return sums;
+#endif
+}
+
+ALWAYS_INLINE nat_int quant_finish(nat_int sums, int bits)
+{
+    (void)bits;
+    return sums;
+}
+#endif
+
+/* A row of inputs, rounded; zeros behind k. */
+static void quant_round(const void *x, size_t at, struct quant_inputs *out, int k, int narrow)
+{
+    for (int b = 0; b * QUANT_INPUTS < k; b++, out++) {
+        vec parts[QUANT_INPUTS / WIDTH], top = set_(0.0f);
+        int32_t sums[2] = {0, 0};
+        for (int i = 0; i < QUANT_INPUTS / WIDTH; i++) {
+            const int from = b * QUANT_INPUTS + i * WIDTH;
+            parts[i] = read_(x, at + from, k - from, narrow);
+            top = max_(top, max_(parts[i], sub_(set_(0.0f), parts[i])));
+        }
+        const float largest_input = largest(top);
+        out->scale = largest_input > 1e-30f ? largest_input / 127.0f : 0.0f;
+        const vec factor = set_(out->scale > 0.0f ? 1.0f / out->scale : 0.0f);
+        for (int i = 0; i < QUANT_INPUTS / WIDTH; i++) {
+            const nat round = nat_set(12582912.0f); /* 1.5 * 2^23: to the nearest, ties to even */
+            int32_t whole[WIDTH];
+            UNROLL for (int n = 0; n < NATS; n++) {
+                const nat v = mul_(parts[i], factor).n[n];
+                const nat_int rounded = __builtin_convertvector((v + round) - round, nat_int);
+                memcpy(whole + n * W, &rounded, sizeof rounded);
+            }
+            for (int j = 0; j < WIDTH; j++) {
+                out->q[i * WIDTH + j] = (int8_t)whole[j];
+                sums[i] += whole[j];
+            }
+        }
+        out->sum = out->scale * (float)(sums[0] + sums[1]);
+        for (int i = 0; i < 2; i++) {
+            out->half_sums[i] = out->scale * (float)sums[i];
+            out->shifts[i] = 128 * sums[i];
+        }
+    }
+}
+
+/* Up to QUANT_ROWS rows and one panel. */
+ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *panel, const char *next,
+                               const struct target *t, int row, int first, const int rows,
+                               const struct quant_kind kind)
+{
+    const int blocks = k / kind.block, inputs = k / QUANT_INPUTS, step = kind.bits == 4 ? 8 : 4;
+    const char *header = panel, *line = panel + quant_headers(kind, k);
+    vec acc[QUANT_ROWS];
+    UNROLL for (int r = 0; r < rows; r++) acc[r] = set_(0.0f);
+    for (int b = 0; b < blocks; b++) {
+        const int half = kind.block == QUANT_INPUTS ? 0 : b & 1;
+        const struct quant_inputs *in = x + (kind.block == QUANT_INPUTS ? b : b / 2);
+        const vec scale = kind.wide ? load_((const float *)header) : float16_((const uint16_t *)header);
+        vec whole[QUANT_ROWS];
+        UNROLL for (int n = 0; n < NATS; n++) {
+            nat_int sums[QUANT_ROWS];
+            UNROLL for (int r = 0; r < rows; r++) sums[r] = (nat_int){0};
+            UNROLL for (int i = 0; i < kind.block / step; i++) {
+                const quant_part w = PART_LOAD(line + i * LINE + n * (LINE / NATS));
+                const int at = half * 16 + i * step;
+                UNROLL for (int r = 0; r < rows; r++) {
+                    int32_t four[2];
+                    memcpy(four, in[r * inputs].q + at, step);
+                    if (kind.bits == 4) {
+                        sums[r] = quant_step(sums[r], PART_LOW(w), PART_INPUTS(four[0]), 4);
+                        sums[r] = quant_step(sums[r], PART_HIGH(w), PART_INPUTS(four[1]), 4);
+                    } else
+                        sums[r] = quant_step(sums[r], w, PART_INPUTS(four[0]), 8);
+                }
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                nat_int all = quant_finish(sums[r], kind.bits);
+                if (QUANT_SHIFTS && kind.bits == 8) {
+                    const int32_t *shifts = in[r * inputs].shifts;
+                    all -= kind.block == 16 ? shifts[half] : shifts[0] + shifts[1];
+                }
+                whole[r].n[n] = __builtin_convertvector(all, nat);
+            }
+        }
+        if (next) {
+            const char *ahead = next + (line - panel);
+            UNROLL for (int i = 0; i < kind.block / step; i++) FETCH(ahead + i * LINE, rows);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            const struct quant_inputs *from = in + r * inputs;
+            acc[r] = fma_(whole[r], mul_(scale, set_(from->scale)), acc[r]);
+            if (kind.least) {
+                const float *leasts = (const float *)header + WIDTH;
+                const vec least = kind.wide ? load_(leasts)
+                                            : float16_((const uint16_t *)header + WIDTH);
+                const float sum = kind.block == 16 ? from->half_sums[half] : from->sum;
+                acc[r] = fma_(least, set_(sum), acc[r]);
+            }
+        }
+        header += quant_header(kind);
+        line += (size_t)kind.block * WIDTH * kind.bits / 8;
+    }
+    UNROLL for (int r = 0; r < rows; r++) put(t, row + r, first, acc[r]);
+}
+
+#define CASE(rows)                                                                                \
+    case rows:                                                                                    \
+        quant_block(x, k, panel, next, t, row, first, rows, kind);                                \
+        break;
+
+ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *panel, const char *next,
+                              const struct target *t, int row, int first, int rows,
+                              const struct quant_kind kind)
+{
+    switch (rows) {
+        CASE(1)
+#if QUANT_ROWS > 1
+        CASE(2)
+        CASE(3)
+        CASE(4)
+#endif
+#if QUANT_ROWS > 4
+        CASE(5)
+        CASE(6)
+        CASE(7)
+        CASE(8)
+#endif
+    }
+}
+
+#undef CASE
+
+#define QUANT_PANEL(name, kind)                                                                   \
+    static void name##_panel(const struct quant_inputs *x, int k, const char *weight, int panel,  \
+                             const struct target *t, int rows)                                    \
+    {                                                                                             \
+        const size_t size = quant_panel(kind, k);                                                 \
+        const char *from = weight + panel * size;                                                 \
+        const int blocks = (rows + QUANT_ROWS - 1) / QUANT_ROWS;                                   \
+        for (int b = 0; b < blocks; b++) {                                                        \
+            const int r = rows * b / blocks, end = rows * (b + 1) / blocks;                       \
+            quant_rows(x + (size_t)r * (k / QUANT_INPUTS), k, from, b ? NULL : from + size, t, r,  \
+                       panel * WIDTH, end - r, kind);                                             \
+        }                                                                                         \
+    }
+
+QUANT_PANEL(nibble, NIBBLE_KIND)
+QUANT_PANEL(octet, OCTET_KIND)
+QUANT_PANEL(wide_nibble, WIDE_NIBBLE_KIND)
+QUANT_PANEL(wide_octet, WIDE_OCTET_KIND)
+
+/* The product; k is a multiple of 32. Returns non-zero when memory runs out. */
+static int quant_product(const void *x, const char *weight, int packing, int rows, int k, int threads,
+                         int share, const struct target *t)
+{
+    const int panels = (int)(t->outputs + WIDTH - 1) / WIDTH, inputs = k / QUANT_INPUTS;
+    struct quant_inputs *in = aligned_alloc(64, (size_t)rows * inputs * sizeof *in);
+    if (!in)
+        return 1;
+#pragma omp parallel num_threads(threads) if (share)
+    {
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r++)
+            quant_round(x, (size_t)r * k, in + (size_t)r * inputs, k, t->narrow);
+#pragma omp for schedule(static)
+        for (int p = 0; p < panels; p++) {
+            if (packing == NIBBLES)
+                nibble_panel(in, k, weight, p, t, rows);
+            else if (packing == OCTETS)
+                octet_panel(in, k, weight, p, t, rows);
+            else if (packing == WIDE_NIBBLES)
+                wide_nibble_panel(in, k, weight, p, t, rows);
+            else
+                wide_octet_panel(in, k, weight, p, t, rows);
+        }
+    }
+    free(in);
+    return 0;
+}

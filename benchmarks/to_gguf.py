@@ -1,9 +1,9 @@
 """A small Llama of Paceline's own as a GGUF file.
 
-    python -m benchmarks.to_gguf paceline/demo/drafter drafter.gguf
+    python -m benchmarks.to_gguf paceline/demo/drafter drafter.gguf --type Q8_0
 
-Weights are written in float32 and the tokenizer as byte-level BPE. This is for the demo pair and
-for tests; llama.cpp's `convert_hf_to_gguf.py` converts the models that people publish.
+The tokenizer is written as byte-level BPE. This is for the demo pair and for tests; llama.cpp's
+`convert_hf_to_gguf.py` converts the models that people publish.
 """
 
 from __future__ import annotations
@@ -39,8 +39,14 @@ _NAMES = {
 }
 
 
-def to_gguf(folder: str | Path, file: str | Path) -> None:
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
+def to_gguf(folder: str | Path, file: str | Path, kind: str = "F32") -> None:
     """Write the model and the tokenizer of a Hugging Face folder to a GGUF file.
+
+    Args:
+        kind: of matrices, one of ``TYPES``; vectors are float32.
 
     Raises:
         InvalidArgument: not a plain Llama, or another tokenizer than byte-level BPE.
@@ -64,7 +70,11 @@ def to_gguf(folder: str | Path, file: str | Path) -> None:
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, folder, config.vocab_size)
     for name, tensor in _tensors(load_tensors(folder), config):
-        writer.add_tensor(name, tensor)
+        if kind == "F32" or tensor.ndim == 1:
+            writer.add_tensor(name, tensor)
+        else:
+            dtype = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quants.quantize(tensor, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,5 +131,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="with config.json, weights and tokenizer.json")
     parser.add_argument("file", type=Path, help="to write")
+    parser.add_argument("--type", choices=TYPES, default="F32", help="of matrices")
     options = parser.parse_args()
-    to_gguf(options.folder, options.file)
+    to_gguf(options.folder, options.file, options.type)

@@ -19,7 +19,7 @@ from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.gguf import is_gguf
+from paceline.gguf_folder import is_gguf
 from paceline.methods import VLLM_METHODS, Method
 from paceline.plan import resolve
 from rpc.access import Limits
@@ -428,7 +428,7 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         given = getattr(config.model, role)
         if given is not None:
             folder = Path(given).expanduser().resolve()
-            if role == "drafter" and is_gguf(folder):
+            if is_gguf(folder):
                 there, kind = folder.is_file(), "file"
             else:
                 there, kind = folder.is_dir(), "folder"

@@ -25,11 +25,6 @@ _errors: deque[str] = deque(maxlen=8)  # logged last: llama.cpp returns no reaso
 _PADDING = re.compile(r"\[PAD\d+\]")  # what conversion fills a vocabulary up with
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file, by its ending."""
-    return Path(path).suffix == ".gguf"
-
-
 @lru_cache(1)
 def library() -> Any:
     """llama.cpp's C functions; what it logs goes to Python's logging."""

@@ -1,8 +1,9 @@
 """A GGUF file as a model folder.
 
-What is not weights (configuration, tokenizer, chat template, end-of-sequence tokens) is written once into
-a folder of Paceline's cache, in Hugging Face's formats, beside a link to the file and an index of its
-tensors. So whatever works on a model folder works on a GGUF file. The package `gguf` reads the format.
+What is not weights (configuration, tokenizer, chat template, end-of-sequence tokens) is written
+once into a folder of Paceline's cache, in Hugging Face's formats, beside a link to the file and an
+index of its tensors. So whatever works on a model folder works on a GGUF file. The package `gguf`
+reads the format.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.models.quants import QUANT_TYPES
 
 VERSION = 1
 """Of what :func:`folder_of` writes."""
 WEIGHTS, INDEX = "model.gguf", "model.gguf.json"
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Those of the fast path, with the names of transformers' classes."""
+TYPES = ("F32", "F16", "BF16", *QUANT_TYPES)
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -50,7 +53,7 @@ _KNOWN_KEYS = {
     "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 }  # fmt: skip
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens that a text is split at
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # kinds of tokens; texts are split at the first two
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -67,6 +70,11 @@ def cache_root() -> Path:
     """Where Paceline keeps what it can make again."""
     root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "paceline"
+
+
+def model_folder(path: str | Path) -> Path:
+    """A model folder, or that of a GGUF file. Errors: as :func:`folder_of`."""
+    return folder_of(path) if is_gguf(path) else Path(path)
 
 
 def folder_of(path: str | Path) -> Path:
@@ -96,9 +104,29 @@ def folder_of(path: str | Path) -> Path:
     return folder
 
 
-def architecture(path: str | Path) -> str:
-    """`general.architecture` of a GGUF file. Errors: as :func:`folder_of`."""
-    return str(_File(Path(path)).value("general.architecture"))
+def is_folder(path: Path) -> bool:
+    """Whether a folder is one that :func:`folder_of` made."""
+    return (path / INDEX).is_file()
+
+
+def is_foreign(path: str | Path) -> bool:
+    """Whether only llama.cpp computes a model: a GGUF file of an architecture that Paceline lacks.
+
+    Errors: as :func:`folder_of`.
+    """
+    return is_gguf(path) and _architecture(Path(path)) not in ARCHITECTURES
+
+
+def _architecture(file: Path) -> str:
+    """The first key of nearly every file, so that the others need not be read."""
+    key = b"general.architecture"
+    start = file.open("rb").read(4096) if file.is_file() else b""
+    at = start.find(key) + len(key)
+    if len(key) <= at <= len(start) - 12:  # a string's kind, 8, and its length come first
+        kind, size = struct.unpack_from("<IQ", start, at)
+        if kind == 8:
+            return start[at + 12 : at + 12 + size].decode("utf-8", "replace")
+    return str(_File(file).value("general.architecture"))
 
 
 class _File:
@@ -108,11 +136,13 @@ class _File:
         from gguf import GGUFReader
 
         self.path = path
+        if not path.is_file():
+            raise ModelNotFound(f"GGUF file {str(path)!r} does not exist")
         try:
             self.reader = GGUFReader(path)
         except (ValueError, IndexError, KeyError, OverflowError, struct.error, OSError) as error:
             raise ModelNotFound(
-                f"{str(path)!r} is truncated, damaged or not GGUF: {error or type(error).__name__}"
+                f"{str(path)!r} is truncated, damaged or not GGUF: {error!r}"
             ) from error
         if self.reader.byte_order != "I":
             raise InvalidArgument("byte order", "of another machine", "a little-endian GGUF file")
@@ -153,7 +183,9 @@ def _config(source: _File, name: str) -> dict[str, Any]:
             raise InvalidArgument(key, source.get(key), f"none: {name} models have no such setting")
 
     def get(key: str, default: Any = None) -> Any:
-        found = source.get(f"{name}.{key}") if default is not None else source.value(f"{name}.{key}")
+        found = (
+            source.get(f"{name}.{key}") if default is not None else source.value(f"{name}.{key}")
+        )
         if isinstance(found, list):
             raise InvalidArgument(f"{name}.{key}", found, "one number for all layers")
         return default if found is None else found
@@ -166,10 +198,10 @@ def _config(source: _File, name: str) -> dict[str, Any]:
             raise InvalidArgument(f"{name}.{key}", get(key), f"{head_dim}, as other dimensions")
     scaling = get("rope.scaling.type", "none")
     rope: dict[str, Any] = {
-        "rope_type": "default", "rope_theta": float(get("rope.freq_base", 10000.0)),
+        "rope_type": "default", "rope_theta": _shortest(get("rope.freq_base", 10000.0)),
     }  # fmt: skip
     if scaling == "linear":
-        rope |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor"))}
+        rope |= {"rope_type": "linear", "factor": _shortest(get("rope.scaling.factor"))}
     elif scaling != "none":
         raise InvalidArgument(f"{name}.rope.scaling.type", scaling, "none or linear")
     if _FACTORS in tensors:
@@ -188,12 +220,17 @@ def _config(source: _File, name: str) -> dict[str, Any]:
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": float(get("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon")),
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
         **({"attention_bias": biased} if name != "qwen2" else {}),
     }
+
+
+def _shortest(value: float) -> float:
+    """The decimal number that a float32 was written for: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
 
 
 def _index(source: _File, config: dict[str, Any]) -> dict[str, Any]:
@@ -211,11 +248,18 @@ def _index(source: _File, config: dict[str, Any]) -> dict[str, Any]:
                 f"{str(source.path)!r} has the tensor {tensor.name!r}, which Paceline does not "
                 f"know: {config['model_type']} models have no such weights"
             )
+        if tensor.tensor_type.name not in TYPES:
+            allowed = f"one of {', '.join(TYPES)}"
+            raise InvalidArgument(f"type of {tensor.name}", tensor.tensor_type.name, allowed)
         if tensor.data_offset + tensor.n_bytes > size:
-            raise ModelNotFound(f"{str(source.path)!r} is truncated: {tensor.name} is beyond its end")
+            raise ModelNotFound(
+                f"{str(source.path)!r} is truncated: {tensor.name} is beyond its end"
+            )
         interleaved = 0
         if config["model_type"] == "llama" and layer and layer[2] in ("attn_q", "attn_k"):
-            interleaved = config["num_attention_heads" if layer[2] == "attn_q" else "num_key_value_heads"]
+            interleaved = config[
+                "num_attention_heads" if layer[2] == "attn_q" else "num_key_value_heads"
+            ]
         index[name] = {
             "type": tensor.tensor_type.name, "shape": [int(n) for n in reversed(tensor.shape)],
             "offset": int(tensor.data_offset), "size": int(tensor.n_bytes),
@@ -234,6 +278,9 @@ def _tokenizer(source: _File) -> dict[str, Any]:
         raise InvalidArgument("tokenizer.ggml.pre", before, f"one of {', '.join(_BEFORE)}")
     tokens, merges = source.value("tokenizer.ggml.tokens"), source.value("tokenizer.ggml.merges")
     kinds = source.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    # Conversion fills a vocabulary up to the size of the model's.
+    vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
+    pairs = [merge.split(" ", 1) for merge in merges]
     added = [
         {
             "id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
@@ -266,16 +313,15 @@ def _tokenizer(source: _File) -> dict[str, Any]:
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
             "ignore_merges": whole_words,
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in merges],
+            "vocab": vocabulary,
+            "merges": [pair for pair in pairs if "".join(pair) in vocabulary],
         },
     }  # fmt: skip
 
 
 def _byte_level(use_regex: bool) -> dict[str, Any]:
-    return {
-        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex,
-    }  # fmt: skip
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return step | {"use_regex": use_regex}
 
 
 def _split(pattern: str) -> dict[str, Any]:
@@ -286,6 +332,7 @@ _BEFORE: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]], bool]] = {
     "gpt-2": (None, [_byte_level(True)], False),
     "smollm": (None, [{"type": "Digits", "individual_digits": True}, _byte_level(True)], False),
     "llama-bpe": (None, [_split(_LLAMA3), _byte_level(False)], True),
+    "smaug-bpe": (None, [_split(_LLAMA3), _byte_level(False)], False),
     "qwen2": ({"type": "NFC"}, [_split(_QWEN2), _byte_level(False)], False),
 }
 """By `tokenizer.ggml.pre`: what a text becomes first, how it is split, and whether an entry of the
@@ -325,7 +372,8 @@ class GgufTensor:
         # [outputs, ...]; rows in the order of Hugging Face's format
         """
         kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(self.type, np.uint8)
-        raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.size,))
+        # Copied on writing, which does not happen: torch warns about memory that it may not change.
+        raw = np.memmap(self.file, np.uint8, "c", self.offset, (self.size,))
         rows = raw.view(kind).reshape(self.shape[0], -1)
         if self.interleaved_heads:  # (0, half), (1, half + 1), ... as llama.cpp's rope has them
             halves = rows.reshape(self.interleaved_heads, -1, 2, rows.shape[1])

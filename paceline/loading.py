@@ -13,7 +13,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.gguf import is_gguf
+from paceline.gguf_folder import is_foreign, model_folder
 from paceline.lengths.base import LengthContext
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
@@ -60,7 +60,7 @@ def load_runner(
     int8: bool = False,
     numerics: str = "fastest",
 ) -> ModelRunner:
-    """A model from a Hugging Face folder.
+    """A model from a Hugging Face folder, or a GGUF file.
 
     Args:
         dtype: float32, bfloat16 or float16.
@@ -81,12 +81,7 @@ def load_runner(
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}")
     if kv_tokens is not None and kv_tokens < 1:
         raise InvalidArgument("kv_tokens", kv_tokens, "a positive number of tokens")
-    if is_gguf(path):
-        raise InvalidArgument(
-            "target", str(path), "a Hugging Face folder; a GGUF file can be a drafter only: in "
-            "llama.cpp a token's logits depend on what is computed beside it",
-        )  # fmt: skip
-    folder, device = Path(path), pick_device(device)
+    folder, device = model_folder(path), pick_device(device)
     config = read_config(folder)
     if general is None:
         general = config.get("model_type") not in MODEL_TYPES
@@ -152,7 +147,7 @@ def load_translating_drafter(
 def _load_draft_runner(
     path: str | Path, dtype: str, device: str, kv_tokens: int | None
 ) -> ModelRunner:
-    if is_gguf(path):
+    if is_foreign(path):
         return GgufRunner(path, kv_tokens=kv_tokens, gpu=pick_device(device) != "cpu")
     if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_dots():
         dtype = "bfloat16"
@@ -162,8 +157,10 @@ def _load_draft_runner(
 
 
 def _config(path: str | Path) -> dict[str, Any]:
-    """A folder's config.json; a GGUF file has none."""
-    return {} if is_gguf(path) else read_config(Path(path))
+    """A model's config.json; there is none where llama.cpp computes it."""
+    if is_foreign(path):
+        return {}
+    return read_config(model_folder(path))
 
 
 def load_engine(
@@ -195,6 +192,7 @@ def load_engine(
     """
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
+    target = model_folder(target)
     runner = load_runner(
         target, dtype=dtype, device=device, batch_invariant=batch_invariant, kv_tokens=kv_tokens,
         numerics=numerics,
@@ -237,7 +235,7 @@ def _length_context(
     target: str | Path, drafter: str | Path | None, heads: Path, costs: LoadCosts
 ) -> LengthContext:
     """What the length controllers of an engine over these folders should know."""
-    config = read_config(Path(target))
+    config = _config(target)
     draft_config = _config(drafter) if drafter is not None else {}
     return LengthContext(
         measure=costs,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import ModelNotFound, TokenizerMismatch
-from paceline.gguf import GgufTokenizer, is_gguf
+from paceline.gguf import GgufTokenizer
+from paceline.gguf_folder import is_foreign, model_folder
 
 
 class Tokenizer(Protocol):
@@ -129,9 +130,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         ModelNotFound: the folder or file does not exist or holds no tokenizer.
     """
-    folder = Path(path)
-    if is_gguf(folder):
-        return GgufTokenizer(folder)
+    if is_foreign(path):
+        return GgufTokenizer(path)
+    folder = model_folder(path)
     if not folder.is_dir():
         raise ModelNotFound(f"model folder {str(path)!r} does not exist")
     if (folder / "tokenizer.json").is_file():
@@ -161,7 +162,7 @@ class ChatTemplate:
 
 def chat_template(path: str | Path) -> ChatTemplate:
     """The default chat template of a model folder."""
-    folder = Path(path)
+    folder = model_folder(path)
     file = folder / "tokenizer_config.json"
     config: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     source = config.get("chat_template") or ""
@@ -179,10 +180,11 @@ def _token_text(value: Any) -> str:
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:
     """End-of-sequence ids from generation_config.json, else from config.json, or a GGUF file's."""
-    if is_gguf(path):
+    if is_foreign(path):
         return GgufTokenizer(path).eos_token_ids
+    folder = model_folder(path)
     for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
+        file = folder / name
         if file.is_file():
             value = json.loads(file.read_text()).get("eos_token_id")
             if isinstance(value, int):

@@ -157,11 +157,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_tensors(folder: Path) -> dict[str, Tensor | GgufTensor]:
-    """All tensors of model.safetensors, or of the shards that its index names; or those of a GGUF
-    file, not read yet."""
-    if (folder / gguf_folder.INDEX).is_file():
-        return dict(gguf_folder.tensors(folder))
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the shards that its index names."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -170,7 +167,7 @@ def load_tensors(folder: Path) -> dict[str, Tensor | GgufTensor]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
         names = ["model.safetensors"]
-    tensors: dict[str, Tensor | GgufTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
         if not (folder / name).is_file():
             raise ModelNotFound(f"model folder {str(folder)!r} has no {name}")
@@ -251,7 +248,9 @@ def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
     frequencies: npt.NDArray[np.float32] = number(1.0) / np.array(powers, np.float32)
     if kind == "default":
         factors = config.rope.get("frequency_factors")  # of a GGUF file
-        return frequencies if factors is None else frequencies / np.asarray(factors, np.float32)
+        if factors is not None:
+            frequencies /= np.asarray(factors, np.float32)
+        return frequencies
     factor = number(_rope_number(config, "factor"))
     if kind == "linear":
         return frequencies / factor
@@ -316,7 +315,10 @@ class LlamaRunner:
         if self._numerics_class != PORTABLE:
             refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
-        self._load(folder, load_tensors(folder))
+        if gguf_folder.is_folder(folder):
+            self._load(folder, dict(gguf_folder.tensors(folder)))
+        else:
+            self._load(folder, dict(load_tensors(folder)))
         tokens = kv_tokens or min(16 * config.context_length, 65536)
         self._pool = KVPool(
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
@@ -409,7 +411,9 @@ class LlamaRunner:
         self._final_norm = take("model.norm.weight", hidden)
         self._is_tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
         if self._is_tied:
-            self._head = packed([embedding if isinstance(embedding, Quantised) else self._embedding])
+            self._head = packed(
+                [embedding if isinstance(embedding, Quantised) else self._embedding]
+            )
         else:
             self._head = packed([find("lm_head.weight", config.vocab_size, hidden)])
 

@@ -1,7 +1,8 @@
 """Weights in blocks of small integers: GGUF's types, read exactly.
 
-A weight is ``scale * q + least`` with a scale and a least of its block of neighbouring inputs. The block
-layouts are those that ggml's ggml-common.h defines; :mod:`gguf.quants` is the tests' reference.
+A weight is ``scale * q + least`` with a scale and a least of its block of neighbouring inputs. The
+layouts of blocks are those that ggml's ggml-common.h defines; :mod:`gguf.quants` is the tests'
+reference.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Quantised:
     @property
     def block(self) -> int:
         """Inputs that share a scale."""
-        return self.q.shape[1] // self.scale.shape[1]
+        return self.shape[1] // len(self.scale[0])
 
     def rows(self, index: npt.NDArray[np.int64] | slice) -> Quantised:
         """Some of the outputs."""

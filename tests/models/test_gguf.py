@@ -1,13 +1,15 @@
-"""Draft models in GGUF files: drafts like the native model's, and exact whatever they say."""
+"""Draft models that llama.cpp computes: drafts like the native ones, exact whatever they say."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from paceline import gguf_folder
 from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.drafters.draft_model import DraftModel
@@ -37,6 +39,14 @@ TEXTS = (
     "",
     "a<|endoftext|>b",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _all_are_foreign() -> Iterator[None]:
+    """As if Paceline computed no architecture itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_folder, "ARCHITECTURES", {})
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -217,5 +227,5 @@ def test_files_that_are_none(tmp_path: Path, file: Path) -> None:
     damaged.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ModelNotFound, match=r"cannot load .*damaged.gguf': .*[a-z]{4}"):
         load_engine(TARGET_DIR, damaged)
-    with pytest.raises(InvalidArgument, match="drafter only"):
+    with pytest.raises(InvalidArgument, match="general.architecture"):
         load_engine(file, file)

@@ -31,6 +31,7 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.exact_math import cos_sin
 from paceline.gguf_folder import GgufTensor
 from paceline.models import kernels
+from paceline.models import packed as packed_weights
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
@@ -40,6 +41,7 @@ from paceline.models.ops import (
     Layer,
     NativeOps,
     Ops,
+    Packing,
     Rows,
     Stack,
     TorchOps,
@@ -47,6 +49,7 @@ from paceline.models.ops import (
     append_chains,
     append_rows,
 )
+from paceline.models.packed import PackedWeights
 from paceline.models.prefix_cache import PrefixCache
 from paceline.models.quants import Quantised, concatenate, read_blocks
 from paceline.numerics import (
@@ -88,6 +91,14 @@ class LlamaConfig:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = 2 * (q_size + kv_size) + 3 * self.intermediate_size  # each times hidden_size
         return self.vocab_size / layer
+
+    @property
+    def num_weights(self) -> int:
+        """Of all matrices, a tied embedding counted once."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = (2 * (q_size + kv_size) + 3 * self.intermediate_size) * self.hidden_size
+        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return self.num_layers * layer + tables
 
     @staticmethod
     def from_folder(folder: Path) -> LlamaConfig:
@@ -176,6 +187,13 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ModelNotFound(f"{folder / name} is damaged: {error}") from error
     return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that a model's weights are in."""
+    if gguf_folder.is_folder(folder):
+        return [folder / gguf_folder.WEIGHTS]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def read_gguf(tensor: GgufTensor) -> Tensor | Quantised:
@@ -315,10 +333,13 @@ class LlamaRunner:
         if self._numerics_class != PORTABLE:
             refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
-        if gguf_folder.is_folder(folder):
-            self._load(folder, dict(gguf_folder.tensors(folder)))
-        else:
-            self._load(folder, dict(load_tensors(folder)))
+        layout = self._ops.layout if isinstance(self._ops, NativeOps) else None
+        key = packed_weights.identity(weight_files(folder), layout) if layout else ""
+        with PackedWeights.of(key, config.num_weights if layout else 0) as store:
+            if gguf_folder.is_folder(folder):
+                self._load(folder, dict(gguf_folder.tensors(folder)), store)
+            else:
+                self._load(folder, dict(load_tensors(folder)), store)
         tokens = kv_tokens or min(16 * config.context_length, 65536)
         self._pool = KVPool(
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
@@ -331,10 +352,12 @@ class LlamaRunner:
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _load(self, folder: Path, tensors: dict[str, Tensor | GgufTensor]) -> None:
+    def _load(
+        self, folder: Path, tensors: dict[str, Tensor | GgufTensor], store: PackedWeights
+    ) -> None:
         config = self.config
 
-        def find(name: str, *shape: int) -> Tensor | Quantised:
+        def find(name: str, *shape: int) -> Tensor | GgufTensor:
             if name not in tensors:
                 raise ModelNotFound(f"the weights in {str(folder)!r} lack {name}")
             tensor = tensors.pop(name)
@@ -344,26 +367,34 @@ class LlamaRunner:
                     f"says {shape}"
                 )
             self.num_parameters += math.prod(shape)
-            return read_gguf(tensor) if isinstance(tensor, GgufTensor) else tensor
+            return tensor
 
-        def floats(tensor: Tensor | Quantised) -> Tensor:
-            if isinstance(tensor, Quantised):
-                tensor = torch.from_numpy(tensor.floats())
-            return tensor.to(self.device, self.dtype).contiguous()
+        def floats(tensor: Tensor | GgufTensor) -> Tensor:
+            found = read_gguf(tensor) if isinstance(tensor, GgufTensor) else tensor
+            if isinstance(found, Quantised):
+                found = torch.from_numpy(found.floats())
+            return found.to(self.device, self.dtype).contiguous()
 
         def take(name: str, *shape: int) -> Tensor:
             return floats(find(name, *shape))
 
-        def packed(parts: Sequence[Tensor | Quantised]) -> Weight:
-            blocks = [part for part in parts if isinstance(part, Quantised)]
-            if isinstance(self._ops, NativeOps) and len(blocks) == len(parts):
-                return self._ops.pack_quantised(concatenate(blocks))
+        def pack(parts: Sequence[Tensor | GgufTensor]) -> Weight:
+            if isinstance(self._ops, NativeOps):
+                read = [read_gguf(part) for part in parts if isinstance(part, GgufTensor)]
+                blocks = [part for part in read if isinstance(part, Quantised)]
+                if len(blocks) == len(parts):
+                    return self._ops.pack_quantised(concatenate(blocks))
             return self._ops.pack(torch.cat([floats(part) for part in parts]))
 
+        def packed(name: str, parts: Sequence[Tensor | GgufTensor]) -> Weight:
+            weight = store.weight(name, lambda: pack(parts))
+            if isinstance(self._ops, NativeOps):
+                self._ops.packings.add(weight.packing)
+            return weight
+
         def fused(names: Sequence[str], sizes: Sequence[int], inputs: int) -> Weight:
-            return packed(
-                [find(f"{n}.weight", s, inputs) for n, s in zip(names, sizes, strict=True)]
-            )
+            parts = [find(f"{n}.weight", s, inputs) for n, s in zip(names, sizes, strict=True)]
+            return packed(names[0], parts)
 
         def bias(names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
             if f"{names[0]}.bias" not in tensors:
@@ -373,7 +404,10 @@ class LlamaRunner:
         hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         embedding = find("model.embed_tokens.weight", config.vocab_size, hidden)
-        self._embedding = floats(embedding)
+        if isinstance(embedding, GgufTensor):
+            self._embedding = store.tensor("embedding", lambda: floats(embedding))
+        else:
+            self._embedding = floats(embedding)
         layers = []
         for i in range(config.num_layers):
             at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
@@ -411,11 +445,9 @@ class LlamaRunner:
         self._final_norm = take("model.norm.weight", hidden)
         self._is_tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
         if self._is_tied:
-            self._head = packed(
-                [embedding if isinstance(embedding, Quantised) else self._embedding]
-            )
+            self._head = packed("head", [embedding])
         else:
-            self._head = packed([find("lm_head.weight", config.vocab_size, hidden)])
+            self._head = packed("head", [find("lm_head.weight", config.vocab_size, hidden)])
 
     def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: str) -> Ops:
         config = self.config
@@ -466,11 +498,17 @@ class LlamaRunner:
             for f in fields(Layer):
                 value = getattr(layer, f.name)
                 if isinstance(value, Weight):
-                    value = self._ops.unpack(value)
-                if isinstance(value, Tensor):
+                    yield self._named(f"{i}.{f.name}", value)
+                elif isinstance(value, Tensor):
                     yield f"{i}.{f.name}", value
-        if not self._is_tied:
-            yield "head", self._ops.unpack(self._head)
+        if not self._is_tied or self._head.packing >= Packing.NIBBLES:
+            yield self._named("head", self._head)
+
+    def _named(self, name: str, weight: Weight) -> tuple[str, Tensor]:
+        """A weight with its name; blocks of integers are alike in memory everywhere."""
+        if weight.packing >= Packing.NIBBLES:
+            return f"{name} in {weight.packing.name}", weight.data
+        return name, self._ops.unpack(weight)
 
     def _use_graphs(self, capture: Capture | None = None) -> None:
         """Replay small forwards; plain torch's cannot be recorded, since it asks the host."""

@@ -451,16 +451,21 @@ class NativeOps:
         self._tile_numerics = self._tiles and numerics == "fastest"
         dots = kernels.has_dots() and (numerics == "fastest" or kernels.dots_are_portable())
         self._dots = dots and dtype is torch.bfloat16
-        self._packings: set[Packing] = set()
+        self.packings: set[Packing] = set()  # of the weights that this multiplies with
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
         self.threads: Threads | None = None  # measured; until then, by _num_threads
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """What the layout of packed weights depends on."""
+        return str(self._dtype), self._int8, self._tiles, self._tile_numerics, self._dots
+
+    @property
     def numerics_class(self) -> str:
         """See :mod:`paceline.numerics`; known when all weights are packed."""
-        if Packing.TILES in self._packings:
+        if Packing.TILES in self.packings:
             return "amx"
-        dots = Packing.DOTS in self._packings and not kernels.dots_are_portable()
+        dots = Packing.DOTS in self.packings and not kernels.dots_are_portable()
         return "bf16dot" if dots else "portable"
 
     def pack(self, weight: Tensor) -> Weight:
@@ -477,7 +482,7 @@ class NativeOps:
             panels = self._panels(weight.bfloat16(), 2, multiple)
         else:
             panels = self._panels(weight.float(), 1, 1)
-        self._packings.add(packing)
+        self.packings.add(packing)
         return Weight(panels, outputs, inputs, packing)
 
     def pack_quantised(self, weight: Quantised) -> Weight:
@@ -493,7 +498,7 @@ class NativeOps:
             weight = weight.widened()
             assert weight.least is not None
             numbers = [weight.scale, weight.least]
-        self._packings.add(packing)
+        self.packings.add(packing)
         outputs, inputs = weight.shape
         more = -outputs % self._WIDTH
         kind = np.float32 if packing >= Packing.WIDE_NIBBLES else np.float16

@@ -227,5 +227,5 @@ def test_files_that_are_none(tmp_path: Path, file: Path) -> None:
     damaged.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ModelNotFound, match=r"cannot load .*damaged.gguf': .*[a-z]{4}"):
         load_engine(TARGET_DIR, damaged)
-    with pytest.raises(InvalidArgument, match="general.architecture"):
+    with pytest.raises(InvalidArgument, match=r"general\.architecture"):
         load_engine(file, file)

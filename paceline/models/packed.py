@@ -1,0 +1,153 @@
+"""Packed weights on the disk: made when a model is loaded for the first time, mapped from then on.
+
+Processes that map the same file share its pages, and a page that no forward touches takes no
+memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.gguf_folder import cache_root
+from paceline.models.ops import Packing, Weight
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the layouts that :mod:`paceline.models.ops` packs weights into, and of the file."""
+LEAST_WEIGHTS = 10_000_000
+"""A model of fewer is packed in no time."""
+_ALIGNMENT = 64
+
+
+def identity(files: list[Path], *layout: object) -> str:
+    """Names what a model's packed weights depend on: its files as they are now, and the layout."""
+    digest = hashlib.sha256(f"{VERSION} {layout}".encode())
+    for file in files:
+        state = file.stat()
+        digest.update(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}".encode())
+    return digest.hexdigest()[:24]
+
+
+class PackedWeights:
+    """One model's packed weights. Without a file (``path`` None) they stay in memory.
+
+    Attributes:
+        is_made: whether the file was there: nothing needs to be packed.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._scratch: Path | None = None
+        self.is_made = path is not None and self._read_index(path)
+
+    @staticmethod
+    @contextmanager
+    def of(key: str, num_weights: int) -> Iterator[PackedWeights]:
+        """Those of a model; what is packed inside is on the disk afterwards.
+
+        A small model, a full disk, or `PACELINE_PACKED=off`: they stay in memory.
+        """
+        path: Path | None = None
+        if num_weights >= LEAST_WEIGHTS and os.environ.get("PACELINE_PACKED") != "off":
+            path = cache_root() / "packed" / f"{key}.bin"
+        weights = PackedWeights(path)
+        try:
+            yield weights
+            weights._keep()
+        finally:
+            if weights._scratch is not None:
+                weights._scratch.unlink(missing_ok=True)
+
+    def weight(self, name: str, make: Callable[[], Weight]) -> Weight:
+        """A packed weight, made now unless the file has it."""
+        about: dict[str, Any] = {}
+
+        def data() -> torch.Tensor:
+            weight = make()
+            about["weight"] = [weight.num_outputs, weight.num_inputs, int(weight.packing)]
+            return weight.data
+
+        found = self.tensor(name, data, about)
+        outputs, inputs, packing = about["weight"]
+        return Weight(found, outputs, inputs, Packing(packing))
+
+    def tensor(
+        self, name: str, make: Callable[[], torch.Tensor], about: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        """As :meth:`weight`, for any tensor; ``about`` is kept with it, or filled."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            if about is not None:
+                about |= entry["about"]
+            assert self._path is not None
+            return _mapped(self._path, entry)
+        made = make().contiguous()
+        if self._path is None:
+            return made
+        try:
+            entry = self._append(made)
+        except OSError as error:
+            logger.info("packed weights stay in memory: %s", error)
+            self._path = None
+            return made
+        self._entries[name] = entry | {"about": about or {}}
+        assert self._scratch is not None
+        return _mapped(self._scratch, entry)
+
+    def _read_index(self, path: Path) -> bool:
+        with suppress(OSError, ValueError, KeyError):
+            index = json.loads(path.with_suffix(".json").read_text("utf-8"))
+            if path.stat().st_size == index["size"]:
+                self._entries = index["entries"]
+                return True
+        return False
+
+    def _append(self, tensor: torch.Tensor) -> dict[str, Any]:
+        assert self._path is not None
+        if self._scratch is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".making-")
+            os.close(handle)
+            self._scratch = Path(name)
+        with self._scratch.open("ab") as file:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            offset = file.tell()
+            tensor.view(torch.uint8).numpy().tofile(file)
+        return {
+            "offset": offset, "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }  # fmt: skip
+
+    def _keep(self) -> None:
+        """Make what was packed the model's file; another process may have done the same."""
+        if self._path is None or self._scratch is None:
+            return
+        size = self._scratch.stat().st_size
+        index = self._path.with_suffix(".json")
+        text = json.dumps({"size": size, "entries": self._entries})
+        with suppress(OSError):
+            os.replace(self._scratch, self._path)
+            written = index.with_suffix(f".{os.getpid()}")
+            written.write_text(text, "utf-8")
+            os.replace(written, index)
+
+
+def _mapped(path: Path, entry: dict[str, Any]) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    count = int(np.prod(entry["shape"])) * dtype.itemsize
+    # Copied on writing, which does not happen: torch warns about memory that it may not change.
+    raw = np.memmap(path, np.uint8, "c", entry["offset"], (count,))
+    return torch.from_numpy(raw).view(dtype).view(entry["shape"])

@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from cluster.cli_draft import draft
 from cluster.cli_output import (
     DEBUG_VARIABLE,
+    OTHER_DTYPES,
     Ca,
     Cert,
     Command,
@@ -205,7 +206,7 @@ def generate(
     heads: Heads = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="D", help="float32 (default), bfloat16 or float16."),
+        typer.Option(metavar="D", help=f"float32 (default), {OTHER_DTYPES}"),
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="D", help="auto (default), cpu, cuda or cuda:N.")
@@ -554,9 +555,7 @@ def bench(
     target: Target = None,
     drafter: Drafter = None,
     heads: Heads = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="D", help="float32, bfloat16 or float16.")
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(metavar="D", help=f"float32, {OTHER_DTYPES}")] = "float32",
     device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Threads = None,
     numerics: Numerics = None,
@@ -631,9 +630,7 @@ def profile(
     repetitions: Annotated[
         int, typer.Option("--repetitions", "-r", metavar="N", help="Runs behind each median.")
     ] = 5,
-    dtype: Annotated[
-        str, typer.Option(metavar="D", help="float32, bfloat16 or float16.")
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(metavar="D", help=f"float32, {OTHER_DTYPES}")] = "float32",
     device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Threads = None,
     numerics: Numerics = None,

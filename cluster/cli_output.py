@@ -42,6 +42,8 @@ Drafter = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
 ]
 
+OTHER_DTYPES = "bfloat16, float16, q8_0, q4_0, int8 or auto (the checkpoint's)."
+
 Numerics = Annotated[
     str | None,
     typer.Option(

@@ -58,7 +58,11 @@ class ModelConfig(_Block):
         None,
         description="Folder of the target's trained heads; null: `heads` in the target's folder.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "int8", "auto"] = Field(
+        "float32",
+        description="Of weights and activations. q8_0, q4_0 and int8 round the weights when they "
+        "are loaded; auto is the checkpoint's.",
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     drafter_device: str | None = Field(
         None, description="Of the drafter, so that the two may differ; null: `device`."

@@ -29,7 +29,12 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    # Weights rounded when they are loaded, activations in float32:
+    "q8_0": torch.float32,  # to 8 bits in blocks of 32
+    "q4_0": torch.float32,  # to 4 bits in blocks of 32
+    "int8": torch.float32,  # to 8 bits, a scale for each output
 }
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 def limit_threads(count: int) -> None:
@@ -63,7 +68,8 @@ def load_runner(
     """A model from a Hugging Face folder, or a GGUF file.
 
     Args:
-        dtype: float32, bfloat16 or float16.
+        dtype: one of ``DTYPES``; "auto" is the checkpoint's. Weights of a GGUF file stay as they
+            are, and their activations are float32.
         batch_invariant: bit-identical logits in any batch; ``None`` means where it is the default.
         kv_tokens: capacity of the KV cache over all sessions.
         general: force (True) or forbid (False) the general path through transformers; ``None``
@@ -77,18 +83,22 @@ def load_runner(
         ModelNotFound: the folder, or something in it, is missing or damaged.
         InvalidArgument: an option that does not fit, or portable numerics where there are none.
     """
-    if dtype not in DTYPES:
-        raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    if dtype not in DTYPES and dtype != "auto":
+        raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}, auto")
     if kv_tokens is not None and kv_tokens < 1:
         raise InvalidArgument("kv_tokens", kv_tokens, "a positive number of tokens")
     folder, device = model_folder(path), pick_device(device)
     config = read_config(folder)
+    if dtype == "auto":
+        dtype = _own_dtype(config)
     if general is None:
         general = config.get("model_type") not in MODEL_TYPES
     if general:
         refuse_portable(
             numerics, f"a model of type {config.get('model_type')!r} runs in transformers"
         )
+        if dtype not in FLOATS:
+            raise InvalidArgument("dtype", dtype, f"{' or '.join(FLOATS)} for other model types")
         from paceline.models.seq2seq import Seq2SeqRunner
         from paceline.models.transformers import TransformersRunner
 
@@ -99,8 +109,15 @@ def load_runner(
         )  # fmt: skip
     return LlamaRunner(
         folder, dtype=DTYPES[dtype], device=device, kv_tokens=kv_tokens,
-        batch_invariant=batch_invariant, int8=int8, numerics=numerics,
+        batch_invariant=batch_invariant, int8=int8 or dtype == "int8", numerics=numerics,
+        blocks=dtype.upper() if dtype in ("q8_0", "q4_0") else None,
     )  # fmt: skip
+
+
+def _own_dtype(config: dict[str, Any]) -> str:
+    """The dtype that a checkpoint says it has; float32 where it does not say."""
+    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return own if own in FLOATS else "float32"
 
 
 def load_drafter(

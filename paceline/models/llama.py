@@ -51,7 +51,7 @@ from paceline.models.ops import (
 )
 from paceline.models.packed import PackedWeights
 from paceline.models.prefix_cache import PrefixCache
-from paceline.models.quants import Quantised, concatenate, read_blocks
+from paceline.models.quants import Quantised, concatenate, quantise, read_blocks
 from paceline.numerics import (
     PORTABLE,
     Fingerprint,
@@ -302,6 +302,8 @@ class LlamaRunner:
         kv_tokens: capacity of the KV pool over all sequences.
         batch_invariant: see the module; ``None`` means on for float32 on a CPU.
         int8: see :class:`NativeOps`; nothing without the kernels.
+        blocks: round weights to blocks of integers, as a GGUF file's type has them ("Q8_0",
+            "Q4_0"); None: as they are.
         numerics: see :mod:`paceline.numerics`.
 
     Raises:
@@ -319,6 +321,7 @@ class LlamaRunner:
         kv_tokens: int | None = None,
         batch_invariant: bool | None = None,
         int8: bool = False,
+        blocks: str | None = None,
         numerics: str = "fastest",
     ) -> None:
         check_numerics(numerics)
@@ -334,7 +337,11 @@ class LlamaRunner:
             refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
         layout = self._ops.layout if isinstance(self._ops, NativeOps) else None
-        key = packed_weights.identity(weight_files(folder), layout) if layout else ""
+        self._blocks = blocks
+        self._rounded_to = blocks.lower() if blocks else "int8" if int8 and layout else ""
+        if blocks and layout is None:
+            raise InvalidArgument("dtype", blocks.lower(), "float32 or bfloat16 without kernels")
+        key = packed_weights.identity(weight_files(folder), layout, blocks) if layout else ""
         with PackedWeights.of(key, config.num_weights if layout else 0) as store:
             if gguf_folder.is_folder(folder):
                 self._load(folder, dict(gguf_folder.tensors(folder)), store)
@@ -384,7 +391,10 @@ class LlamaRunner:
                 blocks = [part for part in read if isinstance(part, Quantised)]
                 if len(blocks) == len(parts):
                     return self._ops.pack_quantised(concatenate(blocks))
-            return self._ops.pack(torch.cat([floats(part) for part in parts]))
+            whole = torch.cat([floats(part) for part in parts])
+            if isinstance(self._ops, NativeOps) and self._blocks:
+                return self._ops.pack_quantised(quantise(whole.float().numpy(), self._blocks))
+            return self._ops.pack(whole)
 
         def packed(name: str, parts: Sequence[Tensor | GgufTensor]) -> Weight:
             weight = store.weight(name, lambda: pack(parts))
@@ -484,7 +494,7 @@ class LlamaRunner:
         }
         return Fingerprint(
             numerics_class=self._numerics_class,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=self._rounded_to or str(self.dtype).removeprefix("torch."),
             kernel_version=kernels.NUMERICS_VERSION,
             weights=digest_tensors(self._tensors(), numbers),
         )

@@ -190,6 +190,26 @@ QUANT_TYPES = {
 }
 
 
+def quantise(weight: Floats, name: str) -> Quantised:
+    """Round a matrix, as llama.cpp does.
+
+    Args:
+        weight: [outputs, inputs].
+        name: Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
+
+    Raises:
+        InvalidArgument: the inputs are no whole blocks.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    kind = QUANT_TYPES[name]
+    if weight.shape[1] % kind.inputs:
+        allowed = f"float32, bfloat16 or int8: {weight.shape[1]} inputs are no whole blocks of 32"
+        raise InvalidArgument("dtype", name.lower(), allowed)
+    return read_blocks(quantize(weight, GGMLQuantizationType[name]), name)
+
+
 def read_blocks(raw: Bytes, name: str) -> Quantised:
     """A matrix as a GGUF file holds it.
 

@@ -254,3 +254,36 @@ def test_a_file_that_is_replaced_is_read_anew(files: Callable[[str], Path], tmp_
     assert second != first
     index = json.loads((second / "model.gguf.json").read_text())
     assert index["model.embed_tokens.weight"]["type"] == "Q4_1"
+
+
+# --- weights that are rounded when they are loaded ------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "int8", "auto"])
+def test_a_folder_in_another_dtype(dtype: str) -> None:
+    engine = load_engine(TARGET_DIR, DRAFTER_DIR, dtype=dtype)
+    fingerprint = engine.local_target.runner.fingerprint
+    assert fingerprint.dtype == ("bfloat16" if dtype == "auto" else dtype)
+    prompts = code_prompts(engine.tokenizer, 2)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    sessions = engine.generate(prompts, params, SpeculationConfig(method="ar"))
+    for method in METHODS:
+        config = SpeculationConfig(method=method, length="fixed")
+        for prompt, expected in zip(prompts, sessions, strict=True):
+            (session,) = engine.generate([prompt], params, config)
+            assert session.output_ids == expected.output_ids
+
+
+def test_rounding_at_load_is_the_files_rounding(files: Callable[[str], Path]) -> None:
+    """But for the embedding, which a folder has in full."""
+    folder = load_runner(TARGET_DIR, blocks="Q8_0")
+    file = load_runner(folder_of(files("Q8_0")))
+    with torch.no_grad():
+        file._embedding = folder.embedding
+    tokens = load_tokenizer(TARGET_DIR).encode(TEXTS[0])
+    assert torch.equal(logits(folder, tokens), logits(file, tokens))
+
+
+def test_a_dtype_that_there_is_not() -> None:
+    with pytest.raises(InvalidArgument, match=r"dtype: got 'q3_k'.*q8_0.*auto"):
+        load_engine(dtype="q3_k")

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from cluster.cli_chat import chat
 from cluster.cli_draft import draft
 from cluster.cli_output import (
     DEBUG_VARIABLE,
@@ -328,6 +329,7 @@ def generate(
 
 
 _command()(draft)
+_command()(chat)
 
 
 @_command()

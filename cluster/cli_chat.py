@@ -1,0 +1,257 @@
+"""`paceline chat`: a conversation in the terminal, with an engine of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter, sampling_params
+from cluster.cli_output import (
+    OTHER_DTYPES,
+    Drafter,
+    Target,
+    err,
+    out,
+    require,
+    set_threads,
+)
+from paceline.config import SpeculationConfig
+from paceline.errors import InvalidArgument, PacelineError
+from paceline.methods import METHODS
+from paceline.plan import resolve
+
+if TYPE_CHECKING:
+    from paceline.engine import Engine
+    from paceline.sampling import SamplingParams
+    from paceline.session import Session
+    from paceline.tokenizer import ChatTemplate
+
+COMMANDS = {
+    "/method [NAME]": "the method in use, or another one from now on",
+    "/stats": "numbers of the last answer",
+    "/system TEXT": "begin anew, with this instruction",
+    "/reset": "begin anew",
+    "/help": "this list",
+    "/exit": "leave (as ctrl-d; ctrl-c stops an answer)",
+}
+
+
+class Chat:
+    """A conversation.
+
+    Attributes:
+        messages: so far; an answer that was stopped is there as far as it came.
+        last: the session of the last answer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        template: ChatTemplate,
+        params: SamplingParams,
+        method: str,
+        system: str = "",
+    ) -> None:
+        self._engine = engine
+        self._template = template
+        self._params = params
+        self.last: Session | None = None
+        self.use(method)
+        self.reset(system)
+
+    def use(self, method: str) -> None:
+        """Answer with this method from now on; InvalidArgument if there is none."""
+        config = SpeculationConfig(method=method)
+        resolve(config)
+        self.config = config
+
+    def reset(self, system: str = "") -> None:
+        """Forget everything but an instruction."""
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, text: str) -> Generator[list[Piece], None, None]:
+        """Say something and get the answer, as its tokens are committed.
+
+        To stop it, close the generator: the conversation keeps what came.
+
+        Raises:
+            PacelineError: the conversation is too long, or the template refuses it; it is then as
+                it was before.
+        """
+        from deployments.openai.text import render_chat
+
+        engine, template, tokenizer = self._engine, self._template, self._engine.tokenizer
+        assert tokenizer is not None  # load_engine always has one
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = render_chat(
+            template.source, asked, bos_token=template.bos_token, eos_token=template.eos_token
+        )
+        splitter = PieceSplitter(tokenizer)
+        pieces: list[Piece] = []
+        self.last = session = engine.submit(
+            tokenizer.encode(prompt, add_special_tokens=not template.source),
+            self._params,
+            self.config,
+            on_event=lambda event: pieces.extend(
+                splitter.split(event.token_ids, event.num_accepted, event.text)
+            ),
+        )
+        said = ""
+        try:
+            while engine.has_work:
+                engine.step()
+                if pieces:
+                    said += "".join(piece.text for piece in pieces)
+                    yield pieces[:]
+                    pieces.clear()
+            if session.error is not None:
+                raise session.error
+        finally:
+            engine.cancel(session.session_id)  # does nothing when it has finished
+            if said or session.error is None:
+                self.messages = [*asked, {"role": "assistant", "content": said}]
+
+
+def chat(
+    target: Target = None,
+    drafter: Drafter = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="D", help=f"float32 (default), {OTHER_DTYPES}")
+    ] = "float32",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How to draft. Default: draft_model with a drafter, else prompt_lookup.",
+        ),
+    ] = None,
+    system: Annotated[
+        str, typer.Option(metavar="TEXT", help="An instruction before the conversation.")
+    ] = "",
+    temperature: Annotated[
+        float, typer.Option("-t", "--temperature", metavar="T", help="0 is greedy.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of sampling.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", metavar="N", help="Of an answer, at most.")
+    ] = 512,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="CPU threads; default: all cores.")
+    ] = None,
+) -> None:
+    """Talk with a model in the terminal.
+
+    Answers appear as they are committed: **green** tokens were drafted and accepted, **bold** ones
+    are the target's own. `/help` lists what else can be typed; ctrl-c stops an answer.
+
+    Examples:
+
+    - `paceline chat`
+    - `paceline chat --target ./model --method suffix_decoding -t 0.7`
+    """
+    require("serve", "jinja2")
+    from paceline.loading import load_engine
+    from paceline.tokenizer import chat_template
+
+    params = sampling_params(
+        logit_bias=(), stop=(), stop_token_ids=(), temperature=temperature, seed=seed,
+        max_tokens=max_tokens,
+    )  # fmt: skip
+    paired = target is None or drafter is not None
+    chosen = method or ("draft_model" if paired else "prompt_lookup")
+    if chosen not in METHODS:
+        raise InvalidArgument("method", chosen, f"one of {', '.join(sorted(METHODS))}")
+    with err.status("loading the models ..."):
+        from paceline.demo import TARGET_DIR
+
+        set_threads(threads, target)
+        engine = load_engine(target, drafter, dtype=dtype)
+        template = chat_template(target or TARGET_DIR)
+    if not template.source:
+        err.print(
+            "this model has no chat template: it continues a conversation as a text", style="yellow"
+        )
+    talk = Chat(engine, template, params, chosen, system)
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() has a history then
+        err.print("[dim]/help lists the commands; ctrl-d leaves[/]")
+    while (line := _read()) is not None:
+        text = line.strip()
+        try:
+            if text.startswith("/"):
+                if not _obey(talk, *text.split(maxsplit=1)):
+                    break
+            elif text:
+                _show(talk, text)
+        except PacelineError as error:
+            err.print(str(error), style="red", highlight=False)
+
+
+def _read() -> str | None:
+    """A line; None at the end of the conversation."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        if sys.stdin.isatty():
+            out.print()
+        return None
+
+
+def _show(talk: Chat, text: str) -> None:
+    """An answer, which ctrl-c stops, and a line of numbers."""
+    answer = talk.answer(text)
+    try:
+        for pieces in answer:
+            for piece in pieces:
+                style = ACCEPTED_STYLE if piece.accepted else OWN_STYLE
+                out.print(Text(piece.text, style), end="", soft_wrap=True)
+            out.file.flush()
+        stopped = ""
+    except KeyboardInterrupt:
+        stopped = " · stopped"
+    finally:
+        answer.close()
+        out.print()
+    assert talk.last is not None
+    stats = talk.last.stats.as_dict()
+    err.print(
+        f"{stats['num_tokens']} tokens · {stats['tokens_per_second']:.0f}/s · mean accepted length "
+        f"{stats['mean_accepted_length']:.2f} · {talk.config.method}{stopped}",
+        style="dim", highlight=False,
+    )  # fmt: skip
+
+
+def _obey(talk: Chat, command: str, argument: str = "") -> bool:
+    """Do what a command says; False to leave."""
+    if command == "/exit":
+        return False
+    if command == "/method":
+        if argument:
+            talk.use(argument)
+        err.print(f"method {talk.config.method}", highlight=False)
+    elif command == "/stats":
+        err.print("no answer yet" if talk.last is None else _table(talk.last.stats.as_dict()))
+    elif command in ("/reset", "/system"):
+        talk.reset(argument)
+        err.print("a new conversation")
+    elif command == "/help":
+        for name, meaning in COMMANDS.items():
+            err.print(f"{name:16} {meaning}", highlight=False, markup=False)
+    else:
+        names = ", ".join(name.split()[0] for name in COMMANDS)
+        raise InvalidArgument("command", command, f"one of {names}")
+    return True
+
+
+def _table(stats: dict[str, Any]) -> Table:
+    table = Table(show_header=False)
+    for name, value in stats.items():
+        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
+    return table

@@ -1,0 +1,155 @@
+"""`paceline chat`: answers, commands, and ctrl-c."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cluster.cli_chat import Chat
+from paceline.engine import Engine
+from paceline.errors import InvalidArgument, PacelineError
+from paceline.loading import load_engine
+from paceline.sampling import SamplingParams
+from paceline.tokenizer import ChatTemplate
+from tests.cli.conftest import Cli
+
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return load_engine()
+
+
+def talk(engine: Engine, max_tokens: int = 8, system: str = "") -> Chat:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Chat(engine, TEMPLATE, params, "draft_model", system)
+
+
+def said(chat: Chat, text: str) -> str:
+    return "".join(piece.text for pieces in chat.answer(text) for piece in pieces)
+
+
+def test_the_conversation_is_in_the_prompt(engine: Engine) -> None:
+    chat = talk(engine, system="Be brief.")
+    first = said(chat, "def load(path):")
+    second = said(chat, "def save(path):")
+    assert chat.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "def load(path):"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "def save(path):"},
+        {"role": "assistant", "content": second},
+    ]
+    assert chat.last is not None
+    prompt = engine.tokenizer.decode(chat.last.token_ids[: chat.last.prompt_length])
+    assert prompt == (
+        f"<system>Be brief.\n<user>def load(path):\n<assistant>{first}\n<user>def save(path):\n"
+        "<assistant>"
+    )
+    chat.reset()
+    assert chat.messages == []
+
+
+def test_answers_do_not_depend_on_the_method(engine: Engine) -> None:
+    answers = set()
+    for method in ("ar", "draft_model", "prompt_lookup"):
+        chat = talk(engine, max_tokens=24)
+        chat.use(method)
+        answers.add(said(chat, "class Queue:"))
+    assert len(answers) == 1
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(engine: Engine) -> None:
+    chat = talk(engine, max_tokens=400)
+    answer = chat.answer("def load(path):")
+    come = "".join(piece.text for piece in next(answer))
+    answer.close()
+    assert not engine.has_work
+    assert chat.messages[-1] == {"role": "assistant", "content": come}
+
+
+def test_a_conversation_that_is_too_long_is_refused_and_forgotten(engine: Engine) -> None:
+    chat = talk(engine)
+    said(chat, "a")
+    before = list(chat.messages)
+    with pytest.raises(PacelineError, match="context"):
+        said(chat, "x = 1\n" * 2000)
+    assert chat.messages == before
+    assert said(chat, "b")
+
+
+def test_a_method_that_there_is_not(engine: Engine) -> None:
+    chat = talk(engine)
+    with pytest.raises(InvalidArgument, match="nothing_like_it"):
+        chat.use("nothing_like_it")
+    assert chat.config.method == "draft_model"
+
+
+def test_commands(cli: Cli) -> None:
+    lines = [
+        "/stats",
+        "/help",
+        "def load(path):",
+        "/method ar",
+        "/stats",
+        "/nope",
+        "/reset",
+        "/exit",
+        "x",
+    ]
+    result = cli("chat", "-n", "8", stdin="\n".join(lines))
+    assert result.exit_code == 0, result.stderr
+    for words in ("no answer yet", "/system TEXT", "method ar", "8 tokens", "num_rounds",
+                  "command: got '/nope'", "a new conversation", "no chat template"):  # fmt: skip
+        assert words in result.stderr, words
+    assert result.stderr.count("tokens ·") == 1  # nothing after /exit
+    assert result.stdout.strip()
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "chat", "-n", "900", "--method", "ar"],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=_own_terminal, env=os.environ | {"TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        shown = _until(ours, "> ")
+        os.write(ours, b"class Queue:\n")
+        _until(ours, "self")
+        os.write(ours, b"\x03")
+        shown = _until(ours, "stopped")
+        _until(ours, "> ")
+        os.write(ours, b"\x04")
+        assert process.wait(20) == 0, shown
+    finally:
+        process.kill()
+        os.close(ours)
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that ctrl-c reaches the process
+
+
+def _until(terminal: int, words: str) -> str:
+    """Read from the terminal until it has shown some words."""
+    shown, end = "", time.monotonic() + 60
+    while words not in shown:
+        assert time.monotonic() < end, shown
+        if select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 4096).decode("utf-8", "replace")
+    return shown

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from paceline.errors import InvalidArgument
-from paceline.models.llama import LlamaConfig, load_tensors, read_config
+from paceline.models.llama import LlamaConfig, load_weights, read_config
 
 # How text is split before merges, and llama.cpp's name for it.
 _LLAMA3_SPLIT = (
@@ -69,7 +69,7 @@ def to_gguf(folder: str | Path, file: str | Path, kind: str = "F32") -> None:
     writer.add_layer_norm_rms_eps(read_config(folder)["rms_norm_eps"])
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, folder, config.vocab_size)
-    for name, tensor in _tensors(load_tensors(folder), config):
+    for name, tensor in _tensors(load_weights(folder, config), config):
         if kind == "F32" or tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:

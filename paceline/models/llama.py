@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from decimal import Context, Decimal, localcontext
 from functools import cached_property
 from itertools import pairwise
@@ -37,6 +37,7 @@ from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
+from paceline.models.layouts import check_quantization, listed, load_tensors
 from paceline.models.ops import (
     Layer,
     NativeOps,
@@ -84,6 +85,10 @@ class LlamaConfig:
     tie_word_embeddings: bool
     rope: dict[str, Any]
     windows: tuple[int | None, ...]  # sliding window of each layer, None = full attention
+    qkv_bias: bool = False  # of the projections of queries, keys and values
+    out_bias: bool = False  # of the projection behind attention
+    mlp_bias: bool = False
+    head_norms: bool = False  # queries and keys are normed in each head
 
     @property
     def head_layers(self) -> float:
@@ -119,37 +124,144 @@ class LlamaConfig:
         model_type = raw["model_type"]
         if model_type not in MODEL_TYPES:
             raise InvalidArgument("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise InvalidArgument("hidden_act", raw["hidden_act"], "silu")
-        heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-        # Older checkpoints have rope_theta and rope_scaling, newer ones rope_parameters.
-        rope = {"rope_type": "default", "rope_theta": raw.get("rope_theta", 10000.0)}
-        rope |= raw.get("rope_scaling") or {}
-        rope |= raw.get("rope_parameters") or {}
-        rope["rope_type"] = rope.get("type", rope["rope_type"]) or "default"
-        window, first_windowed = raw.get("sliding_window"), 0
-        if model_type.startswith("qwen"):
-            first_windowed = raw.get("max_window_layers", 28)
-            if not raw.get("use_sliding_window", False):
-                window = None
-        kinds = raw.get("layer_types") or [
-            "sliding_attention" if i >= first_windowed else "full_attention" for i in range(layers)
-        ]
+        check_quantization(raw)
+        for key, neutral in _NEUTRAL.items():
+            if key in raw and raw[key] not in neutral:
+                raise InvalidArgument(
+                    key, raw[key], f"{json.dumps(neutral[0])}, or general=True: the fast path does "
+                    "not implement it",
+                )  # fmt: skip
+        # What transformers takes for a key that is not there differs between the types.
+        raw = _DEFAULTS[model_type] | raw
+        heads, hidden = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
+        kv_heads = _count(raw, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise InvalidArgument("num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+        if raw.get("head_dim") is None and hidden % heads:
+            raise InvalidArgument("hidden_size", hidden, f"a multiple of {heads} heads")
+        head_dim = _count(raw, "head_dim", hidden // heads)
+        if head_dim % 2:
+            raise InvalidArgument("head_dim", head_dim, "an even number: positions rotate pairs")
+        layers, context = _count(raw, "num_hidden_layers"), _count(raw, "max_position_embeddings")
+        # Llama and Qwen3 have biases by choice, Qwen2 always, Mistral never.
+        by_choice = model_type in ("llama", "qwen3") and _flag(raw, "attention_bias")
         return LlamaConfig(
             model_type=model_type,
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
+            vocab_size=_count(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_count(raw, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            context_length=raw.get("max_position_embeddings", 2048),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            context_length=context,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            rope=rope,
-            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+            rope=_rope(raw),
+            windows=_windows(raw, layers, context),
+            qkv_bias=by_choice or model_type == "qwen2",
+            out_bias=by_choice,
+            mlp_bias=model_type == "llama" and _flag(raw, "mlp_bias"),
+            head_norms=model_type == "qwen3",
         )
+
+
+# Keys that change what other models compute, and the values under which they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1, None),
+    "is_causal": (True, None),
+    "is_encoder_decoder": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "attention_chunk_size": (None,),
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "logit_scale": (1, None),
+    "logits_scaling": (1, None),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "clip_qkv": (None, 0),
+    "use_qk_norm": (False, None),
+    "no_rope_layers": (None, []),
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
+    },
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {
+        "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}  # fmt: skip
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = raw[key] if default is None or raw.get(key) is not None else default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgument(key, value, "a positive integer")
+    return value
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidArgument(key, value, "true or false")
+    return bool(value)
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """What rotates queries and keys: rope_parameters, or rope_theta and rope_scaling of old."""
+    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
+    if scaling and parameters and scaling != parameters:
+        raise InvalidArgument("rope_scaling", scaling, "absent where rope_parameters is there")
+    rope = scaling or parameters or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise InvalidArgument("rope_parameters", rope, "one object for all layers")
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    if kind not in _ROPE_TYPES:
+        raise InvalidArgument("rope_type", kind, f"one of {', '.join(_ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise InvalidArgument(
+            "rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], "1"
+        )
+    rope = {"rope_theta": raw.get("rope_theta", 10000.0), **rope, "rope_type": kind}
+    original = raw.get("original_max_position_embeddings")
+    if original is not None and kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = original  # before that in rope_parameters
+    return rope
+
+
+def _windows(raw: dict[str, Any], layers: int, context: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer; None for one that attends to everything."""
+    model_type, window = raw["model_type"], raw.get("sliding_window")
+    full, sliding = "full_attention", "sliding_attention"
+    if model_type.startswith("qwen") and not _flag(raw, "use_sliding_window"):
+        window = None
+    if window is not None:
+        window = _count(raw, "sliding_window")
+    if model_type == "llama":
+        if window is not None and window < context and raw.get("use_sliding_window", True):
+            raise InvalidArgument(
+                "sliding_window", window, f"null: models of type {model_type} have no window"
+            )
+        window = None
+    first = _count(raw, "max_window_layers", 28) if model_type.startswith("qwen") else 0
+    usual = [full if window is None or i < first else sliding for i in range(layers)]
+    kinds = raw.get("layer_types") or usual
+    unknown = [kind for kind in kinds if kind not in (full, sliding)]
+    if unknown:
+        raise InvalidArgument("layer_types", unknown[0], f"{full} or {sliding}")
+    if len(kinds) != layers:
+        raise InvalidArgument("layer_types", f"{len(kinds)} entries", f"{layers}, one each layer")
+    if kinds != usual and (window is None or model_type == "mistral"):
+        raise InvalidArgument(
+            "layer_types", listed(set(kinds)),
+            f"{usual[0]} in all layers, which is what sliding_window says for {model_type}",
+        )  # fmt: skip
+    return tuple(window if kind == sliding else None for kind in kinds)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -168,25 +280,86 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards that its index names."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight of a model, as transformers names them."""
+    hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+    linears = {  # name: outputs, inputs, has a bias
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.out_bias),
+        "mlp.gate_proj": (ffn, hidden, config.mlp_bias),
+        "mlp.up_proj": (ffn, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, ffn, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.head_norms:
+        norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(config.num_layers):
+        for name, (outputs, inputs, has_bias) in linears.items():
+            shapes[f"model.layers.{i}.{name}.weight"] = outputs, inputs
+            if has_bias:
+                shapes[f"model.layers.{i}.{name}.bias"] = (outputs,)
+        shapes |= {f"model.layers.{i}.{name}.weight": (size,) for name, size in norms.items()}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = config.vocab_size, hidden
+    return shapes
 
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise ModelNotFound(f"model folder {str(folder)!r} has no {name}")
-        try:
-            tensors |= load_file(str(folder / name))
-        except SafetensorError as error:
-            raise ModelNotFound(f"{folder / name} is damaged: {error}") from error
+
+def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
+    """The weights of a model: those of :func:`tensor_shapes`, all of them and no others.
+
+    Two kinds of tensors may be stored beside them if they say what config.json says: frequencies
+    of the rotary embedding, and the output layer of a model that shares its embedding.
+
+    Raises:
+        ModelNotFound: a tensor is missing or of another shape, or a file is damaged.
+        InvalidArgument: a tensor that such a model does not have, or that holds no float weights.
+    """
+    tensors = load_tensors(folder)
+    _drop_copied_head(folder, config, tensors)
+    _drop_frequencies(folder, config, tensors)
+    _check_weights(folder, config, tensors)
     return tensors
+
+
+def _weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor | GgufTensor]:
+    """As :func:`load_weights`; those of a GGUF file are not read yet."""
+    if not gguf_folder.is_folder(folder):
+        return dict(load_weights(folder, config))
+    tensors = gguf_folder.tensors(folder)
+    _check_weights(folder, config, tensors)
+    return dict(tensors)
+
+
+def _check_weights(
+    folder: Path, config: LlamaConfig, tensors: Mapping[str, Tensor | GgufTensor]
+) -> None:
+    """That the weights are those of the model."""
+    shapes = tensor_shapes(config)
+    missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+    held = f"tensors that a {config.model_type} model with this config.json does not have: "
+    held += listed(unknown)
+    if missing:
+        also = f"; they hold {held}" if unknown else ""
+        raise ModelNotFound(f"the weights in {str(folder)!r} lack {listed(missing)}{also}")
+    if unknown:
+        raise InvalidArgument(
+            "weights", f"{folder!s}, with {held}",
+            "the weights that config.json describes and no others: correct config.json, or remove "
+            "what does not belong to the model",
+        )  # fmt: skip
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise ModelNotFound(
+                f"{name} in {str(folder)!r} has shape {tuple(tensors[name].shape)}, but "
+                f"config.json says {shape}"
+            )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -210,6 +383,47 @@ def read_gguf(tensor: GgufTensor) -> Tensor | Quantised:
     return read_blocks(raw, tensor.type)
 
 
+def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Tensor]) -> None:
+    """Drop an output layer that is stored though config.json says that it is the embedding."""
+    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if not config.tie_word_embeddings or head is None or embedding is None:
+        return
+    same = head.dtype == embedding.dtype and head.shape == embedding.shape
+    if not same or not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
+        raise InvalidArgument(
+            "tie_word_embeddings", f"true, but in {folder!s} lm_head.weight differs from "
+            "model.embed_tokens.weight",
+            "false if lm_head.weight is the output layer; otherwise remove that tensor",
+        )  # fmt: skip
+    del tensors["lm_head.weight"]
+
+
+def _drop_frequencies(folder: Path, config: LlamaConfig, tensors: dict[str, Tensor]) -> None:
+    """Drop the rotary frequencies that old checkpoints store, if config.json says the same."""
+    layers = (f"model.layers.{i}.self_attn." for i in range(config.num_layers))
+    for prefix in ("model.", *layers):
+        stored = tensors.pop(f"{prefix}rotary_emb.inv_freq", None)
+        if stored is None:
+            continue
+        # Some scaled types left these as they were and scaled positions instead.
+        base = replace(config, rope={**config.rope, "rope_type": "default"})
+        for like in (base, config):
+            expected = torch.from_numpy(_frequencies(like)[0]).to(stored.dtype)
+            # A few units in the last place: another machine's power function.
+            step = torch.finfo(stored.dtype)
+            float32_step = torch.finfo(torch.float32).eps
+            rtol, atol = 4 * max(step.eps, float32_step), 2 * step.smallest_normal * step.eps
+            if stored.shape == expected.shape and torch.allclose(
+                stored, expected, rtol=rtol, atol=atol
+            ):
+                break
+        else:
+            raise InvalidArgument(
+                "weights", f"{prefix}rotary_emb.inv_freq in {folder!s}",
+                "the frequencies that rope_parameters in config.json give, or none",
+            )  # fmt: skip
+
+
 def rope_table(config: LlamaConfig) -> Tensor:
     """Cosines and sines of every position.  # [context_length, head_dim] float32
 
@@ -218,25 +432,9 @@ def rope_table(config: LlamaConfig) -> Tensor:
     differ in the last bit between machines.
 
     Raises:
-        InvalidArgument: a rope type that transformers does not know, or a number that it needs.
+        InvalidArgument: the rope type needs a number that is not there.
     """
-    frequencies, scaling = rope_frequencies(config), 1.0
-    if frequencies is None:
-        # Long-context variants follow transformers, which defines these checkpoints.
-        from transformers import LlamaConfig as Reference
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        kind = config.rope["rope_type"]
-        if kind not in ROPE_INIT_FUNCTIONS:
-            known = ", ".join(("default", *sorted(ROPE_INIT_FUNCTIONS)))
-            raise InvalidArgument("rope_type", kind, f"one of {known}")
-        reference = Reference(
-            hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
-            head_dim=config.head_dim, max_position_embeddings=config.context_length,
-            rope_parameters=config.rope,
-        )  # fmt: skip
-        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](reference, "cpu")
-        frequencies = inverse.float().numpy()
+    frequencies, scaling = _frequencies(config)
     half = len(frequencies)
     table = np.empty((config.context_length, 2 * half), np.float32)
     rows = max(1, 2**15 // half)  # at a time: their float64 numbers stay in a core's cache
@@ -248,6 +446,24 @@ def rope_table(config: LlamaConfig) -> Tensor:
     if scaling != 1.0:
         table *= np.float32(scaling)
     return torch.from_numpy(table)
+
+
+def _frequencies(config: LlamaConfig) -> tuple[npt.NDArray[np.float32], float]:
+    """Radians a position of each pair [head_dim / 2], and what cosines and sines are scaled by."""
+    frequencies = rope_frequencies(config)
+    if frequencies is not None:
+        return frequencies, 1.0
+    # Long-context variants follow transformers, which defines these checkpoints.
+    from transformers import LlamaConfig as Reference
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    reference = Reference(
+        hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
+        head_dim=config.head_dim, max_position_embeddings=config.context_length,
+        rope_parameters=dict(config.rope),
+    )  # fmt: skip
+    inverse, scaling = ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](reference, "cpu")
+    return inverse.float().numpy(), scaling
 
 
 def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
@@ -307,7 +523,9 @@ class LlamaRunner:
         numerics: see :mod:`paceline.numerics`.
 
     Raises:
-        InvalidArgument: portable numerics where the kernels cannot give them.
+        ModelNotFound: the folder, or something in it, is missing or damaged.
+        InvalidArgument: portable numerics where the kernels cannot give them, or a checkpoint that
+            holds something that this file does not implement (:mod:`paceline.models.layouts`).
     """
 
     provides = frozenset(Need)
@@ -343,10 +561,7 @@ class LlamaRunner:
             raise InvalidArgument("dtype", blocks.lower(), "float32 or bfloat16 without kernels")
         key = packed_weights.identity(weight_files(folder), layout, blocks) if layout else ""
         with PackedWeights.of(key, config.num_weights if layout else 0) as store:
-            if gguf_folder.is_folder(folder):
-                self._load(folder, dict(gguf_folder.tensors(folder)), store)
-            else:
-                self._load(folder, dict(load_tensors(folder)), store)
+            self._load(_weights(folder, config), store)
         tokens = kv_tokens or min(16 * config.context_length, 65536)
         self._pool = KVPool(
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
@@ -359,21 +574,12 @@ class LlamaRunner:
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _load(
-        self, folder: Path, tensors: dict[str, Tensor | GgufTensor], store: PackedWeights
-    ) -> None:
+    def _load(self, tensors: dict[str, Tensor | GgufTensor], store: PackedWeights) -> None:
         config = self.config
 
-        def find(name: str, *shape: int) -> Tensor | GgufTensor:
-            if name not in tensors:
-                raise ModelNotFound(f"the weights in {str(folder)!r} lack {name}")
+        def find(name: str) -> Tensor | GgufTensor:
             tensor = tensors.pop(name)
-            if tensor.shape != shape:
-                raise ModelNotFound(
-                    f"{name} in {str(folder)!r} has shape {tuple(tensor.shape)}, but config.json "
-                    f"says {shape}"
-                )
-            self.num_parameters += math.prod(shape)
+            self.num_parameters += math.prod(tensor.shape)
             return tensor
 
         def floats(tensor: Tensor | GgufTensor) -> Tensor:
@@ -382,8 +588,8 @@ class LlamaRunner:
                 found = torch.from_numpy(found.floats())
             return found.to(self.device, self.dtype).contiguous()
 
-        def take(name: str, *shape: int) -> Tensor:
-            return floats(find(name, *shape))
+        def take(name: str) -> Tensor:
+            return floats(find(name))
 
         def pack(parts: Sequence[Tensor | GgufTensor]) -> Weight:
             if isinstance(self._ops, NativeOps):
@@ -402,18 +608,15 @@ class LlamaRunner:
                 self._ops.packings.add(weight.packing)
             return weight
 
-        def fused(names: Sequence[str], sizes: Sequence[int], inputs: int) -> Weight:
-            parts = [find(f"{n}.weight", s, inputs) for n, s in zip(names, sizes, strict=True)]
-            return packed(names[0], parts)
+        def fused(*names: str) -> Weight:
+            return packed(names[0], [find(f"{name}.weight") for name in names])
 
-        def bias(names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
+        def bias(*names: str) -> Tensor | None:
             if f"{names[0]}.bias" not in tensors:
                 return None
-            return torch.cat([take(f"{n}.bias", s) for n, s in zip(names, sizes, strict=True)])
+            return torch.cat([take(f"{name}.bias") for name in names])
 
-        hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        embedding = find("model.embed_tokens.weight", config.vocab_size, hidden)
+        embedding = find("model.embed_tokens.weight")
         if isinstance(embedding, GgufTensor):
             self._embedding = store.tensor("embedding", lambda: floats(embedding))
         else:
@@ -421,43 +624,38 @@ class LlamaRunner:
         layers = []
         for i in range(config.num_layers):
             at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-            qkv = [f"{at}.{x}_proj" for x in "qkv"], [q_size, kv_size, kv_size]
-            gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [ffn, ffn]
-            out, down = ([f"{at}.o_proj"], [hidden]), ([f"{mlp}.down_proj"], [hidden])
-            has_head_norms = f"{at}.q_norm.weight" in tensors
+            qkv, gate_up = [f"{at}.{x}_proj" for x in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
             layers.append(
                 Layer(
-                    input_norm=take(f"model.layers.{i}.input_layernorm.weight", hidden),
-                    qkv=fused(*qkv, hidden),
+                    input_norm=take(f"model.layers.{i}.input_layernorm.weight"),
+                    qkv=fused(*qkv),
                     qkv_bias=bias(*qkv),
-                    q_norm=take(f"{at}.q_norm.weight", dim) if has_head_norms else None,
-                    k_norm=take(f"{at}.k_norm.weight", dim) if has_head_norms else None,
-                    out=fused(*out, q_size),
-                    out_bias=bias(*out),
-                    post_norm=take(f"model.layers.{i}.post_attention_layernorm.weight", hidden),
-                    gate_up=fused(*gate_up, hidden),
+                    q_norm=take(f"{at}.q_norm.weight") if config.head_norms else None,
+                    k_norm=take(f"{at}.k_norm.weight") if config.head_norms else None,
+                    out=fused(f"{at}.o_proj"),
+                    out_bias=bias(f"{at}.o_proj"),
+                    post_norm=take(f"model.layers.{i}.post_attention_layernorm.weight"),
+                    gate_up=fused(*gate_up),
                     gate_up_bias=bias(*gate_up),
-                    down=fused(*down, ffn),
-                    down_bias=bias(*down),
+                    down=fused(f"{mlp}.down_proj"),
+                    down_bias=bias(f"{mlp}.down_proj"),
                     window=config.windows[i],
                 )
             )
         self._stack = Stack(
             layers=tuple(layers),
-            hidden_size=hidden,
-            intermediate_size=ffn,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            head_dim=dim,
+            head_dim=config.head_dim,
             eps=config.rms_norm_eps,
             cos_sin=rope_table(config).to(self.device).contiguous(),
         )
-        self._final_norm = take("model.norm.weight", hidden)
-        self._is_tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
-        if self._is_tied:
-            self._head = packed("head", [embedding])
-        else:
-            self._head = packed("head", [find("lm_head.weight", config.vocab_size, hidden)])
+        self._final_norm = take("model.norm.weight")
+        self._is_tied = config.tie_word_embeddings
+        self._head = packed("head", [embedding if self._is_tied else find("lm_head.weight")])
+        assert not tensors  # each one has its place
 
     def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: str) -> Ops:
         config = self.config

@@ -244,7 +244,7 @@ def test_a_missing_shard_is_named(zoo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"dtype": "int8"}, "dtype"),
+        ({"dtype": "float8"}, "dtype"),
         ({"device": "tpu"}, "device"),
         ({"kv_tokens": -5}, "kv_tokens"),
         ({"kv_tokens": 0}, "kv_tokens"),

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.llama import LlamaConfig, LlamaRunner, load_tensors, read_config
+from paceline.models.layouts import load_tensors
+from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights, read_config
 from paceline.models.ops import Weight
 from paceline.sampling import argmax_rows
 from paceline.types import IntArray, Need
@@ -77,12 +78,10 @@ class Target:
         Raises:
             ModelNotFound, InvalidArgument: the folder is no Llama-type checkpoint.
         """
-        config, tensors = LlamaConfig.from_folder(folder), load_tensors(folder)
-        name = "model.embed_tokens.weight"
-        if name not in tensors:
-            raise ModelNotFound(f"the weights in {str(folder)!r} lack {name}")
-        embedding = tensors[name].to(device, dtype)
-        tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
+        config = LlamaConfig.from_folder(folder)
+        tensors = load_weights(folder, config)
+        embedding = tensors["model.embed_tokens.weight"].to(device, dtype)
+        tied = config.tie_word_embeddings
         lm_head = embedding if tied else tensors["lm_head.weight"].to(device, dtype)
         return Target(target_identity(folder), config, embedding, lm_head, folder=folder)
 

@@ -14,7 +14,7 @@ from paceline.errors import InvalidArgument
 from paceline.models.cuda_ops import fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.llama import LlamaConfig, load_tensors, rope_table
+from paceline.models.llama import LlamaConfig, load_weights, rope_table
 from paceline.models.ops import (
     Fuse,
     Layer,
@@ -101,7 +101,7 @@ class TargetLayers:
             raise InvalidArgument("target_layers", count, f"below {config.num_layers}")
         if target.folder is None:
             raise InvalidArgument("target_layers", count, "0 for a target without a folder")
-        tensors, like = load_tensors(target.folder), target.embedding
+        tensors, like = load_weights(target.folder, config), target.embedding
         self.layers: list[DecoderLayer] = []
         for i in range(config.num_layers - count, config.num_layers):
             prefix = f"model.layers.{i}."

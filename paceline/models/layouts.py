@@ -1,0 +1,148 @@
+"""How the weights of a model folder are stored, and what of that Paceline understands.
+
+Nothing loads that is not understood: a folder is refused, with the name of a tensor or of a field
+of its config.json, when it holds codes instead of weights (quantised checkpoints), tensors that no
+layer takes, or shards that are not what their index says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import InvalidArgument, ModelNotFound
+
+INDEX = "model.safetensors.index.json"
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+# safetensors' names of dtypes -> torch's; what is not here keeps its own.
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32",
+    "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+
+# Where config.json says how weights are quantised: transformers, older compressed-tensors, MLX.
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+_UNQUANTIZED = (
+    "a checkpoint with float32, bfloat16, float16 or float64 weights: take the model's "
+    "unquantised version, or write its dequantised weights to a new folder"
+)
+
+
+def check_quantization(config: dict[str, Any], supported: Collection[str] = ()) -> None:
+    """Refuse quantised weights, unless by one of the ``supported`` methods.
+
+    Args:
+        config: a parsed config.json.
+        supported: values of ``quant_method``.
+
+    Raises:
+        InvalidArgument: names the method, with its format and number of bits where they are given.
+    """
+    text = config.get("text_config")
+    for where, values in (("", config), ("text_config.", text if isinstance(text, dict) else {})):
+        for key in _QUANTIZATION_KEYS:
+            found = values.get(key)
+            if not found or (isinstance(found, dict) and found.get("quant_method") in supported):
+                continue
+            methods = f"quant_method {' or '.join(sorted(supported))}, or " if supported else ""
+            raise InvalidArgument(where + key, _described(found), methods + _UNQUANTIZED)
+
+
+def _described(quantization: Any) -> str:
+    """One line about a quantization_config: its method, its format and how many bits."""
+    if not isinstance(quantization, dict):
+        return str(quantization)
+    method = quantization.get("quant_method")
+    parts = [f"quant_method {method}" if method else "no quant_method"]
+    for key in ("format", "fmt", "bits", "load_in_8bit", "load_in_4bit", "weight_block_size"):
+        value = quantization.get(key)
+        if value not in (None, False):
+            parts.append(f"{key} {value}")
+    return ", ".join(parts)
+
+
+def listed(names: Iterable[str], shown: int = 3) -> str:
+    """The first names, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of model.safetensors, or of the shards that its index names.
+
+    Raises:
+        ModelNotFound: a file is missing or damaged, or the shards are not what the index says.
+        InvalidArgument: a tensor of a dtype that is not one of ``WEIGHT_DTYPES``.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    stored = stored_dtypes(folder)
+    for file, dtypes in stored.items():
+        for name, dtype in sorted(dtypes.items()):
+            if dtype not in WEIGHT_DTYPES:
+                raise InvalidArgument("weights", f"{name} in {file} as {dtype}", _UNQUANTIZED)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in stored:
+        try:
+            tensors |= load_file(str(file))
+        except (SafetensorError, OSError) as error:
+            raise ModelNotFound(f"{file} is damaged: {error}") from error
+    return tensors
+
+
+def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
+    """Names and dtypes of all tensors, by safetensors file; only the files' headers are read.
+
+    Raises:
+        ModelNotFound: a file is missing or damaged, or the shards are not what the index says.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return {folder / "model.safetensors": _header(folder / "model.safetensors")}
+    if (folder / "model.safetensors").is_file():
+        raise ModelNotFound(
+            f"model folder {str(folder)!r} has both model.safetensors and {INDEX}: remove the one "
+            "that is not meant"
+        )
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        names = sorted({str(Path(place)) for place in places.values()})
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelNotFound(f"{str(index)!r} is not a weight index: {error}") from error
+    headers = {}
+    for name in names:
+        file = folder / name
+        headers[file] = header = _header(file)
+        promised = {tensor for tensor, place in places.items() if place == name}
+        for wrong, what in (
+            (promised - header.keys(), "lacks tensors that the index puts there"),
+            (header.keys() - promised, "holds tensors that the index does not put there"),
+        ):
+            if wrong:
+                raise ModelNotFound(
+                    f"{file} {what}: {listed(wrong)}; {INDEX} and the shards must agree"
+                )
+    return headers
+
+
+def _header(file: Path) -> dict[str, str]:
+    """Names and dtypes of the tensors in a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise ModelNotFound(f"model folder {str(file.parent)!r} has no {file.name}")
+    try:
+        with safe_open(str(file), "pt") as opened:
+            dtypes = {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelNotFound(f"{file} is damaged: {error}") from error
+    return {name: _DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}

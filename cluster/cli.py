@@ -21,6 +21,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from cluster.cli_draft import draft
+from cluster.cli_models import models
 from cluster.cli_output import (
     DEBUG_VARIABLE,
     Ca,
@@ -36,6 +37,7 @@ from cluster.cli_output import (
     client_options,
     err,
     out,
+    pinned_model,
     print_error,
     print_json,
     require,
@@ -338,11 +340,11 @@ def verify(
         ),
     ],
     target: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR",
-            help="The model that wrote it. Default: the folder that the transcript names, else the "
-            "demo's.",
+            metavar="MODEL",
+            help="The model that wrote it: a folder or a name. Default: the folder that the "
+            "transcript names, else the demo's.",
         ),
     ] = None,
     device: Annotated[
@@ -435,6 +437,9 @@ def methods(
         parts = f"length: {row['length']}; needs: {', '.join(row['needs']) or 'nothing'}"
         for line, style in ((row["paper"], "dim"), (parts, "dim"), (f"knobs: {knobs}", "cyan")):
             out.print(Padding(Text(line, style), (0, 0, 0, 4)))
+
+
+app.add_typer(models, name="models")
 
 
 @_command()
@@ -578,6 +583,7 @@ def bench(
         from cluster import cli_bench
         from paceline.bench import BenchOptions, render_table
 
+    target, drafter = pinned_model(target), pinned_model(drafter)
     set_threads(threads, target)
     options = BenchOptions(
         target=target,

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 _INFO, _WARNING, _ERROR = 2, 3, 4  # ggml's log levels
 _errors: deque[str] = deque(maxlen=8)  # logged last: llama.cpp returns no reasons
-_PADDING = re.compile(r"\[PAD\d+\]")  # what conversion fills a vocabulary up with
+PADDING = re.compile(r"\[PAD\d+\]")  # what conversion fills a vocabulary up with
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file, by its ending."""
+    """Whether a path is that of a GGUF file, by its ending."""
     return Path(path).suffix == ".gguf"
 
 
@@ -137,7 +137,7 @@ class GgufTokenizer:
         for token in range(lib.llama_vocab_n_tokens(vocab)):
             text = lib.llama_vocab_get_text(vocab, token).decode("utf-8", "replace")
             unused = lib.llama_vocab_get_attr(vocab, token) & lib.LLAMA_TOKEN_ATTR_UNUSED
-            if not (unused and _PADDING.fullmatch(text)):
+            if not (unused and PADDING.fullmatch(text)):
                 entries[text] = token
         return entries
 

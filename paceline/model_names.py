@@ -37,7 +37,7 @@ from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import ModelNotFound
 from paceline.gguf import is_gguf
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 5.0
 """How long the hub may take to answer before it counts as not reachable."""
 _CHUNK = 1 << 20
 

@@ -258,6 +258,7 @@ def generate(
     - `paceline generate - --method prompt_lookup --set ngram_max=4 < code.py`
     - `paceline generate - --prediction code.py < instruction-and-code.txt`
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
+    - `paceline generate 'Hello' --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
     - `paceline generate 'Hello' --numerics portable --transcript hello.json`
     """

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from cluster.cli_chat import chat
 from cluster.cli_draft import draft
+from cluster.cli_models import models
 from cluster.cli_output import (
     DEBUG_VARIABLE,
     OTHER_DTYPES,
@@ -38,6 +39,7 @@ from cluster.cli_output import (
     client_options,
     err,
     out,
+    pinned_model,
     print_error,
     print_json,
     require,
@@ -258,6 +260,7 @@ def generate(
     - `paceline generate - --method prompt_lookup --set ngram_max=4 < code.py`
     - `paceline generate - --prediction code.py < instruction-and-code.txt`
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
+    - `paceline generate 'Hello' --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
     - `paceline generate 'Hello' --numerics portable --transcript hello.json`
     """
@@ -341,11 +344,11 @@ def verify(
         ),
     ],
     target: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR",
-            help="The model that wrote it. Default: the folder that the transcript names, else the "
-            "demo's.",
+            metavar="MODEL",
+            help="The model that wrote it: a folder or a name. Default: the folder that the "
+            "transcript names, else the demo's.",
         ),
     ] = None,
     device: Annotated[
@@ -438,6 +441,9 @@ def methods(
         parts = f"length: {row['length']}; needs: {', '.join(row['needs']) or 'nothing'}"
         for line, style in ((row["paper"], "dim"), (parts, "dim"), (f"knobs: {knobs}", "cyan")):
             out.print(Padding(Text(line, style), (0, 0, 0, 4)))
+
+
+app.add_typer(models, name="models")
 
 
 @_command()
@@ -579,6 +585,7 @@ def bench(
         from cluster import cli_bench
         from paceline.bench import BenchOptions, render_table
 
+    target, drafter = pinned_model(target), pinned_model(drafter)
     set_threads(threads, target)
     options = BenchOptions(
         target=target,

@@ -32,6 +32,7 @@ from cluster.cli_output import (
     TokenFile,
     client_options,
     err,
+    local_model,
     out,
     print_json,
     require,
@@ -63,19 +64,20 @@ def draft(
         ),
     ],
     drafter: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR|FILE.gguf",
-            help="Draft model: a Hugging Face folder, or a GGUF file (which needs the extra "
-            "`gguf`). Default: the demo's.",
+            metavar="MODEL",
+            help="Draft model: a Hugging Face folder, a GGUF file (which needs the extra `gguf`), "
+            "or a name (`paceline models --help`). Default: the demo's.",
         ),
     ] = None,
     target_tokenizer: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--target-tokenizer",
-            metavar="DIR",
-            help="Folder with the target's tokenizer, where the drafter has another one.",
+            metavar="MODEL",
+            help="Folder or name of a model with the target's tokenizer, where the drafter has "
+            "another one.",
         ),
     ] = None,
     method: Annotated[
@@ -211,8 +213,8 @@ def _run(
     request: Request,
     servers: Sequence[str],
     *,
-    drafter: Path | None,
-    target_tokenizer: Path | None,
+    drafter: str | None,
+    target_tokenizer: str | None,
     offline_ok: bool,
     give_up: float,
     only_device: bool,
@@ -239,12 +241,14 @@ def _run(
     config = checked_speculation(parse_speculation(given))
     patience = Patience(give_up=give_up)
     connect = partial(open_channel, **connection)
+    path = local_model(drafter or "demo-drafter")
+    assert path is not None  # only None stays None
     with err.status("loading the drafter ..."):
-        set_threads(threads, drafter)
-        model, tokenizer = _load(drafter)
+        set_threads(threads, path)
+        model, tokenizer = _load(path)
         if target_tokenizer is not None:
             model, tokenizer = _translating(model, tokenizer, target_tokenizer)
-    info = _info(servers, connect, patience, tokenizer, model, drafter, offline_ok)
+    info = _info(servers, connect, patience, tokenizer, model, path, offline_ok)
     _check_tokenizer(info, tokenizer, drafter, target_tokenizer)
     name = "omnidraft"
     if isinstance(model, DraftModel):
@@ -272,31 +276,29 @@ def _run(
         return _result(client.result, config.method, len(prompt_ids), tokenizer)
 
 
-def _load(folder: Path | None) -> tuple[DraftModel, Tokenizer]:
-    """The draft model of a folder or GGUF file (None: the demo's), and its tokenizer."""
-    from paceline.demo import DRAFTER_DIR
+def _load(path: Path) -> tuple[DraftModel, Tokenizer]:
+    """The draft model of a folder or GGUF file, and its tokenizer."""
     from paceline.loading import load_drafter
     from paceline.tokenizer import load_tokenizer
 
-    path = folder or DRAFTER_DIR
     return load_drafter(path, path), load_tokenizer(path)
 
 
 def _translating(
-    model: DraftModel, tokenizer: Tokenizer, folder: Path
+    model: DraftModel, tokenizer: Tokenizer, target: str
 ) -> tuple[DraftModel | OmniDraft, Tokenizer]:
-    """The same model as a drafter of targets with the tokenizer of ``folder``."""
+    """The same model as a drafter of targets with the tokenizer of the model ``target``."""
     from paceline.drafters.omnidraft import OmniDraft, Translator
     from paceline.tokenizer import load_tokenizer
 
-    theirs = load_tokenizer(folder)
+    theirs = load_tokenizer(target)
     if theirs.vocabulary() == tokenizer.vocabulary():
         return OmniDraft(model), theirs
     return OmniDraft(model, Translator(theirs, tokenizer)), theirs
 
 
 def _check_tokenizer(
-    info: TargetInfo, tokenizer: Tokenizer, drafter: Path | None, target_tokenizer: Path | None
+    info: TargetInfo, tokenizer: Tokenizer, drafter: str | None, target_tokenizer: str | None
 ) -> None:
     """Raise InvalidArgument unless prompts and drafts in these tokens are the target's."""
     from paceline.tokenizer import fingerprint
@@ -308,11 +310,11 @@ def _check_tokenizer(
         return
     if target_tokenizer is not None:
         raise InvalidArgument(
-            "target_tokenizer", str(target_tokenizer), "a folder with the tokenizer of this target"
+            "target_tokenizer", target_tokenizer, "a model with the tokenizer of this target"
         )
     raise InvalidArgument(
-        "drafter", str(drafter or "the demo's"),
-        f"a drafter with the tokenizer of the target {info.name!r}, or --target-tokenizer DIR: "
+        "drafter", drafter or "the demo's",
+        f"a drafter with the tokenizer of the target {info.name!r}, or --target-tokenizer MODEL: "
         "with it at hand, the row omnidraft translates what another one drafts",
     )  # fmt: skip
 
@@ -323,11 +325,10 @@ def _info(
     patience: Any,
     tokenizer: Tokenizer,
     model: DraftModel | OmniDraft,
-    folder: Path | None,
+    path: Path,
     offline_ok: bool,
 ) -> TargetInfo:
     """What the servers say of their target; offline, the drafter's own sizes stand in."""
-    from paceline.demo import DRAFTER_DIR
     from paceline.drafters.draft_model import DraftModel
     from paceline.tokenizer import eos_token_ids
     from rpc.errors import ServerUnavailable
@@ -344,7 +345,7 @@ def _info(
         return TargetInfo(
             vocab_size=own.vocab_size if own is model else tokenizer.vocab_size,
             context_length=own.runner.context_length,
-            eos_token_ids=eos_token_ids(folder or DRAFTER_DIR),
+            eos_token_ids=eos_token_ids(path),
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from cluster.cli_output import err, out, set_threads
+from cluster.cli_output import err, local_model, out, set_threads
 from paceline.errors import InvalidArgument
 from paceline.numerics import check_mismatch
 
@@ -171,8 +171,8 @@ def refuse_local_options(**options: Any) -> None:
 def run_here(
     request: Request,
     *,
-    target: Path | None,
-    drafter: Path | None,
+    target: str | None,
+    drafter: str | None,
     heads: Path | None,
     dtype: str,
     device: str,
@@ -197,14 +197,15 @@ def run_here(
     check_transcript(transcript, config, request.params)
     resolve(config)  # before anything is loaded: a wrong name should not cost seconds
 
+    target_path, drafter_path = local_model(target), local_model(drafter)
     with err.status("loading the models ..."):
         from paceline.loading import load_engine
 
-        set_threads(threads, target)
+        set_threads(threads, target_path)
 
         engine = load_engine(
-            target,
-            drafter,
+            target_path,
+            drafter_path,
             heads=heads,
             dtype=dtype,
             device=device,
@@ -244,7 +245,7 @@ def run_here(
         from paceline.transcript import Transcript
 
         Transcript(
-            model="demo" if target is None else str(target.resolve()),
+            model="demo" if target_path is None else str(target_path.resolve()),
             fingerprint=fingerprint,
             prompt_token_ids=tuple(session.token_ids[: session.prompt_length]),
             token_ids=tuple(session.output_ids),
@@ -278,7 +279,7 @@ def run_on_server(
     server: str,
     *,
     timeout: float,
-    tokenizer_from: Path | None,
+    tokenizer_from: str | None,
     client_options: Mapping[str, Any],
     transcript: Path | None = None,
     numerics_mismatch: str | None = None,
@@ -287,7 +288,7 @@ def run_on_server(
 
     Args:
         timeout: seconds for the whole generation.
-        tokenizer_from: a model folder whose tokenizer tells which text came from which token;
+        tokenizer_from: a model whose tokenizer tells which text came from which token;
             None tries the demo pair's.
         client_options: how to connect, see :func:`cluster.cli_output.client_options`.
         transcript: where to write one; None writes none.
@@ -359,14 +360,14 @@ def _write_transcript(file: Path, model: str, params: SamplingParams, done: Comp
     ).write(file)
 
 
-def _tokenizer_of(vocab_size: int, folder: Path | None) -> Tokenizer | None:
+def _tokenizer_of(vocab_size: int, model: str | None) -> Tokenizer | None:
     """A local tokenizer that can be the server's. It only chooses colours, never text."""
     from paceline.demo import TARGET_DIR
     from paceline.errors import ModelNotFound
     from paceline.tokenizer import load_tokenizer
 
-    if folder is not None:
-        return load_tokenizer(folder)
+    if model is not None:
+        return load_tokenizer(model)
     try:
         tokenizer = load_tokenizer(TARGET_DIR)
     except ModelNotFound:

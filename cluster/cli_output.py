@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import InvalidArgument, PacelineError
 
@@ -35,11 +35,19 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
 ]
 Target = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Target, a Hugging Face folder. Default: the demo's."),
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Target: a Hugging Face folder, or a name (`paceline models --help`). Default: the "
+        "demo's.",
+    ),
 ]
 Drafter = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Draft model, with the target's tokenizer.")
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Draft model, with the target's tokenizer: a folder, a GGUF file or a name.",
+    ),
 ]
 
 OTHER_DTYPES = "bfloat16, float16, q8_0, q4_0, int8 or auto (the checkpoint's)."
@@ -155,20 +163,34 @@ def show_tree(value: object, indent: int = 0) -> None:
             show_tree(item, indent + 1)
 
 
-def set_threads(threads: int | None, target: Path | None) -> None:
+def local_model(name: str | None) -> Path | None:
+    """Where the model of an option lies, downloaded if it has to be; None stays None."""
+    from paceline.model_names import resolve_model
+
+    return None if name is None else resolve_model(name)
+
+
+def pinned_model(name: str | None) -> str | None:
+    """The model of an option under a name for other processes and nodes; None stays None."""
+    from paceline.model_names import pin_model
+
+    return None if name is None else pin_model(name)
+
+
+def set_threads(threads: int | None, target: str | Path | None) -> None:
     """Set torch's CPU threads; ``None`` means 1 for a small target (None: the demo's), else all.
 
     On one forward of a small model threads gain nothing, and lose much when cores are busy.
     """
     import torch
 
-    from paceline.demo import TARGET_DIR
+    from paceline.model_names import resolve_model
     from paceline.models import kernels
 
     if threads is not None and not 1 <= threads <= 1024:
         raise InvalidArgument("threads", threads, "an integer in [1, 1024]")
     if threads is None:
-        path = target or TARGET_DIR
+        path = resolve_model(target or "demo")
         files = [path] if path.is_file() else path.glob("*.safetensors")
         weights = sum(file.stat().st_size for file in files)
         if weights > _SMALL_MODEL_BYTES:
@@ -177,8 +199,8 @@ def set_threads(threads: int | None, target: Path | None) -> None:
     kernels.set_num_threads(threads or 0)  # what was asked for is a limit for prompts, too
 
 
-class Command(TyperCommand):
-    """A command whose failures are one line and an exit code, never a traceback.
+class _OneLineErrors:
+    """Failures are one line and an exit code, never a traceback.
 
     Exit codes: 2 for input that cannot be served (as for unknown options), 1 for a failure inside,
     130 after Ctrl-C. ``paceline --debug`` shows tracebacks.
@@ -186,7 +208,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx)  # type: ignore[misc]
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
@@ -215,3 +237,11 @@ class Command(TyperCommand):
             return False
         traceback.print_exc()
         return True
+
+
+class Command(_OneLineErrors, TyperCommand):
+    """A command."""
+
+
+class CommandGroup(_OneLineErrors, TyperGroup):
+    """A command that has commands of its own."""

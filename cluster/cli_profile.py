@@ -11,10 +11,10 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cluster.cli_output import err, out
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from cluster.cli_output import err, local_model, out
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine, pick_device
+from paceline.model_names import resolve_model
 from paceline.profile import CostProfile, default_path, measure, new_session, plot, profile_key
 from paceline.types import Budget
 
@@ -22,8 +22,8 @@ FILES = ("ca", "cert", "key")
 
 
 def run(
-    target: Path | None,
-    drafter: Path | None,
+    target: str | None,
+    drafter: str | None,
     *,
     server: str | None,
     client_options: Mapping[str, Any],
@@ -41,9 +41,10 @@ def run(
     """
     device = pick_device(device)
     if target is None:
-        target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
-    engine = load_engine(target, drafter, dtype=dtype, device=device, numerics=numerics)
-    key = profile_key(target, drafter, dtype, device, numerics)
+        target, drafter = "demo", drafter or "demo-drafter"
+    target_path, drafter_path = resolve_model(target), local_model(drafter)
+    engine = load_engine(target_path, drafter_path, dtype=dtype, device=device, numerics=numerics)
+    key = profile_key(target_path, drafter_path, dtype, device, numerics)
     round_trip = 0.0
     if server:
         round_trip = _round_trip(server, engine.target.vocab_size, client_options)

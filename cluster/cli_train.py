@@ -21,6 +21,7 @@ from cluster.cli_output import (
     Target,
     err,
     out,
+    pinned_model,
     print_json,
     require,
     set_threads,
@@ -56,11 +57,12 @@ train = typer.Typer(
 _command = partial(train.command, cls=Command)
 
 Student = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        metavar="DIR",
-        help="Drafter to start from. A folder with only a config.json gives random weights. "
-        "Default: the demo's drafter with the demo target, else the target's first layers.",
+        metavar="MODEL",
+        help="Drafter to start from, a folder or a name. A folder with only a config.json gives "
+        "random weights. Default: the demo's drafter with the demo target, else the target's "
+        "first layers.",
     ),
 ]
 Layers = Annotated[
@@ -212,6 +214,10 @@ def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
     if threads is not None:
         set_threads(threads, None)
     text = {name: shared.pop(name) for name in ("target", "length", "held_out_rows")}
+    given = text["target"]
+    text["target"] = pinned_model(given)
+    if "drafter" in knobs:
+        knobs["drafter"] = pinned_model(knobs["drafter"])
     text["data"] = shared.pop("data") or []
     folder = shared.pop("folder") or Path("trained") / kind
     job = train_job.TrainJob(
@@ -226,10 +232,10 @@ def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
     if as_json:
         print_json(result)
     else:
-        _show(kind, result, text["target"])
+        _show(kind, result, given)
 
 
-def _show(kind: str, result: dict[str, Any], target: Path | None) -> None:
+def _show(kind: str, result: dict[str, Any], target: str | None) -> None:
     """What was measured before and after, where the result is, and how to use it."""
     table = Table("held out", box=None, header_style="bold", pad_edge=False)
     for title in ("before", "after"):
@@ -251,9 +257,9 @@ def _show(kind: str, result: dict[str, Any], target: Path | None) -> None:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _use(kind: str, folder: Path, target: Path | None) -> str | None:
+def _use(kind: str, folder: Path, target: str | None) -> str | None:
     """Options of a command that runs the result, if there is one line for it."""
-    chosen = f"--target {shlex.quote(str(target))} " if target else ""
+    chosen = f"--target {shlex.quote(target)} " if target else ""
     place = shlex.quote(str(folder))
     if kind == "exits":
         return f"--target {place} --method layer_skip"

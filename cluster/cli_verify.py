@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli_output import err, out, set_threads
+from cluster.cli_output import err, local_model, out, set_threads
 from paceline.errors import InvalidArgument
 from paceline.numerics import PORTABLE, check_mismatch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def run(
     file: Path,
     *,
-    target: Path | None,
+    target: str | None,
     device: str,
     threads: int | None,
     numerics_mismatch: str,
@@ -29,13 +29,14 @@ def run(
         NumericsMismatch: the numerics here are not those of the transcript, and have to be.
     """
     check_mismatch(numerics_mismatch)
-    with err.status("loading the model ..."):
+    with err.status("loading torch ..."):
         from paceline.transcript import Transcript, check_fingerprint, verify
 
         transcript = Transcript.read(file)
-        target = target or _named(transcript)
-        set_threads(threads, target)
-        engine = _load(transcript, target, device, numerics_mismatch)
+    path = local_model(target) or _named(transcript)
+    with err.status("loading the model ..."):
+        set_threads(threads, path)
+        engine = _load(transcript, path, device, numerics_mismatch)
     runner = engine.local_target.runner
     if numerics_mismatch == "refuse":
         check_fingerprint(transcript, runner.fingerprint)

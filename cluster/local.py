@@ -37,6 +37,7 @@ from deployments.config import (
     ConfigFile,
     read_config_file,
 )
+from paceline.cache import cache_folder
 from paceline.errors import PacelineError
 
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
@@ -397,8 +398,7 @@ def _take_down(app: str) -> None:
 
 def state_folder() -> Path:
     """Where the running deployment is remembered."""
-    root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "paceline" / "local"
+    return cache_folder("local")
 
 
 @dataclass(frozen=True)
@@ -500,6 +500,7 @@ def up(
         )
     if address is None:
         check_ports(file)
+        file.config.with_local_models()  # a download shows its progress here, not in a replica
     with showing_progress() as report:
         if address is None and detach:
             result = _spawn(file, ports, state, report)

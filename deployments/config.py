@@ -19,8 +19,8 @@ from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.gguf_folder import is_gguf
 from paceline.methods import VLLM_METHODS, Method
+from paceline.model_names import pin_model, resolve_model
 from paceline.plan import resolve
 from rpc.access import Limits
 from rpc.messages import MAX_MESSAGE_BYTES
@@ -47,12 +47,16 @@ class _Block(BaseModel):
 
 
 class ModelConfig(_Block):
-    """Which models, and how they are held. Without any folder: the demo pair."""
+    """Which models, and how they are held. Without any of them: the demo pair."""
 
     name: str = Field("paceline", min_length=1, description="What clients are told it is called.")
-    target: str | None = Field(None, description="Hugging Face folder of the target.")
+    target: str | None = Field(
+        None,
+        description="The target: a Hugging Face folder, or a name of a model that each replica "
+        "resolves on its node (docs/models.md), for example hf:ORG/NAME@REVISION.",
+    )
     drafter: str | None = Field(
-        None, description="Hugging Face folder or GGUF file of the drafter."
+        None, description="The drafter: a Hugging Face folder, a GGUF file, or a name of a model."
     )
     heads: str | None = Field(
         None,
@@ -374,11 +378,13 @@ class DeploymentConfig(_Block):
         """CPU threads of a model in a replica for which Ray reserves ``num_cpus``."""
         if self.model.threads is not None:
             return self.model.threads
-        weights = sum(f.stat().st_size for f in Path(self.target_folder).glob("*.safetensors"))
+        folder = resolve_model(self.target_folder, weights=False)
+        weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         return 1 if weights <= SMALL_MODEL_BYTES else max(1, int(num_cpus))
 
     @property
     def target_folder(self) -> str:
+        """Folder or name of the target; a path from :meth:`with_local_models` on."""
         return self.model.target or str(TARGET_DIR)
 
     @property
@@ -388,16 +394,34 @@ class DeploymentConfig(_Block):
             return str(DRAFTER_DIR)
         return self.model.drafter
 
+    def with_local_models(self, *, target_weights: bool = True) -> DeploymentConfig:
+        """The config with paths for names of models, which are downloaded where they have to be.
+
+        Args:
+            target_weights: False is content with a target's configuration and tokenizer.
+
+        Raises:
+            ModelNotFound: a model cannot be had on this node.
+        """
+        model, paths = self.model, {}
+        if model.target is not None:
+            paths["target"] = str(resolve_model(model.target, weights=target_weights))
+        if model.drafter is not None:
+            paths["drafter"] = str(resolve_model(model.drafter))
+        return self.model_copy(update={"model": model.model_copy(update=paths)})
+
 
 def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) -> DeploymentConfig:
-    """Check untrusted keys and values; model folders come back as absolute paths.
+    """Check untrusted keys and values; models come back under names for all nodes.
+
+    A folder is an absolute path then, and a model of the hub has the commit that it is now.
 
     Args:
         models_here: False leaves it to the replicas to find the models, on their nodes.
 
     Raises:
         InvalidArgument: naming the first wrong key, for example ``target.num_cpus``.
-        ModelNotFound: a model folder does not exist.
+        ModelNotFound: a model does not exist.
     """
     try:
         config = DeploymentConfig.model_validate(dict(args or {}))
@@ -420,26 +444,26 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         )  # fmt: skip
     if config.drafter_folder is None and config.topology == "actors":
         raise InvalidArgument(
-            "model.drafter", None, "a model folder with topology 'actors', or topology 'colocated'"
+            "model.drafter", None, "a model with topology 'actors', or topology 'colocated'"
         )
     if config.drafter_folder is None and method.drafter == "draft_model":
         raise InvalidArgument(
             "speculation.method", method.name,
             "a method that needs no draft model ('prompt_lookup', 'ar'), or a model.drafter",
         )  # fmt: skip
-    folders: dict[str, str] = {}
-    for role in ("target", "drafter", "heads"):
-        given = getattr(config.model, role)
-        if given is not None:
-            folder = Path(given).expanduser().resolve()
-            if is_gguf(folder):
-                there, kind = folder.is_file(), "file"
-            else:
-                there, kind = folder.is_dir(), "folder"
-            if models_here and not there:
-                raise ModelNotFound(f"model.{role}: {kind} {str(folder)!r} does not exist")
-            folders[role] = str(folder)
-    return config.model_copy(update={"model": config.model.model_copy(update=folders)})
+    model, changes = config.model, {}
+    for role, name in (("target", model.target), ("drafter", model.drafter)):
+        if name is not None:
+            try:
+                changes[role] = pin_model(name, here=models_here)
+            except ModelNotFound as error:
+                raise ModelNotFound(f"model.{role}: {error}") from error
+    if model.heads is not None:
+        folder = Path(model.heads).expanduser().resolve()
+        if models_here and not folder.is_dir():
+            raise ModelNotFound(f"model.heads: folder {str(folder)!r} does not exist")
+        changes["heads"] = str(folder)
+    return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 # Where somebody may have put a secret, though none belongs into this file.
@@ -540,7 +564,8 @@ class ConfigFile(BaseModel):
         args = dict(self.args)
         for name, values in blocks.items():
             args[name] = {**(args.get(name) or {}), **values}
-        return self.model_copy(update={"args": args, "config": parse_config(args)})
+        config = parse_config(args)
+        return self.model_copy(update={"args": _with_names(args, config), "config": config})
 
 
 POLICY_FUNCTION = "cluster.autoscaling:Policy"
@@ -555,7 +580,7 @@ def read_config_file(path: str | Path) -> ConfigFile:
 
     Raises:
         InvalidArgument: not YAML, a key that does not belong there, or a wrong value.
-        ModelNotFound: a model folder does not exist.
+        ModelNotFound: a model does not exist.
     """
     path = Path(path)
     try:
@@ -589,9 +614,16 @@ def read_config_file(path: str | Path) -> ConfigFile:
         route_prefix=application.get("route_prefix", "/"),
         proxy_location=str(data.get("proxy_location", "Disabled")),
         config=config,
-        args=args,
+        args=_with_names(args, config),
         autoscaling_policy=_policy(application.get("autoscaling_policy"), config),
     )
+
+
+def _with_names(args: dict[str, Any], config: DeploymentConfig) -> dict[str, Any]:
+    """The args with the checked names of models, which mean the same on all nodes."""
+    given = {role for role, name in (args.get("model") or {}).items() if name is not None}
+    names = {role: getattr(config.model, role) for role in given & {"target", "drafter", "heads"}}
+    return {**args, "model": {**args["model"], **names}} if names else args
 
 
 def _with_numbers(args: dict[str, Any], deployments: Any) -> dict[str, Any]:

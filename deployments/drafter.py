@@ -46,6 +46,8 @@ class DrafterDeployment:
 
     async def __init__(self, config: DeploymentConfig) -> None:
         self._tracing = config.tracing.start("paceline-drafter")
+        # Of the target it takes the tokenizer alone.
+        config = await asyncio.to_thread(config.with_local_models, target_weights=False)
         drafter = await asyncio.to_thread(_load, config)
         from rpc.draft_service import DraftServicer  # what it imports is here by now
 

@@ -77,6 +77,7 @@ class TargetDeployment:
         self._tracing = config.tracing.start("paceline-target")
         self._pool: asyncio.Task[None] | None = None
         self._engine: Serving
+        config = await asyncio.to_thread(config.with_local_models)
         if config.engine == "vllm":
             batch_invariant = False
             self._engine = await self._start_vllm(config)

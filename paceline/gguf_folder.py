@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.cache import cache_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.quants import QUANT_TYPES
 
@@ -66,12 +67,6 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix == ".gguf"
 
 
-def cache_root() -> Path:
-    """Where Paceline keeps what it can make again."""
-    root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "paceline"
-
-
 def model_folder(path: str | Path) -> Path:
     """A model folder, or that of a GGUF file. Errors: as :func:`folder_of`."""
     return folder_of(path) if is_gguf(path) else Path(path)
@@ -89,7 +84,7 @@ def folder_of(path: str | Path) -> Path:
         raise ModelNotFound(f"GGUF file {str(path)!r} does not exist")
     state = file.stat()
     key = f"{VERSION} {file} {state.st_size} {state.st_mtime_ns}"
-    folder = cache_root() / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = cache_folder("gguf") / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))

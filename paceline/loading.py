@@ -1,4 +1,4 @@
-"""From model folders to a runner, a tokenizer and an engine."""
+"""From models to a runner, a tokenizer and an engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf_folder import is_foreign, model_folder
 from paceline.lengths.base import LengthContext
+from paceline.model_names import resolve_model
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
@@ -68,6 +69,7 @@ def load_runner(
     """A model from a Hugging Face folder, or a GGUF file.
 
     Args:
+        path: the folder, or a name of the model (:mod:`paceline.model_names`).
         dtype: one of ``DTYPES``; "auto" is the checkpoint's. Weights of a GGUF file stay as they
             are, and their activations are float32.
         batch_invariant: bit-identical logits in any batch; ``None`` means where it is the default.
@@ -80,14 +82,14 @@ def load_runner(
             all processors (:mod:`paceline.numerics`).
 
     Raises:
-        ModelNotFound: the folder, or something in it, is missing or damaged.
+        ModelNotFound: there is no such model, or something in its folder is missing or damaged.
         InvalidArgument: an option that does not fit, or portable numerics where there are none.
     """
     if dtype not in DTYPES and dtype != "auto":
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(DTYPES)}, auto")
     if kv_tokens is not None and kv_tokens < 1:
         raise InvalidArgument("kv_tokens", kv_tokens, "a positive number of tokens")
-    folder, device = model_folder(path), pick_device(device)
+    folder, device = model_folder(resolve_model(path)), pick_device(device)
     config = read_config(folder)
     if dtype == "auto":
         dtype = _own_dtype(config)
@@ -128,18 +130,21 @@ def load_drafter(
     device: str = "auto",
     kv_tokens: int | None = None,
 ) -> DraftModel:
-    """A draft model for the target in the folder ``target``; ``path`` may be a GGUF file.
+    """A draft model for ``target``; ``path`` may be a GGUF file.
 
     Drafts never change the output, so the drafter need not be batch-invariant, and a float32
     target gets a bfloat16 drafter where that is faster.
 
     Args:
+        path, target: folders or names of models (:mod:`paceline.model_names`); of the target only
+            the configuration and the tokenizer are read.
         dtype, device: of the target.
 
     Raises:
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
         TokenizerMismatch: drafter and target do not share a tokenizer.
     """
+    path, target = resolve_model(path), resolve_model(target, weights=False)
     check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
     runner = _load_draft_runner(path, dtype, device, kv_tokens)
     return DraftModel(runner, _config(target).get("vocab_size"))
@@ -157,13 +162,12 @@ def load_translating_drafter(
 
     Args and raises: as :func:`load_drafter`, which wants the same tokenizer.
     """
+    path = resolve_model(path)
     runner = _load_draft_runner(path, dtype, device, kv_tokens)
     return OmniDraft(DraftModel(runner), Translator(target, load_tokenizer(path)))
 
 
-def _load_draft_runner(
-    path: str | Path, dtype: str, device: str, kv_tokens: int | None
-) -> ModelRunner:
+def _load_draft_runner(path: Path, dtype: str, device: str, kv_tokens: int | None) -> ModelRunner:
     if is_foreign(path):
         return GgufRunner(path, kv_tokens=kv_tokens, gpu=pick_device(device) != "cpu")
     if dtype == "float32" and pick_device(device) == "cpu" and kernels.has_dots():
@@ -173,11 +177,9 @@ def _load_draft_runner(
     )
 
 
-def _config(path: str | Path) -> dict[str, Any]:
+def _config(path: Path) -> dict[str, Any]:
     """A model's config.json; there is none where llama.cpp computes it."""
-    if is_foreign(path):
-        return {}
-    return read_config(model_folder(path))
+    return {} if is_foreign(path) else read_config(model_folder(path))
 
 
 def load_engine(
@@ -194,9 +196,10 @@ def load_engine(
     translate: bool = False,
     numerics: str = "fastest",
 ) -> Engine:
-    """An engine over model folders; without any, over the demo pair.
+    """An engine over models; without any, over the demo pair.
 
     Args:
+        target, drafter: folders or names of models (:mod:`paceline.model_names`).
         translate: take a drafter with another tokenizer, too; it drafts for the row `omnidraft`.
         drafter_device: where the drafter runs; None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
@@ -209,7 +212,8 @@ def load_engine(
     """
     if target is None:
         target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
-    target = model_folder(target)
+    target = model_folder(resolve_model(target))
+    drafter = None if drafter is None else resolve_model(drafter)
     runner = load_runner(
         target, dtype=dtype, device=device, batch_invariant=batch_invariant, kv_tokens=kv_tokens,
         numerics=numerics,
@@ -226,10 +230,10 @@ def load_engine(
             drafters["draft_model"] = load_drafter(
                 drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
-    is_demo = Path(target).resolve() == TARGET_DIR.resolve()
+    is_demo = target.resolve() == TARGET_DIR.resolve()
     if heads and not Path(heads).is_dir():
         raise ModelNotFound(f"folder of heads {str(heads)!r} does not exist")
-    heads = Path(heads) if heads else HEADS_DIR if is_demo else Path(target) / "heads"
+    heads = Path(heads) if heads else HEADS_DIR if is_demo else target / "heads"
     draft_model = drafters.get("draft_model")
     costs = LoadCosts(
         lambda: profile_key(target, drafter, dtype, pick_device(device), numerics),
@@ -244,12 +248,12 @@ def load_engine(
         eos_token_ids=eos_token_ids(target),
         limits=limits,
         length_context=_length_context(target, drafter, heads, costs),
-        heads=HeadLibrary(heads, Path(target), runner),
+        heads=HeadLibrary(heads, target, runner),
     )
 
 
 def _length_context(
-    target: str | Path, drafter: str | Path | None, heads: Path, costs: LoadCosts
+    target: Path, drafter: Path | None, heads: Path, costs: LoadCosts
 ) -> LengthContext:
     """What the length controllers of an engine over these folders should know."""
     config = _config(target)

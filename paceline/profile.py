@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.errors import InvalidArgument, PacelineError
+from paceline.model_names import resolve_model
 from paceline.models.llama import LlamaRunner
 from paceline.models.threads import (
     SIZES,
@@ -196,8 +197,8 @@ def profile_key(
     on_cpu = device == "cpu"
     usable, library = kernels.status() if on_cpu else (False, "")
     return {
-        "target": fingerprint(Path(target)),
-        "drafter": fingerprint(Path(drafter)) if drafter is not None else "",
+        "target": fingerprint(resolve_model(target)),
+        "drafter": fingerprint(resolve_model(drafter)) if drafter is not None else "",
         "dtype": dtype,
         "numerics": numerics,
         "device": device,

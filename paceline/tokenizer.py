@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from paceline.errors import ModelNotFound, TokenizerMismatch
 from paceline.gguf import GgufTokenizer
 from paceline.gguf_folder import is_foreign, model_folder
+from paceline.model_names import resolve_model
 
 
 class Tokenizer(Protocol):
@@ -125,22 +126,24 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder, or of a GGUF file.
+    """The tokenizer of a model.
+
+    Args:
+        path: its folder or GGUF file, or its name (:mod:`paceline.model_names`).
 
     Raises:
-        ModelNotFound: the folder or file does not exist or holds no tokenizer.
+        ModelNotFound: there is no such model, or it has no tokenizer.
     """
+    path = resolve_model(path, weights=False)
     if is_foreign(path):
         return GgufTokenizer(path)
     folder = model_folder(path)
-    if not folder.is_dir():
-        raise ModelNotFound(f"model folder {str(path)!r} does not exist")
     if (folder / "tokenizer.json").is_file():
         return _FastTokenizer(folder / "tokenizer.json")
     known = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((folder / name).is_file() for name in known):
         raise ModelNotFound(
-            f"model folder {str(path)!r} has no tokenizer: expected tokenizer.json or one "
+            f"model folder {str(folder)!r} has no tokenizer: expected tokenizer.json or one "
             f"of {', '.join(known)}"
         )
     return _AutoTokenizer(folder)
@@ -217,7 +220,12 @@ def check_same_tokenizer(target: Tokenizer, drafter: Tokenizer) -> None:
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """32 hex digits that tell whether two tokenizers have the same tokens with the same ids."""
-    entries = sorted(tokenizer.vocabulary().items())
+    return vocabulary_fingerprint(tokenizer.vocabulary())
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """:func:`fingerprint` of the tokenizer with these tokens and ids."""
+    entries = sorted(vocabulary.items())
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:32]
 
 

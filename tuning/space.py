@@ -24,9 +24,10 @@ from deployments.config import ModelConfig, VllmConfig
 from deployments.engines.rows import chain_plan
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
 from paceline.config import SpeculationConfig, keys_at, parse_speculation
-from paceline.errors import InvalidArgument, PacelineError
+from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.loading import DTYPES
 from paceline.methods import METHODS
+from paceline.model_names import KNOWN_NAMES, pin_model
 from paceline.plan import known_knobs, resolve
 from paceline.sampling import SamplingParams
 from rpc.draft_service import served_with
@@ -442,7 +443,10 @@ def parse_space(data: Mapping[str, Any], *, source: str = "", folder: Path | Non
 
 
 def _with_paths(document: _Document, folder: Path | None) -> _Document:
-    """Paths of the file are relative to it; the rest of the program sees absolute ones."""
+    """Paths of the file are relative to it; the rest of the program sees absolute ones.
+
+    Names of models stay names, which every node of a cluster resolves by itself.
+    """
 
     def absolute(name: str | None) -> str | None:
         if name is None:
@@ -452,13 +456,19 @@ def _with_paths(document: _Document, folder: Path | None) -> _Document:
         return str((beside if beside.exists() else given).resolve())
 
     model = document.model
-    model = model.model_copy(
-        update={key: absolute(getattr(model, key)) for key in ("target", "drafter", "heads")}
-    )
-    for role in ("target", "drafter", "heads"):
-        path = getattr(model, role)
-        if path is not None and not Path(path).is_dir():
-            raise InvalidArgument(f"model.{role}", path, "a folder that exists")
+    changes = {"heads": absolute(model.heads)}
+    if changes["heads"] is not None and not Path(changes["heads"]).is_dir():
+        raise InvalidArgument("model.heads", changes["heads"], "a folder that exists")
+    for role, name in (("target", model.target), ("drafter", model.drafter)):
+        if name is None:
+            continue
+        beside = (folder or Path()) / Path(name).expanduser()
+        try:
+            known = name in KNOWN_NAMES or not beside.exists()
+            changes[role] = pin_model(name if known else beside)
+        except ModelNotFound as error:
+            raise InvalidArgument(f"model.{role}", name, f"a model: {error}") from error
+    model = model.model_copy(update=changes)
     workload = document.workload.model_copy(update={"prompts": absolute(document.workload.prompts)})
     return document.model_copy(update={"model": model, "workload": workload})
 

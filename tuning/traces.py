@@ -23,6 +23,7 @@ import numpy.typing as npt
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
+from paceline.model_names import resolve_model
 from paceline.plan import Plan, resolve
 from paceline.profile import fingerprint
 from paceline.sampling import SamplingParams
@@ -176,8 +177,8 @@ def traces_key(
     kinds = sorted(path for path in Path(heads).iterdir() if path.is_dir()) if heads else []
     workload = json.dumps([[list(map(int, prompt)) for prompt in prompts], asdict(params)])
     return {
-        "target": fingerprint(Path(target)),
-        "drafter": fingerprint(Path(drafter)) if drafter is not None else "",
+        "target": fingerprint(resolve_model(target)),
+        "drafter": fingerprint(resolve_model(drafter)) if drafter is not None else "",
         "heads": " ".join(f"{path.name}:{fingerprint(path)}" for path in kinds),
         "dtype": dtype,
         "workload": hashlib.sha256(workload.encode()).hexdigest()[:16],

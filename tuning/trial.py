@@ -66,7 +66,7 @@ class Models:
         self._actor: Any = None
         self._address = ""
         model = self.space.document.model
-        self._config = DeploymentConfig(model=model)
+        self._config = DeploymentConfig(model=model).with_local_models()
         limit_threads(self._config.num_threads(work.num_cpus))
 
     @property
@@ -112,7 +112,9 @@ class Models:
                 {
                     "engine": "vllm",
                     "topology": point.topology,
-                    "model": document.model.model_copy(update={"dtype": point.dtype}).model_dump(),
+                    "model": self._config.model.model_copy(
+                        update={"dtype": point.dtype}
+                    ).model_dump(),
                     "vllm": document.vllm.model_dump(),
                     "speculation": {"method": "ar"},
                     "target": {
@@ -224,7 +226,7 @@ class DrafterActor:
         """Load the drafter, serve it on loopback, and say where."""
         space = self._work.space
         model = space.document.model
-        config = DeploymentConfig(model=model)
+        config = DeploymentConfig(model=model).with_local_models(target_weights=False)
         assert config.drafter_folder is not None
         limit_threads(config.num_threads(self._work.num_cpus))
         drafter = load_drafter(

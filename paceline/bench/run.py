@@ -31,6 +31,7 @@ from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument
 from paceline.loading import DTYPES, load_engine, load_runner, pick_device
 from paceline.methods import METHODS
+from paceline.model_names import resolve_model
 from paceline.models.base import Segment
 from paceline.numerics import NUMERICS
 from paceline.plan import Plan, resolve
@@ -47,7 +48,8 @@ class BenchOptions:
     """What to measure.
 
     Attributes:
-        target, drafter: model folders; without a target, the demo pair.
+        target, drafter: folders or names of models (:mod:`paceline.model_names`); without a
+            target, the demo pair.
         heads: folder of trained heads; see :func:`paceline.loading.load_engine`.
         prompts: a JSONL file in Spec-Bench's format; without one, the built-in prompts.
         methods: "all", or rows of the catalogue, as a sequence or separated by commas. Knobs
@@ -396,8 +398,8 @@ def _peer_entries(options: BenchOptions, notes: list[str]) -> list[_Entry]:
     if target is None:
         target, drafter = TARGET_DIR, DRAFTER_DIR
     peer = TransformersPeer(
-        target,
-        drafter,
+        resolve_model(target),
+        None if drafter is None else resolve_model(drafter),
         dtype=DTYPES[options.dtype],
         device=torch.device(pick_device(options.device)),
     )

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.gguf_folder import cache_root
+from paceline.cache import cache_folder
 from paceline.models.ops import Packing, Weight
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class PackedWeights:
         """
         path: Path | None = None
         if num_weights >= LEAST_WEIGHTS and os.environ.get("PACELINE_PACKED") != "off":
-            path = cache_root() / "packed" / f"{key}.bin"
+            path = cache_folder("packed") / f"{key}.bin"
         weights = PackedWeights(path)
         try:
             yield weights

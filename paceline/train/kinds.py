@@ -1,6 +1,7 @@
 """The kinds of ``paceline train``: a name, and a function that builds its task.
 
-The functions take plain values, so that a worker on another machine can build the same task.
+The functions take plain values, so that a worker on another machine can build the same task; it
+resolves names of models (:mod:`paceline.model_names`) there.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import InvalidArgument
+from paceline.model_names import resolve_model
 from paceline.models.heads import HEADS
 from paceline.train.data import load_text
 from paceline.train.draft_models import DraftTask
@@ -22,7 +23,7 @@ from paceline.train.trainer import Task
 
 def exits(
     *,
-    target: Path | None = None,
+    target: str | Path | None = None,
     data: Sequence[Path] = (),
     length: int = 256,
     held_out_rows: int = 32,
@@ -31,14 +32,14 @@ def exits(
     **knobs: Any,
 ) -> Task:
     """Layer dropout and early-exit losses on ``target``, by default the demo's."""
-    target = target or TARGET_DIR
+    target = resolve_model(target or "demo")
     return ExitsTask(target, load_text(target, data, length, held_out_rows), **knobs)
 
 
 def distill(
     *,
-    target: Path | None = None,
-    drafter: Path | None = None,
+    target: str | Path | None = None,
+    drafter: str | Path | None = None,
     fresh: bool = False,
     data: Sequence[Path] = (),
     length: int = 256,
@@ -51,7 +52,9 @@ def distill(
         fresh: start from the target's first layers although there is a drafter.
     """
     if target is None:
-        target, drafter = TARGET_DIR, drafter or (None if fresh else DRAFTER_DIR)
+        target, drafter = "demo", drafter or (None if fresh else "demo-drafter")
+    target = resolve_model(target)
+    drafter = None if drafter is None else resolve_model(drafter)
     text = load_text(target, data, length, held_out_rows)
     return DraftTask(target, text, drafter=drafter, **knobs)
 
@@ -70,14 +73,14 @@ def nested(*, exits: Sequence[int] = (1,), **knobs: Any) -> Task:
 def head(
     kind: str,
     *,
-    target: Path | None = None,
+    target: str | Path | None = None,
     data: Sequence[Path] = (),
     length: int = 256,
     held_out_rows: int = 32,
     **knobs: Any,
 ) -> Task:
     """A draft head for ``target``, by default the demo's."""
-    target = target or TARGET_DIR
+    target = resolve_model(target or "demo")
     text = load_text(target, data, length, held_out_rows)
     return HeadTask(target, text, kind=kind, **knobs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_defaults_are_the_demo_pair_as_actors() -> None:
         ({"topologi": "actors"}, "topologi"),
         ({"topology": "device"}, "topology"),
         ({"model": {"dtyp": "float32"}}, "model.dtyp"),
-        ({"model": {"dtype": "int8"}}, "model.dtype"),
+        ({"model": {"dtype": "float8"}}, "model.dtype"),
         ({"model": {"threads": 0}}, "model.threads"),
         ({"target": {"num_cpus": 0}}, "target.num_cpus"),
         ({"target": {"num_replicas": 0}}, "target.num_replicas"),
@@ -108,6 +109,37 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.target_folder == str(TARGET_DIR)
     own = {"model": {"target": "target"}, "topology": "colocated", "speculation": {"method": "ar"}}
     assert parse_config(own).drafter_folder is None
+
+
+def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo, commit = tmp_path / "hub" / "models--org--name", "0" * 40
+    shutil.copytree(TARGET_DIR, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = {"target": "org/name", "drafter": "demo-drafter"}
+    config = parse_config({"model": model})
+    # Every replica resolves the same commit on its node.
+    assert config.model.target == f"hf:org/name@{commit}"
+    assert config.model.drafter == "demo-drafter"
+    assert config.num_threads(num_cpus=8) == 1
+    local = config.with_local_models()
+    assert local.target_folder == str(repo / "snapshots" / commit)
+    assert local.drafter_folder == str(DRAFTER_DIR)
+    assert local.with_local_models() == local
+
+    data = yaml.safe_load((CONFIGS_DIR / "demo.yaml").read_text())
+    data["applications"][0]["args"] = {"model": model}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert read_config_file(path).args["model"]["target"] == f"hf:org/name@{commit}"
+
+    for wrong, said in (("smollm", "did you mean smollm2"), ("org/none", "HF_HUB_OFFLINE")):
+        with pytest.raises(ModelNotFound, match=rf"model\.target: .*{said}"):
+            parse_config({"model": {**model, "target": wrong}})
+    # Who builds the application need not have the models.
+    elsewhere = parse_config({"model": {**model, "target": "org/none@v1"}}, models_here=False)
+    assert elsewhere.model.target == "hf:org/none@v1"
 
 
 @pytest.mark.parametrize(

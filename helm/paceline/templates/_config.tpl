@@ -13,7 +13,7 @@
   {{- end -}}
   {{- $own := dig "model" "target" "" $best -}}
   {{- if and $own (eq $.Values.models.source "demo") -}}
-    {{- fail (printf "applications[0].args.model.target is %s, a folder of the machine that was measured; say where the cluster gets that model: models.source and models.target" $own) -}}
+    {{- fail (printf "applications[0].args.model.target is %s, a model of the machine that was measured; say where the cluster gets that model: models.source and models.target" $own) -}}
   {{- end -}}
   {{- if hasKey $best "model" -}}
     {{- $_ := set $best "model" (omit $best.model "target" "drafter" "heads") -}}
@@ -31,7 +31,7 @@
 {{- $args.topology -}}
 {{- end -}}
 
-{{/* Folders of the models in the pods that load them; empty for the demo pair. */}}
+{{/* Folders (GGUF files) of the models in the pods that load them; empty for the demo pair. */}}
 {{- define "paceline.modelFolders" -}}
 {{- $models := .Values.models -}}
 {{- $folders := dict -}}
@@ -40,11 +40,14 @@
   {{- range $role := list "target" "drafter" "heads" -}}
     {{- with index $models $role -}}
       {{- $folder := ternary (printf "/models/%s" (trimPrefix "/" .)) (printf "/models/%s" $role) (eq $models.source "pvc") -}}
+      {{- if and (eq $models.source "package") (ne $role "heads") -}}
+        {{- $folder = printf "%s.gguf" $folder -}}
+      {{- end -}}
       {{- $_ := set $folders $role $folder -}}
     {{- end -}}
   {{- end -}}
 {{- else if or $models.target $models.drafter $models.heads -}}
-  {{- fail "models.target, models.drafter, models.heads: say with models.source where they come from (huggingface, pvc or objectStore)" -}}
+  {{- fail "models.target, models.drafter, models.heads: say with models.source where they come from (huggingface, package, pvc or objectStore)" -}}
 {{- end -}}
 {{- toYaml $folders -}}
 {{- end -}}

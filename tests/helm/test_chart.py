@@ -323,7 +323,7 @@ def test_a_sweep_with_models_of_its_own(chart: Chart) -> None:
         ({"speculation": {"metod": "ar"}}, "'/speculation': additional properties 'metod'"),
         ({"speculation": {"num_speculative_tokens": -1}}, "'/speculation/num_speculative_tokens'"),
         ({"topology": "device"}, "'/topology': value must be one of 'colocated', 'actors'"),
-        ({"model": {"dtype": "int8"}}, "'/model/dtype': value must be one of"),
+        ({"model": {"dtype": "float8"}}, "'/model/dtype': value must be one of"),
         ({"tls": {"mode": "off"}}, "'/tls/mode': value must be one of"),
         ({"gateway": {"grpc_port": 70000}}, "'/gateway/grpc_port': maximum: got 70,000"),
         ({"pods": {"target": {"resources": {"limits": {"cpu": "two"}}}}}, "limits/cpu"),

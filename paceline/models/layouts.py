@@ -133,13 +133,9 @@ def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
             f"model folder {str(folder)!r} has both model.safetensors and {INDEX}: remove the one "
             "that is not meant"
         )
-    try:
-        places = json.loads(index.read_text())["weight_map"]
-        names = sorted({str(Path(place)) for place in places.values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelNotFound(f"{str(index)!r} is not a weight index: {error}") from error
+    places = read_index(index)
     headers = {}
-    for name in names:
+    for name in sorted(set(places.values())):
         file = folder / name
         headers[file] = header = _header(file)
         promised = {tensor for tensor, place in places.items() if place == name}
@@ -152,6 +148,17 @@ def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
                     f"{file} {what}: {listed(wrong)}; {INDEX} and the shards must agree"
                 )
     return headers
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, from a weight index."""
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        if not all(isinstance(place, str) for place in places.values()):
+            raise TypeError("weight_map must give each tensor the name of a file")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelNotFound(f"{str(index)!r} is not a weight index: {error}") from error
+    return dict(places)
 
 
 def _header(file: Path) -> dict[str, str]:

@@ -40,6 +40,7 @@ from paceline.models.layouts import (
     listed,
     not_weights,
     read_config,
+    read_index,
     stored_dtypes,
 )
 from paceline.numerics import Fingerprint, digest_tensors, torch_class
@@ -621,7 +622,6 @@ def load_causal_lm(
             the model does not have.
     """
     check_quantization(read_config(folder))
-    _check_weight_files(folder)
     dtypes = _stored_dtypes(folder)
     import transformers
     from transformers import AutoConfig
@@ -686,10 +686,14 @@ def _stored_dtypes(folder: Path) -> dict[str, str]:
     if (folder / "model.safetensors").is_file() or (folder / INDEX).is_file():
         stored = stored_dtypes(folder)
         return {name: dtype for dtypes in stored.values() for name, dtype in dtypes.items()}
-    index = folder / "pytorch_model.bin.index.json"
-    names = {"pytorch_model.bin"}
+    names, index = {"pytorch_model.bin"}, folder / "pytorch_model.bin.index.json"
     if not (folder / "pytorch_model.bin").is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        if not index.is_file():
+            raise ModelNotFound(
+                f"model folder {str(folder)!r} has no weights: expected model.safetensors, "
+                f"{INDEX} with its shards, or pytorch_model.bin"
+            )
+        names = set(read_index(index).values())
     found: dict[str, str] = {}
     for name in sorted(names):
         try:
@@ -719,30 +723,6 @@ def _check_codes(folder: Path, model: Any, dtypes: dict[str, str]) -> None:
         is_number = tensor is not None and not tensor.is_floating_point()
         if not is_number and not name.endswith("position_ids"):
             raise not_weights(f"{name} in {str(folder)!r}", dtype)
-
-
-def _check_weight_files(folder: Path) -> None:
-    """Name the files that are missing before a library gets to guess what else to look for."""
-    for kind in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{kind}.index.json"
-        if (folder / kind).is_file():
-            return
-        if index.is_file():
-            try:
-                shards = set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise ModelNotFound(f"{str(index)!r} is not a weight index: {error}") from error
-            lacking = sorted(name for name in shards if not (folder / name).is_file())
-            if lacking:
-                raise ModelNotFound(
-                    f"model folder {str(folder)!r} lacks weight files that {index.name} names: "
-                    + ", ".join(lacking)
-                )
-            return
-    raise ModelNotFound(
-        f"model folder {str(folder)!r} has no weights: expected model.safetensors, "
-        "model.safetensors.index.json with its shards, or pytorch_model.bin"
-    )
 
 
 def _first_line(error: BaseException) -> str:

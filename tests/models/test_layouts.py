@@ -203,17 +203,16 @@ def test_a_stored_copy_of_a_tied_head(zoo: Path, tmp_path: Path) -> None:
 def test_stored_frequencies(kind: str, dtype: torch.dtype, zoo: Path, tmp_path: Path) -> None:
     """Old checkpoints store them; they must be those of config.json."""
     right = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
-    stored = {ROTARY.format(i): right.to(dtype) for i in range(3)}
+    stored = {ROTARY.format(i): right.to(dtype, copy=True) for i in range(3)}
     folder = edited(make_model(kind, zoo), tmp_path / "old", weights=lambda t: t.update(stored))
     assert_close(ours(LlamaRunner(folder), IDS), theirs(folder, IDS), 1e-4)
-    for name, wrong in (
-        (ROTARY.format(1), (right * 1.1).to(dtype)),
-        (ROTARY.format(1), right[:4].to(dtype)),
-        (ROTARY.format(3), right.to(dtype)),  # of a layer that is not there
+    for layer, wrong in (
+        (1, right * 1.1),
+        (1, right[:4]),
+        (3, right),  # of a layer that is not there
     ):
-        changed = edited(
-            folder, tmp_path / "new", weights=lambda t, n=name, w=wrong: t.update({n: w})
-        )
+        name, more = ROTARY.format(layer), {ROTARY.format(layer): wrong.to(dtype, copy=True)}
+        changed = edited(folder, tmp_path / "new", weights=lambda t, more=more: t.update(more))
         with pytest.raises(InvalidArgument, match=re.escape(name)):
             LlamaRunner(changed)
         shutil.rmtree(changed)
@@ -328,7 +327,8 @@ ADDED = [
     "model.layers.2.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias",
     "model.layers.1.self_attn.o_proj.bias", "model.layers.0.mlp.gate_proj.bias",
     "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_proj.weight_scale",
-    "model.layers.1.mlp.down_proj.SCB", "model.rotary_emb.inv_freq", ROTARY.format(0), "score.weight",
+    "model.layers.1.mlp.down_proj.SCB", "model.rotary_emb.inv_freq", ROTARY.format(0),
+    "score.weight",
 ]  # fmt: skip
 FLAGS = ["tie_word_embeddings", "attention_bias", "mlp_bias"]
 EDITS = ("add", "drop", "rename", "retype", "reshape", "copy the head", "flip")
@@ -378,7 +378,7 @@ def plain(zoo: Path) -> dict[tuple[str, bool], tuple[dict[str, Any], dict[str, t
 
 
 @settings(
-    derandomize=True, deadline=None, max_examples=120, database=None,
+    derandomize=True, deadline=None, max_examples=200, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(data=st.data())
@@ -394,10 +394,12 @@ def test_an_edited_checkpoint_is_right_or_refused(
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        refusal = ""
         try:
             runner = LlamaRunner(folder, kv_tokens=64)
         except PacelineError as error:
-            assert any(word in str(error) for word in named), (str(error), named)
-            return
-        ids = IDS[:32]
-        torch.testing.assert_close(ours(runner, ids), theirs(folder, ids), atol=1e-4, rtol=1e-4)
+            refusal = str(error)
+        if refusal:
+            assert any(word in refusal for word in named), (refusal, named)
+        else:
+            assert_close(ours(runner, IDS[:32]), theirs(folder, IDS[:32]), 1e-4)

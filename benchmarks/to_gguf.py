@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from paceline.errors import InvalidArgument
-from paceline.models.llama import LlamaConfig, load_weights, read_config
+from paceline.models.layouts import read_config
+from paceline.models.llama import LlamaConfig, load_weights
 
 # How text is split before merges, and llama.cpp's name for it.
 _LLAMA3_SPLIT = (

@@ -20,7 +20,8 @@ from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary
-from paceline.models.llama import MODEL_TYPES, LlamaRunner, read_config
+from paceline.models.layouts import read_config
+from paceline.models.llama import MODEL_TYPES, LlamaRunner
 from paceline.numerics import refuse_portable
 from paceline.profile import LoadCosts, profile_key
 from paceline.target import ModelTarget

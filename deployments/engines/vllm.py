@@ -36,7 +36,7 @@ from paceline.errors import (
 )
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.models.kernels import NUMERICS_VERSION
-from paceline.models.llama import read_config
+from paceline.models.layouts import read_config
 from paceline.numerics import Fingerprint, class_name, digest_files, torch_class
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams, TokenLogprobs

@@ -8,7 +8,7 @@ layer takes, or shards that are not what their index says.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,30 @@ _UNQUANTIZED = (
 )
 
 
-def check_quantization(config: dict[str, Any], supported: Collection[str] = ()) -> None:
-    """Refuse quantised weights, unless by one of the ``supported`` methods.
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a model folder; ModelNotFound says what is missing."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"model folder {str(folder)!r} does not exist")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelNotFound(f"model folder {str(folder)!r} has no config.json")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelNotFound(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelNotFound(f"{file} holds a {type(config).__name__}, not an object")
+    return config
+
+
+def check_quantization(config: dict[str, Any]) -> None:
+    """Refuse quantised weights, by whatever method.
+
+    The general path refuses them, too: what transformers makes of them depends on the machine and
+    the libraries on it, and is not always what the checkpoint says.
 
     Args:
         config: a parsed config.json.
-        supported: values of ``quant_method``.
 
     Raises:
         InvalidArgument: names the method, with its format and number of bits where they are given.
@@ -48,11 +66,8 @@ def check_quantization(config: dict[str, Any], supported: Collection[str] = ()) 
     text = config.get("text_config")
     for where, values in (("", config), ("text_config.", text if isinstance(text, dict) else {})):
         for key in _QUANTIZATION_KEYS:
-            found = values.get(key)
-            if not found or (isinstance(found, dict) and found.get("quant_method") in supported):
-                continue
-            methods = f"quant_method {' or '.join(sorted(supported))}, or " if supported else ""
-            raise InvalidArgument(where + key, _described(found), methods + _UNQUANTIZED)
+            if values.get(key):
+                raise InvalidArgument(where + key, _described(values[key]), _UNQUANTIZED)
 
 
 def _described(quantization: Any) -> str:
@@ -66,6 +81,11 @@ def _described(quantization: Any) -> str:
         if value not in (None, False):
             parts.append(f"{key} {value}")
     return ", ".join(parts)
+
+
+def not_weights(tensor: str, dtype: str) -> InvalidArgument:
+    """The error about a tensor whose dtype is not one of ``WEIGHT_DTYPES``."""
+    return InvalidArgument("weights", f"{tensor}, of dtype {dtype}", _UNQUANTIZED)
 
 
 def listed(names: Iterable[str], shown: int = 3) -> str:
@@ -89,7 +109,7 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     for file, dtypes in stored.items():
         for name, dtype in sorted(dtypes.items()):
             if dtype not in WEIGHT_DTYPES:
-                raise InvalidArgument("weights", f"{name} in {file} as {dtype}", _UNQUANTIZED)
+                raise not_weights(f"{name} in {str(file)!r}", dtype)
     tensors: dict[str, torch.Tensor] = {}
     for file in stored:
         try:
@@ -113,13 +133,9 @@ def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
             f"model folder {str(folder)!r} has both model.safetensors and {INDEX}: remove the one "
             "that is not meant"
         )
-    try:
-        places = json.loads(index.read_text())["weight_map"]
-        names = sorted({str(Path(place)) for place in places.values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelNotFound(f"{str(index)!r} is not a weight index: {error}") from error
+    places = read_index(index)
     headers = {}
-    for name in names:
+    for name in sorted(set(places.values())):
         file = folder / name
         headers[file] = header = _header(file)
         promised = {tensor for tensor, place in places.items() if place == name}
@@ -132,6 +148,17 @@ def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
                     f"{file} {what}: {listed(wrong)}; {INDEX} and the shards must agree"
                 )
     return headers
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, from a weight index."""
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        if not all(isinstance(place, str) for place in places.values()):
+            raise TypeError("weight_map must give each tensor the name of a file")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelNotFound(f"{str(index)!r} is not a weight index: {error}") from error
+    return dict(places)
 
 
 def _header(file: Path) -> dict[str, str]:

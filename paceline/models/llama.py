@@ -37,7 +37,7 @@ from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.layouts import check_quantization, listed, load_tensors
+from paceline.models.layouts import check_quantization, listed, load_tensors, read_config
 from paceline.models.ops import (
     Layer,
     NativeOps,
@@ -262,22 +262,6 @@ def _windows(raw: dict[str, Any], layers: int, context: int) -> tuple[int | None
             f"{usual[0]} in all layers, which is what sliding_window says for {model_type}",
         )  # fmt: skip
     return tuple(window if kind == sliding else None for kind in kinds)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder; ModelNotFound says what is missing."""
-    if not folder.is_dir():
-        raise ModelNotFound(f"model folder {str(folder)!r} does not exist")
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ModelNotFound(f"model folder {str(folder)!r} has no config.json")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelNotFound(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelNotFound(f"{file} holds a {type(config).__name__}, not an object")
-    return config
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

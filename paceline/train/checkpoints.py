@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.llama import MODEL_TYPES, read_config
+from paceline.errors import InvalidArgument
+from paceline.models.layouts import read_config
+from paceline.models.llama import MODEL_TYPES
+from paceline.models.transformers import load_causal_lm
 
 # What belongs to a tokenizer or to its use, in the versions of transformers there have been.
 _COMPANIONS = (
@@ -29,31 +31,21 @@ def load_model(folder: Path, *, random_weights: bool = False, seed: int = 0) -> 
 
     Raises:
         ModelNotFound: the folder, its config.json or its weights are missing or damaged.
-        InvalidArgument: an encoder-decoder model.
+        InvalidArgument: an encoder-decoder model, quantised weights, or tensors that it does not
+            have.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if read_config(folder).get("is_encoder_decoder"):
         raise InvalidArgument("model", str(folder), "a causal language model")
-    kwargs = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     if random_weights:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         config = AutoConfig.from_pretrained(folder)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, **kwargs).eval()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **kwargs
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelNotFound(f"{folder} cannot be loaded: {reason}") from error
-    model, report = loaded
-    if report["missing_keys"]:  # transformers would go on with random ones
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ModelNotFound(f"the weights in {folder} lack {missing}")
-    return model.eval()
+            return AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            ).eval()
+    return load_causal_lm(folder, torch.float32, attn_implementation="sdpa").eval()
 
 
 def has_weights(folder: Path) -> bool:

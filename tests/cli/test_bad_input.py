@@ -15,6 +15,7 @@ from typer.testing import Result
 from paceline.methods import METHODS
 from rpc.server import RpcServer
 from tests.cli.conftest import Cli
+from tests.models.quantized import quantize
 from tests.modelzoo import make_model
 
 
@@ -234,6 +235,12 @@ def test_too_long_prompt_for_the_server(cli: Cli, server: RpcServer) -> None:
 )
 def test_bench_refuses(cli: Cli, arguments: list[Any], fragments: list[str]) -> None:
     assert_refused(cli("bench", "--no-peers", *arguments), *fragments)
+
+
+def test_generate_refuses_quantised_weights(cli: Cli, zoo: Path, tmp_path: Path) -> None:
+    folder = quantize(make_model("llama_gqa", zoo), "compressed_int8", tmp_path / "model")
+    named = ["quantization_config", "compressed-tensors", "int-quantized", "float32"]
+    assert_refused(cli("generate", "--target", folder, "x"), *named)
 
 
 def test_unknown_option_and_command(cli: Cli) -> None:

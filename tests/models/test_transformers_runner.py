@@ -378,10 +378,10 @@ def _config(**changes: Any) -> Callable[[Path], None]:
         ("llama_sharded", _remove("model-00002-of-00004.safetensors"), "model-00002-of-00004"),
         ("llama_sharded", _cut("model.safetensors.index.json", 0.5), "not a weight index"),
         ("gpt2", _cut("config.json", 0.5), "config.json"),
-        ("gpt2", _cut("model.safetensors", 0.5), "cannot be read"),
-        ("gpt2", _cut("model.safetensors", 0.0), "cannot be read"),
+        ("gpt2", _cut("model.safetensors", 0.5), "damaged"),
+        ("gpt2", _cut("model.safetensors", 0.0), "damaged"),
         ("gpt2", _config(n_layer=4), "transformer.h.3"),
-        ("gpt2", _config(n_embd=32), "cannot be read|lack"),
+        ("gpt2", _config(n_embd=32), "shape"),
         ("gpt2", _config(model_type="gpt99"), "gpt99"),
     ],
 )

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.layouts import load_tensors
-from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights, read_config
+from paceline.models.layouts import load_tensors, read_config
+from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights
 from paceline.models.ops import Weight
 from paceline.sampling import argmax_rows
 from paceline.types import IntArray, Need

@@ -127,10 +127,8 @@ class LlamaConfig:
         check_quantization(raw)
         for key, neutral in _NEUTRAL.items():
             if key in raw and raw[key] not in neutral:
-                raise InvalidArgument(
-                    key, raw[key], f"{json.dumps(neutral[0])}, or general=True: the fast path does "
-                    "not implement it",
-                )  # fmt: skip
+                allowed = f"{json.dumps(neutral[0])}, which is all that the fast path computes"
+                raise InvalidArgument(key, raw[key], allowed)
         # What transformers takes for a key that is not there differs between the types.
         raw = _DEFAULTS[model_type] | raw
         heads, hidden = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
@@ -155,7 +153,7 @@ class LlamaConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             context_length=context,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=_epsilon(raw),
             tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
             rope=_rope(raw),
             windows=_windows(raw, layers, context),
@@ -198,11 +196,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
-def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+def _count(raw: dict[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
     value = raw[key] if default is None or raw.get(key) is not None else default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgument(key, value, "a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidArgument(key, value, f"an integer of {least} or more")
     return value
+
+
+def _epsilon(raw: dict[str, Any]) -> float:
+    value = raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+        raise InvalidArgument("rms_norm_eps", value, "a number of 0 or more")
+    return float(value)
 
 
 def _flag(raw: dict[str, Any], key: str) -> bool:
@@ -220,7 +225,10 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     rope = scaling or parameters or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise InvalidArgument("rope_parameters", rope, "one object for all layers")
-    kind = rope.get("rope_type", rope.get("type")) or "default"
+    names = [rope[key] for key in ("rope_type", "type") if rope.get(key)] or ["default"]
+    if names[0] != names[-1]:
+        raise InvalidArgument("rope_parameters.type", names[-1], f"{names[0]}, as in rope_type")
+    kind = names[0]
     if kind not in _ROPE_TYPES:
         raise InvalidArgument("rope_type", kind, f"one of {', '.join(_ROPE_TYPES)}")
     if rope.get("partial_rotary_factor") not in (None, 1):
@@ -248,9 +256,13 @@ def _windows(raw: dict[str, Any], layers: int, context: int) -> tuple[int | None
                 "sliding_window", window, f"null: models of type {model_type} have no window"
             )
         window = None
-    first = _count(raw, "max_window_layers", 28) if model_type.startswith("qwen") else 0
+    first = 0
+    if model_type.startswith("qwen"):
+        first = _count(raw, "max_window_layers", 28, least=0)
     usual = [full if window is None or i < first else sliding for i in range(layers)]
     kinds = raw.get("layer_types") or usual
+    if not isinstance(kinds, list):
+        raise InvalidArgument("layer_types", kinds, f"a list of {full} and {sliding}")
     unknown = [kind for kind in kinds if kind not in (full, sliding)]
     if unknown:
         raise InvalidArgument("layer_types", unknown[0], f"{full} or {sliding}")
@@ -373,7 +385,8 @@ def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Tens
     if not config.tie_word_embeddings or head is None or embedding is None:
         return
     same = head.dtype == embedding.dtype and head.shape == embedding.shape
-    if not same or not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
+    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (head, embedding)]
+    if not same or not torch.equal(*bits):
         raise InvalidArgument(
             "tie_word_embeddings", f"true, but in {folder!s} lm_head.weight differs from "
             "model.embed_tokens.weight",

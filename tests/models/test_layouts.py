@@ -257,6 +257,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope for each kind of layer": (
         "llama", {"rope_parameters": {"full_attention": YARN}}, "rope_parameters",
     ),
+    "two types of rope": (
+        "llama", {"rope_parameters": {"rope_type": "default", "type": "linear"}}, "type",
+    ),
     "two ropes": ("llama", {"rope_scaling": YARN}, "rope_scaling"),
     "rope that changes with the length": (
         "llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type",
@@ -271,6 +274,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "odd groups of heads": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
     "odd heads": ("llama", {"head_dim": 15}, "head_dim"),
     "heads that do not fit": ("llama", {"head_dim": None, "hidden_size": 63}, "hidden_size"),
+    "a word for layers": ("qwen3", {"layer_types": "full_attention"}, "layer_types"),
+    "a word for a number": ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
     "a word for a flag": ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
     "both directions": ("llama", {"is_causal": False}, "is_causal"),
@@ -300,6 +305,11 @@ def test_configs_are_refused_by_field(case: str, zoo: Path, tmp_path: Path) -> N
         ("qwen3", {"head_dim": 128}, "head_dim"),
         ("mistral", {"sliding_window": 4096}, "sliding_window"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "use_cache"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+            "layer_types",
+        ),
         (
             "llama_yarn_rope", {"max_position_embeddings": 2048},
             "max_position_embeddings",
@@ -377,6 +387,7 @@ def plain(zoo: Path) -> dict[tuple[str, bool], tuple[dict[str, Any], dict[str, t
     return models
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values")
 @settings(
     derandomize=True, deadline=None, max_examples=200, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -79,7 +79,8 @@ class Paceline:
         limits = EngineLimits(max_sessions=64, prefix_cache=False)
         target, drafter = options["target"], options.get("drafter")
         if drafter is None:  # the random weights have no tokenizer either
-            runner = load_runner(target, dtype=options["dtype"])
+            dtype = "float32" if target.endswith(".gguf") else options["dtype"]
+            runner = load_runner(target, dtype=dtype)
             self._engine = Engine(ModelTarget(runner), {}, limits=limits)
         else:
             self._engine = load_engine(target, drafter, dtype=options["dtype"], limits=limits)
@@ -319,6 +320,8 @@ def to_gguf(folder: Path, cache: Path, dtype: str) -> Path:
     import numpy as np
     from safetensors import safe_open
 
+    if folder.suffix == ".gguf":
+        return folder
     weights = folder / "model.safetensors"
     stamp = f"{weights.stat().st_size}-{weights.stat().st_mtime_ns}"
     path = cache / f"{folder.parent.name}-{folder.name}-{stamp}-{dtype}.gguf"

@@ -6,8 +6,9 @@
 
 Each system has a process of its own (benchmarks/systems.py), which keeps its weights. Runs take
 turns in an order that rotates; whoever is not running is stopped (SIGSTOP), so that nobody's
-waiting threads cost another one time. Two sizes: the demo pair, where overhead decides, and a Llama
-shape of 0.3 B parameters with random weights, where memory bandwidth decides.
+waiting threads cost another one time. Three sizes: the demo pair, where overhead decides; a Llama
+shape of 0.3 B parameters with random weights, where memory bandwidth decides; and SmolLM2, a real
+chat model, in its GGUF file and in dtypes that are made of it.
 
 vLLM (on CPU) and llama.cpp may live in another interpreter: ``--peers-python``, by default
 ``.venv-vllm/bin/python`` where it exists. What is missing is named, with what installs it.
@@ -52,7 +53,19 @@ METHODS = {
         "vllm": ["ar"],
         "llama_cpp": ["ar"],
     },
+    "smollm2": {
+        "paceline": ["ar", LARGE_GOODPUT, "suffix_decoding"],
+        "transformers": ["ar", "prompt_lookup"],
+        "vllm": ["ar", "ngram"],
+        "llama_cpp": ["ar", "prompt_lookup"],
+    },
 }
+PRECISIONS = {
+    "demo": ("float32", "16-bit"), "large": ("float32", "16-bit"),
+    "smollm2": ("Q4_1", "Q8_0", "16-bit", "float32"),
+}  # fmt: skip
+QUANTISED = ("Q4_1", "Q8_0")  # these are GGUF files
+READ_GGUF = ("paceline", "llama_cpp")
 TITLES = {
     "paceline": "Paceline", "transformers": "transformers", "vllm": "vLLM", "llama_cpp": "llama.cpp"
 }  # fmt: skip
@@ -73,6 +86,8 @@ VERIFIED = (1, 4, 8, 16, 32)
 SHARES = {
     ("demo", "float32"): 0.36, ("demo", "16-bit"): 0.28,
     ("large", "float32"): 0.2, ("large", "16-bit"): 0.16,
+    ("smollm2", "Q4_1"): 0.2, ("smollm2", "Q8_0"): 0.2,
+    ("smollm2", "16-bit"): 0.3, ("smollm2", "float32"): 0.2,
 }  # fmt: skip
 
 
@@ -249,7 +264,8 @@ class Run:
         self.console.print(f"[red]failed: {where}: {escape(why)}[/]")
 
     def measure(self) -> None:
-        phases = [(s, p) for s in self.options.sizes for p in self.options.precisions]
+        wanted = self.options.precisions
+        phases = [(s, p) for s in self.options.sizes for p in PRECISIONS[s] if p in wanted]
         started = time.monotonic()
         with Progress(
             TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
@@ -277,7 +293,7 @@ class Phase:
 
     def __init__(self, run: Run, size: str, precision: str, bar: Progress) -> None:
         self.owner, self.size, self.precision, self.bar = run, size, precision, bar
-        self.target, self.drafter, self.prompts, self.warmup = models(size, run.options)
+        self.target, self.drafter, self.prompts, self.warmup = models(size, precision, run.options)
         self.started: list[Worker] = []
         self.workers: dict[tuple[str, str], Worker] = {}
         self.together: dict[str, bool] = {}
@@ -287,7 +303,7 @@ class Phase:
         started = time.monotonic()
         self.owner.result["weights_bytes"][f"{self.size}/{self.precision}"] = weights_bytes(
             self.target
-        ) * (2 if self.precision == "float32" else 1)
+        ) * (2 if self.precision == "float32" else 1)  # a file of 16 bits becomes twice as large
         task = self.bar.add_task(f"{self.size}, {self.precision}: starting", total=None)
         try:
             self._start(task)
@@ -323,6 +339,8 @@ class Phase:
         options = self.owner.options
         wanted: list[tuple[str, list[str]]] = []
         for system, methods in METHODS[self.size].items():
+            if self.precision in QUANTISED and system not in READ_GGUF:
+                continue
             if system in self.owner.pythons:
                 alone = system == "vllm"  # an engine has one method
                 wanted += [(system, [m]) for m in methods] if alone else [(system, methods)]
@@ -359,6 +377,8 @@ class Phase:
                     self.owner.fail(self.size, self.precision, worker.system, method, str(failed))
 
     def _dtype(self, system: str) -> str:
+        if self.precision in QUANTISED:
+            return self.precision
         return "float32" if self.precision == "float32" else SIXTEEN.get(system, "bfloat16")
 
     def _rows(self) -> list[Row]:
@@ -439,7 +459,7 @@ class Phase:
 
 
 def models(
-    size: str, options: argparse.Namespace
+    size: str, precision: str, options: argparse.Namespace
 ) -> tuple[Path, Path | None, list[list[int]], list[int]]:
     """Target, drafter, the prompts in the order in which they are used, and one to warm up."""
     import random
@@ -453,13 +473,53 @@ def models(
     from paceline.demo import DRAFTER_DIR, TARGET_DIR
     from paceline.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(TARGET_DIR)
+    target, drafter, form = TARGET_DIR, DRAFTER_DIR, "{}"
+    if size == "smollm2":
+        target, drafter = smollm2(precision, options.cache), None
+        form = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = load_tokenizer(target)
     by_category: dict[str, list[list[int]]] = {}
     for prompt in builtin_prompts():
-        by_category.setdefault(prompt.category, []).append(tokenizer.encode(prompt.text))
+        ids = tokenizer.encode(form.format(prompt.text), add_special_tokens=False)
+        by_category.setdefault(prompt.category, []).append(ids)
     # The first four are one of each category, the first eight two of each, ...
     turns = [ids for row in zip(*by_category.values(), strict=False) for ids in row]
-    return TARGET_DIR, DRAFTER_DIR, turns[:16], turns[-1]
+    return target, drafter, turns[:16], turns[-1]
+
+
+def smollm2(precision: str, cache: Path) -> Path:
+    """SmolLM2 in Q4_1, as it is there; in other precisions made of that, once."""
+    import torch
+    from safetensors.torch import save_file
+
+    from benchmarks.to_gguf import to_gguf
+    from paceline import gguf_folder
+    from paceline.model_names import resolve_model
+    from paceline.models.llama import read_gguf
+    from paceline.models.quants import Quantised
+
+    file = resolve_model("smollm2")
+    if precision == "Q4_1":
+        return file
+    folder = cache / "smollm2-bfloat16"
+    if not (folder / "model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        source, weights = gguf_folder.folder_of(file), {}
+        for name, tensor in gguf_folder.tensors(source).items():
+            found = read_gguf(tensor)
+            numbers = torch.from_numpy(found.floats()) if isinstance(found, Quantised) else found
+            weights[name] = numbers.bfloat16()
+        for document in source.glob("*.json"):
+            if document.name != gguf_folder.INDEX:
+                (folder / document.name).write_bytes(document.read_bytes())
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if precision != "Q8_0":
+        return folder
+    made = cache / "smollm2-Q8_0.gguf"
+    if not made.exists():
+        to_gguf(folder, made.with_suffix(".part"), "Q8_0")
+        made.with_suffix(".part").rename(made)
+    return made
 
 
 def random_llama(cache: Path, shape: Sequence[int]) -> Path:
@@ -504,8 +564,8 @@ def random_llama(cache: Path, shape: Sequence[int]) -> Path:
 
 
 def weights_bytes(folder: Path) -> int:
-    """Size of the weights in 16 bits; each token of AR reads all of them."""
-    return (folder / "model.safetensors").stat().st_size
+    """Size of the file of weights, in 16 bits or GGUF; each token of AR reads all of them."""
+    return (folder if folder.is_file() else folder / "model.safetensors").stat().st_size
 
 
 def memory_bandwidth(threads: int) -> float:
@@ -578,14 +638,27 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
 
     lossless = [m for m in METHODS["demo"]["paceline"] if m != "ar"]
     for size in result["settings"]["sizes"]:
-        for precision in result["settings"]["precisions"]:
+        for precision in PRECISIONS[size]:
+            if precision not in result["settings"]["precisions"]:
+                continue
             at = size, precision
             one = best(pick(*at, "paceline", 1, "ar"))
-            peer = best(pick(*at, "transformers", 1, "ar"))
-            add("AR over transformers' AR, concurrency 1", *at, 1.5, one, peer)
-            if size == "large":
+            if size != "demo":
+                wanted = 1.0 if precision in QUANTISED else 0.7
                 peer = best(pick(*at, "llama_cpp", 1, "ar"))
-                add("AR over llama.cpp's AR, equal precision", *at, 0.7, one, peer)
+                add("AR over llama.cpp's AR, equal precision", *at, wanted, one, peer)
+            if precision in QUANTISED:
+                continue  # the other systems do not read such files
+            peer = best(pick(*at, "transformers", 1, "ar"))
+            wanted = 2.0 if size == "smollm2" else 1.5
+            add("AR over transformers' AR, concurrency 1", *at, wanted, one, peer)
+            if size == "smollm2":
+                for concurrency in (1, 8):
+                    ours, peer = (
+                        best(pick(*at, s, concurrency, "ar")) for s in ("paceline", "vllm")
+                    )
+                    name = f"AR over vLLM's AR, concurrency {concurrency}"
+                    add(name, *at, 1.0, ours, peer)
             if size == "demo":
                 drafted = [r for r in pick(*at, "paceline", 1) if r["method"] in lossless]
                 peer = best(pick(*at, "transformers", 1))
@@ -873,8 +946,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", choices=["demo", "large"], default=["demo", "large"])
-    precisions = ["float32", "16-bit"]
+    parser.add_argument("--sizes", nargs="+", choices=list(METHODS), default=["demo", "large"])
+    precisions = ["float32", "16-bit", *QUANTISED]
     parser.add_argument("--precisions", nargs="+", choices=precisions, default=precisions)
     parser.add_argument("--systems", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 8, 16])
@@ -891,8 +964,11 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the docs")
     parser.add_argument("--quick", action="store_true", help="a few tokens, a tiny random model")
     options = parser.parse_args()
-    options.max_tokens = {"demo": 8, "large": 8} if options.quick else {"demo": 96, "large": 20}
-    options.sequential = {"demo": 2 if options.quick else 4, "large": 2}  # prompts at concurrency 1
+    options.max_tokens = {"demo": 96, "large": 20, "smollm2": 64}
+    options.sequential = {"demo": 4, "large": 2, "smollm2": 4}  # prompts at concurrency 1
+    if options.quick:
+        options.max_tokens = dict.fromkeys(METHODS, 8)
+        options.sequential = dict.fromkeys(METHODS, 2)
     # `timeout` and shells end a run so: processes that are stopped have to be ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.quick:

@@ -79,28 +79,36 @@ ALWAYS_INLINE vec float16_(const uint16_t *x)
     return out;
 }
 
+/* Four inputs, broadcast from memory in one instruction: as a float, or compilers go through an integer
+ * register. */
+#if W >= 8
+typedef float four_inputs __attribute__((aligned(4), may_alias));
+#else
+typedef int32_t four_inputs __attribute__((aligned(4), may_alias));
+#endif
+
 /* Sums of products for 16 outputs: one line (of eight bits), or the low or high halves of one, times 4
- * inputs. For each instruction set: `quant_acc` holds the sums of a block, of one of QUANT_PARTS parts of
- * the panel; quant_line reads a part of a line, quant_low and quant_high give its halves. */
+ * inputs. For each instruction set: what a native vector holds of a line, its halves, and inputs to
+ * multiply it with. */
 #if W == 16
 typedef __m512i quant_part;
 #define QUANT_PARTS 1
 #define PART_LOAD(from) _mm512_loadu_si512(from)
-#define PART_INPUTS(four) _mm512_set1_epi32(four)
+#define PART_INPUTS(q) _mm512_castps_si512(_mm512_set1_ps(*(const four_inputs *)(q)))
 #define PART_LOW(line) _mm512_and_si512(line, _mm512_set1_epi8(15))
 #define PART_HIGH(line) _mm512_and_si512(_mm512_srli_epi16(line, 4), _mm512_set1_epi8(15))
 #elif W == 8
 typedef __m256i quant_part;
 #define QUANT_PARTS 2
 #define PART_LOAD(from) _mm256_loadu_si256((const __m256i *)(from))
-#define PART_INPUTS(four) _mm256_set1_epi32(four)
+#define PART_INPUTS(q) _mm256_castps_si256(_mm256_broadcast_ss((const four_inputs *)(q)))
 #define PART_LOW(line) _mm256_and_si256(line, _mm256_set1_epi8(15))
 #define PART_HIGH(line) _mm256_and_si256(_mm256_srli_epi16(line, 4), _mm256_set1_epi8(15))
 #elif defined(__aarch64__)
 typedef int8x16_t quant_part;
 #define QUANT_PARTS 4
 #define PART_LOAD(from) vld1q_s8((const int8_t *)(from))
-#define PART_INPUTS(four) vreinterpretq_s8_s32(vdupq_n_s32(four))
+#define PART_INPUTS(q) vreinterpretq_s8_s32(vdupq_n_s32(*(const four_inputs *)(q)))
 #define PART_LOW(line) vandq_s8(line, vdupq_n_s8(15))
 #define PART_HIGH(line) vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(line), 4))
 #else
@@ -116,11 +124,11 @@ ALWAYS_INLINE quant_part part_load(const void *from)
     return out;
 }
 
-ALWAYS_INLINE quant_part part_inputs(int32_t four)
+ALWAYS_INLINE quant_part part_inputs(const int8_t *q)
 {
     quant_part out;
     for (int i = 0; i < W; i++)
-        memcpy(out.b + 4 * i, &four, 4);
+        memcpy(out.b + 4 * i, q, 4);
     return out;
 }
 
@@ -133,7 +141,7 @@ ALWAYS_INLINE quant_part part_half(quant_part line, int shift)
 }
 
 #define PART_LOAD(from) part_load(from)
-#define PART_INPUTS(four) part_inputs(four)
+#define PART_INPUTS(q) part_inputs(q)
 #define PART_LOW(line) part_half(line, 0)
 #define PART_HIGH(line) part_half(line, 4)
 #endif
@@ -249,75 +257,90 @@ static void quant_round(const void *x, size_t at, struct quant_inputs *out, int 
     }
 }
 
-/* Up to QUANT_ROWS rows and one panel. */
-ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *panel, const char *next,
-                               const struct target *t, int row, int first, const int rows,
-                               const struct quant_kind kind)
+/* Panels that are taken together: with one row memory is what takes time, and several streams are read
+ * faster than one. */
+#define QUANT_PANELS(rows) ((rows) == 1 ? 4 : 1)
+
+/* Up to QUANT_ROWS rows and some neighbouring panels, `size` bytes each. */
+ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *panel, size_t size,
+                               const char *next, const struct target *t, int row, int first,
+                               const int rows, const int panels, const struct quant_kind kind)
 {
     const int blocks = k / kind.block, inputs = k / QUANT_INPUTS, step = kind.bits == 4 ? 8 : 4;
-    const char *header = panel, *line = panel + quant_headers(kind, k);
-    vec acc[QUANT_ROWS];
-    UNROLL for (int r = 0; r < rows; r++) acc[r] = set_(0.0f);
+    const size_t to_lines = quant_headers(kind, k), to_next = next ? next - panel : 0;
+    vec acc[QUANT_ROWS][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++) acc[r][p] = set_(0.0f);
     for (int b = 0; b < blocks; b++) {
         const int half = kind.block == QUANT_INPUTS ? 0 : b & 1;
         const struct quant_inputs *in = x + (kind.block == QUANT_INPUTS ? b : b / 2);
-        const vec scale = kind.wide ? load_((const float *)header) : float16_((const uint16_t *)header);
-        vec whole[QUANT_ROWS];
-        UNROLL for (int n = 0; n < NATS; n++) {
-            nat_int sums[QUANT_ROWS];
-            UNROLL for (int r = 0; r < rows; r++) sums[r] = (nat_int){0};
-            UNROLL for (int i = 0; i < kind.block / step; i++) {
-                const quant_part w = PART_LOAD(line + i * LINE + n * (LINE / NATS));
-                const int at = half * 16 + i * step;
+        UNROLL for (int p = 0; p < panels; p++) {
+            const char *header = panel + p * size + b * quant_header(kind);
+            const char *line = panel + p * size + to_lines + b * (kind.block * WIDTH * kind.bits / 8);
+            vec whole[QUANT_ROWS];
+            UNROLL for (int n = 0; n < NATS; n++) {
+                nat_int sums[QUANT_ROWS];
+                UNROLL for (int r = 0; r < rows; r++) sums[r] = (nat_int){0};
+                /* Unrolled, compilers add up late and run out of registers. */
+                _Pragma("GCC unroll 1") for (int i = 0; i < kind.block / step; i++) {
+                    const quant_part w = PART_LOAD(line + i * LINE + n * (LINE / NATS));
+                    const int at = half * 16 + i * step;
+                    UNROLL for (int r = 0; r < rows; r++) {
+                        const int8_t *q = in[r * inputs].q + at;
+                        if (kind.bits == 4) {
+                            sums[r] = quant_step(sums[r], PART_LOW(w), PART_INPUTS(q), 4);
+                            sums[r] = quant_step(sums[r], PART_HIGH(w), PART_INPUTS(q + 4), 4);
+                        } else
+                            sums[r] = quant_step(sums[r], w, PART_INPUTS(q), 8);
+                    }
+                }
                 UNROLL for (int r = 0; r < rows; r++) {
-                    int32_t four[2];
-                    memcpy(four, in[r * inputs].q + at, step);
-                    if (kind.bits == 4) {
-                        sums[r] = quant_step(sums[r], PART_LOW(w), PART_INPUTS(four[0]), 4);
-                        sums[r] = quant_step(sums[r], PART_HIGH(w), PART_INPUTS(four[1]), 4);
-                    } else
-                        sums[r] = quant_step(sums[r], w, PART_INPUTS(four[0]), 8);
+                    nat_int all = quant_finish(sums[r], kind.bits);
+                    if (QUANT_SHIFTS && kind.bits == 8) {
+                        const int32_t *shifts = in[r * inputs].shifts;
+                        all -= kind.block == 16 ? shifts[half] : shifts[0] + shifts[1];
+                    }
+                    whole[r].n[n] = __builtin_convertvector(all, nat);
                 }
             }
+            if (next)
+                UNROLL for (int i = 0; i < kind.block / step; i++)
+                    __builtin_prefetch(line + to_next + i * LINE, 0, 3);
+            const vec scale = kind.wide ? load_((const float *)header)
+                                        : float16_((const uint16_t *)header);
             UNROLL for (int r = 0; r < rows; r++) {
-                nat_int all = quant_finish(sums[r], kind.bits);
-                if (QUANT_SHIFTS && kind.bits == 8) {
-                    const int32_t *shifts = in[r * inputs].shifts;
-                    all -= kind.block == 16 ? shifts[half] : shifts[0] + shifts[1];
+                const struct quant_inputs *from = in + r * inputs;
+                acc[r][p] = fma_(whole[r], mul_(scale, set_(from->scale)), acc[r][p]);
+                if (kind.least) {
+                    const float *leasts = (const float *)header + WIDTH;
+                    const vec least = kind.wide ? load_(leasts)
+                                                : float16_((const uint16_t *)header + WIDTH);
+                    const float sum = kind.block == 16 ? from->half_sums[half] : from->sum;
+                    acc[r][p] = fma_(least, set_(sum), acc[r][p]);
                 }
-                whole[r].n[n] = __builtin_convertvector(all, nat);
             }
         }
-        if (next) {
-            const char *ahead = next + (line - panel);
-            UNROLL for (int i = 0; i < kind.block / step; i++) FETCH(ahead + i * LINE, rows);
-        }
-        UNROLL for (int r = 0; r < rows; r++) {
-            const struct quant_inputs *from = in + r * inputs;
-            acc[r] = fma_(whole[r], mul_(scale, set_(from->scale)), acc[r]);
-            if (kind.least) {
-                const float *leasts = (const float *)header + WIDTH;
-                const vec least = kind.wide ? load_(leasts)
-                                            : float16_((const uint16_t *)header + WIDTH);
-                const float sum = kind.block == 16 ? from->half_sums[half] : from->sum;
-                acc[r] = fma_(least, set_(sum), acc[r]);
-            }
-        }
-        header += quant_header(kind);
-        line += (size_t)kind.block * WIDTH * kind.bits / 8;
     }
-    UNROLL for (int r = 0; r < rows; r++) put(t, row + r, first, acc[r]);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++) put(t, row + r, first + p * WIDTH, acc[r][p]);
 }
 
+#define BLOCK(rows, count)                                                                        \
+    quant_block(x, k, panel + p * size, size, next, t, row, first + p * WIDTH, rows, count, kind)
 #define CASE(rows)                                                                                \
     case rows:                                                                                    \
-        quant_block(x, k, panel, next, t, row, first, rows, kind);                                \
+        for (; p + QUANT_PANELS(rows) <= panels; p += QUANT_PANELS(rows))                         \
+            BLOCK(rows, QUANT_PANELS(rows));                                                      \
+        if (QUANT_PANELS(rows) > 1)                                                               \
+            for (; p < panels; p++)                                                               \
+                BLOCK(rows, 1);                                                                   \
         break;
 
-ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *panel, const char *next,
-                              const struct target *t, int row, int first, int rows,
-                              const struct quant_kind kind)
+ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *panel, size_t size,
+                              const char *next, const struct target *t, int row, int first, int rows,
+                              int panels, const struct quant_kind kind)
 {
+    int p = 0;
     switch (rows) {
         CASE(1)
 #if QUANT_ROWS > 1
@@ -335,18 +358,20 @@ ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *p
 }
 
 #undef CASE
+#undef BLOCK
 
 #define QUANT_PANEL(name, kind)                                                                   \
-    static void name##_panel(const struct quant_inputs *x, int k, const char *weight, int panel,  \
-                             const struct target *t, int rows)                                    \
+    static void name##_panels(const struct quant_inputs *x, int k, const char *weight, int first, \
+                              int panels, const struct target *t, int rows)                       \
     {                                                                                             \
         const size_t size = quant_panel(kind, k);                                                 \
-        const char *from = weight + panel * size;                                                 \
+        const char *from = weight + first * size;                                                 \
         const int blocks = (rows + QUANT_ROWS - 1) / QUANT_ROWS;                                   \
         for (int b = 0; b < blocks; b++) {                                                        \
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;                       \
-            quant_rows(x + (size_t)r * (k / QUANT_INPUTS), k, from, b ? NULL : from + size, t, r,  \
-                       panel * WIDTH, end - r, kind);                                             \
+            quant_rows(x + (size_t)r * (k / QUANT_INPUTS), k, from, size,                         \
+                       b ? NULL : from + QUANT_PANELS(rows) * size, t, r, first * WIDTH, end - r, \
+                       panels, kind);                                                             \
         }                                                                                         \
     }
 
@@ -360,6 +385,7 @@ static int quant_product(const void *x, const char *weight, int packing, int row
                          int share, const struct target *t)
 {
     const int panels = (int)(t->outputs + WIDTH - 1) / WIDTH, inputs = k / QUANT_INPUTS;
+    const int together = QUANT_PANELS(rows);
     struct quant_inputs *in = aligned_alloc(64, (size_t)rows * inputs * sizeof *in);
     if (!in)
         return 1;
@@ -369,15 +395,16 @@ static int quant_product(const void *x, const char *weight, int packing, int row
         for (int r = 0; r < rows; r++)
             quant_round(x, (size_t)r * k, in + (size_t)r * inputs, k, t->narrow);
 #pragma omp for schedule(static)
-        for (int p = 0; p < panels; p++) {
+        for (int p = 0; p < panels; p += together) {
+            const int count = panels - p < together ? panels - p : together;
             if (packing == NIBBLES)
-                nibble_panel(in, k, weight, p, t, rows);
+                nibble_panels(in, k, weight, p, count, t, rows);
             else if (packing == OCTETS)
-                octet_panel(in, k, weight, p, t, rows);
+                octet_panels(in, k, weight, p, count, t, rows);
             else if (packing == WIDE_NIBBLES)
-                wide_nibble_panel(in, k, weight, p, t, rows);
+                wide_nibble_panels(in, k, weight, p, count, t, rows);
             else
-                wide_octet_panel(in, k, weight, p, t, rows);
+                wide_octet_panels(in, k, weight, p, count, t, rows);
         }
     }
     free(in);

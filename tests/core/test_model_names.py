@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from paceline import model_names
+from paceline.cache import cache_folder
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import ModelNotFound
 from paceline.loading import load_drafter, load_engine, load_runner
@@ -30,7 +31,11 @@ WEIGHTS = b"GGUF and what follows" * 1000
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    """No models but those of a test; of the kernels the user's cache stays."""
+    own = tmp_path / "cache" / "paceline"
+    own.mkdir(parents=True)
+    (own / "kernels").symlink_to(cache_folder("kernels"))
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(own.parent))
 
 
 @pytest.fixture

@@ -437,6 +437,10 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         method = _default_method(config)
     except InvalidArgument as error:
         raise InvalidArgument(f"speculation.{error.field}", error.value, error.allowed) from None
+    if config.engine == "vllm" and config.model.dtype in ("q8_0", "q4_0", "int8"):
+        raise InvalidArgument(
+            "model.dtype", config.model.dtype, "float32, bfloat16, float16 or auto with engine vllm"
+        )
     if config.engine == "vllm" and config.target.numerics != "fastest":
         raise InvalidArgument(
             "target.numerics", config.target.numerics,

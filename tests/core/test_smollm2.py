@@ -29,7 +29,7 @@ QUESTIONS = (
 # Of every kind that needs no training: a draft model, a tree, lookups, early exits, Jacobi.
 ROWS = ("draft_model", "draft_model_tree", "prompt_lookup", "suffix_decoding_tree", "layer_skip",
         "lookahead")  # fmt: skip
-SLOWEST = ("lookahead", 0.8)  # Jacobi's guesses find nothing here
+SAMPLED = ("prompt_lookup", "draft_model_tree")
 GREEDY = SamplingParams(max_tokens=48)
 
 
@@ -77,7 +77,7 @@ def test_answers_make_sense(engine: Engine, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     ("method", "temperature"),
-    [(method, heat) for method in ROWS for heat in (0.0, 0.8) if (method, heat) != SLOWEST],
+    [*((method, 0.0) for method in ROWS), *((method, 0.8) for method in SAMPLED)],
 )
 def test_tokens_are_those_of_ar(
     method: str, temperature: float, engine: Engine, prompts: list[list[int]]

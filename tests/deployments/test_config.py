@@ -60,6 +60,7 @@ def test_defaults_are_the_demo_pair_as_actors() -> None:
         ({"topology": "device"}, "topology"),
         ({"model": {"dtyp": "float32"}}, "model.dtyp"),
         ({"model": {"dtype": "float8"}}, "model.dtype"),
+        ({"model": {"dtype": "q8_0"}, "engine": "vllm"}, "model.dtype"),
         ({"model": {"threads": 0}}, "model.threads"),
         ({"target": {"num_cpus": 0}}, "target.num_cpus"),
         ({"target": {"num_replicas": 0}}, "target.num_replicas"),

@@ -104,8 +104,7 @@ def test_logits_are_near_those_of_the_weights_in_the_file(
     assert divergence.max() < (1e-6 if kind in ("BF16", "F16") else 2e-2)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize(("kind", "temperature"), [("Q4_1", 0.0), ("Q4_1", 0.8), ("Q8_0", 0.0)])
 def test_tokens_are_ars(kind: str, temperature: float, files: Callable[[str], Path]) -> None:
     engine = load_engine(files(kind), DRAFTER_DIR)
     prompts = code_prompts(engine.tokenizer, 3)

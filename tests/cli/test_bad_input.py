@@ -58,7 +58,7 @@ BAD_VALUES: list[tuple[list[Any], list[str]]] = [
     (["-k", 2, "--speculation", "num_speculative_tokens=3"], ["num_speculative_tokens", "2", "3"]),
     (["--method", "ar", "--speculation", "ngram_max=3"], ["ngram_max", "'ar'"]),
     (["--method", "draft_model"], ["method", "'draft_model'", "prompt_lookup"]),
-    (["--dtype", "int8"], ["dtype", "'int8'", "float32, bfloat16, float16"]),
+    (["--dtype", "float8"], ["dtype", "'float8'", "float32, bfloat16, float16"]),
     (["--device", "tpu"], ["device", "'tpu'", "cpu"]),
     (["--threads", 0], ["threads", "0", "[1,"]),
     (["--server", "nowhere"], ["server", "'nowhere'", "HOST:PORT"]),

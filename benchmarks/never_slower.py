@@ -124,7 +124,7 @@ def main() -> int:
     options = parser.parse_args()
     limit_threads(1)
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache  # costs are measured anew
+        os.environ["PACELINE_CACHE_DIR"] = cache  # costs are measured anew
         engine = load_engine(limits=EngineLimits(prefix_cache=False))
         if options.linear:
             make_linear(engine.local_target.runner, options.row_ms / 1e3)

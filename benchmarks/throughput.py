@@ -36,6 +36,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paceline.cache import cache_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("systems.py")
 GOODPUT = "draft_model:length=goodput"
@@ -956,8 +958,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds for a system")
     parser.add_argument("--peers-python", help="interpreter with vLLM and llama-cpp-python")
-    cache = Path(os.environ.get("PACELINE_CACHE_DIR") or Path.home() / ".cache" / "paceline")
-    parser.add_argument("--cache", type=Path, default=cache / "benchmarks")
+    parser.add_argument("--cache", type=Path, default=cache_folder("benchmarks"))
     parser.add_argument("--out", type=Path, default=Path("results/throughput.json"))
     parser.add_argument("--plot", type=Path, help="default: beside --out")
     parser.add_argument("--write-docs", action="store_true")

@@ -21,10 +21,7 @@ from cluster.cli_output import (
     require,
     set_threads,
 )
-from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument, PacelineError
-from paceline.methods import METHODS
-from paceline.plan import resolve
 
 if TYPE_CHECKING:
     from paceline.engine import Engine
@@ -67,6 +64,9 @@ class Chat:
 
     def use(self, method: str) -> None:
         """Answer with this method from now on; InvalidArgument if there is none."""
+        from paceline.config import SpeculationConfig
+        from paceline.plan import resolve
+
         config = SpeculationConfig(method=method)
         resolve(config)
         self.config = config
@@ -157,6 +157,7 @@ def chat(
     """
     require("serve", "jinja2")
     from paceline.loading import load_engine
+    from paceline.methods import METHODS
     from paceline.tokenizer import chat_template
 
     params = sampling_params(

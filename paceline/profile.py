@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.cache import cache_folder
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.model_names import resolve_model
 from paceline.models.llama import LlamaRunner
@@ -224,10 +225,9 @@ def processor() -> str:
 
 
 def default_path(key: dict[str, str]) -> Path:
-    """Where the profile with this key is kept: in the user's cache directory."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Where the profile with this key is kept: in the user's cache folder."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache / "paceline" / "profiles" / f"{name}.json"
+    return cache_folder("profiles") / f"{name}.json"
 
 
 def find_profile(key: dict[str, str]) -> CostProfile | None:

@@ -37,6 +37,20 @@ def _one_thread() -> None:
     limit_threads(1)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, but for compiled kernels, which are the user's."""
+    from paceline.cache import cache_folder
+
+    kernels = cache_folder("kernels")
+    kernels.mkdir(parents=True, exist_ok=True)
+    root = tmp_path / "cache"
+    (root / "paceline").mkdir(parents=True)
+    (root / "paceline" / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(root))
+    return root
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """A real browser, headless, that asks nobody for anything by itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -129,8 +130,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
         os.write(ours, b"class Queue:\n")
         _until(ours, "self")
         os.write(ours, b"\x03")
-        shown = _until(ours, "stopped")
-        _until(ours, "> ")
+        shown = _until(ours, "stopped", "> ")
         os.write(ours, b"\x04")
         assert process.wait(20) == 0, shown
     finally:
@@ -140,15 +140,17 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
 
 def _own_terminal() -> None:
     import fcntl
+    import signal
     import termios
 
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that ctrl-c reaches the process
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that ctrl-c reaches the process,
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # even where the tests run in the background
 
 
-def _until(terminal: int, words: str) -> str:
-    """Read from the terminal until it has shown some words."""
+def _until(terminal: int, *words: str) -> str:
+    """Read from the terminal until it has shown these, one after the other."""
     shown, end = "", time.monotonic() + 60
-    while words not in shown:
+    while not re.search(".*".join(map(re.escape, words)), shown, re.DOTALL):
         assert time.monotonic() < end, shown
         if select.select([terminal], [], [], 1)[0]:
             shown += os.read(terminal, 4096).decode("utf-8", "replace")

@@ -206,11 +206,11 @@ def test_doctor_names_the_variant_its_class_and_its_share_of_the_roofline() -> N
     assert "sse9" in wrong["detail"]
 
 
-def test_doctor_tells_how_many_threads_and_why(tmp_path: Path) -> None:
-    first = doctor_says("check_threads", XDG_CACHE_HOME=str(tmp_path), PACELINE_MEASURE="on")
+def test_doctor_tells_how_many_threads_and_why(own_cache: Path) -> None:
+    first = doctor_says("check_threads", PACELINE_MEASURE="on")
     for part in ("costs: measured in", "processors:", "verify ms by rows:", "threads:", "rows:"):
         assert part in first["detail"]
-    again = doctor_says("check_threads", XDG_CACHE_HOME=str(tmp_path), PACELINE_MEASURE="on")
+    again = doctor_says("check_threads", PACELINE_MEASURE="on")
     assert "costs: read from" in again["detail"]
 
 

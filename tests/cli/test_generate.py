@@ -125,10 +125,13 @@ def test_default_method_without_a_drafter_is_prompt_lookup(cli: Cli, target_fold
 
 def test_knobs_reach_the_method(cli: Cli, target_folder: Path, drafter_folder: Path) -> None:
     options = ("--target", target_folder, "--drafter", drafter_folder, "-n", 12, "--ignore-eos")
-    depth_one = generate(cli, "abc", *options, "-k", 1)
+    fixed = ("--speculation", "length=fixed")  # the default depends on what rounds cost
+    depth_one = generate(cli, "abc", *options, *fixed, "-k", 1)
     assert len(depth_one["drafted_by_depth"]) == 1
-    by_key = generate(cli, "abc", *options, "--speculation", "num_speculative_tokens=1")
-    as_json = generate(cli, "abc", *options, "--speculation", '{"num_speculative_tokens": 1}')
+    by_key = generate(cli, "abc", *options, *fixed, "--speculation", "num_speculative_tokens=1")
+    as_json = generate(
+        cli, "abc", *options, "--speculation", '{"num_speculative_tokens": 1, "length": "fixed"}'
+    )
     assert (
         by_key["drafted_by_depth"] == as_json["drafted_by_depth"] == depth_one["drafted_by_depth"]
     )

@@ -19,16 +19,8 @@ SMOLLM2 = PACKAGED_MODELS["smollm2"]
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No models but those of a test. Of the kernels the user's cache stays: they are loaded."""
-    from paceline import model_names
-    from paceline.cache import cache_folder
-
-    monkeypatch.setattr(
-        model_names,
-        "cache_folder",
-        lambda name: tmp_path / name if name == "models" else cache_folder(name),
-    )
+def _no_models(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None but those of a test."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
@@ -123,8 +115,8 @@ def test_a_folder_that_is_none(cli: Cli, tmp_path: Path) -> None:
 # --- get ------------------------------------------------------------------------------------------
 
 
-def test_get_says_where_a_model_is(cli: Cli, tmp_path: Path, cached_model: Path) -> None:
-    file = tmp_path / "models" / SMOLLM2.file
+def test_get_says_where_a_model_is(cli: Cli, own_cache: Path, cached_model: Path) -> None:
+    file = own_cache / "paceline" / "models" / SMOLLM2.file
     file.parent.mkdir()
     file.write_bytes(b"GGUF")
     for name, path in (

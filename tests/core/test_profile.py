@@ -78,9 +78,8 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, damage: dict[str, 
 
 
 def test_only_the_profile_with_the_same_key_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert find_profile(KEY) is None
     PROFILE.save(default_path(KEY))
     assert find_profile(KEY) == PROFILE
@@ -119,11 +118,10 @@ def test_goodput_decides_by_the_profile() -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, with the measuring that tests switch off."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache without profiles, with the measuring that tests switch off."""
     monkeypatch.setenv("PACELINE_MEASURE", "on")
-    return tmp_path
+    return own_cache
 
 
 def files(cache: Path) -> list[Path]:
@@ -180,10 +178,8 @@ def test_a_damaged_file_is_measured_anew(tiny_folder: Path, cache: Path) -> None
     assert engine.length_context.costs == CostProfile.load(file)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (cache / "paceline").write_text("not a folder")
+def test_a_cache_that_cannot_be_written_is_done_without(tiny_folder: Path, cache: Path) -> None:
+    (cache / "paceline" / "profiles").write_text("not a folder")
     engine = load_engine(tiny_folder)
     assert engine.length_context.costs is not None
     assert "not kept" in report_costs(engine)["costs"]
@@ -231,14 +227,13 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_command_keeps_a_profile_that_an_engine_finds(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, own_cache: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = ["profile", "--target", tiny_folder, "--drafter", tiny_folder, "-r", "1", "--json"]
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     assert result.exit_code == 0, result.output
     kept = json.loads(result.stdout)
-    assert kept["file"].startswith(str(tmp_path))
+    assert kept["file"].startswith(str(own_cache))
     profile = load_engine(tiny_folder, tiny_folder).length_context.costs
     assert profile is not None
     assert profile.key == profile_key(tiny_folder, tiny_folder, "float32", "cpu")

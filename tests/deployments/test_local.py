@@ -36,18 +36,6 @@ def busy_port() -> Iterator[int]:
         yield port
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A state folder of the test's own; compiled kernels are shared with everybody."""
-    kernels = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    (tmp_path / "paceline").mkdir()
-    kernels.mkdir(parents=True, exist_ok=True)
-    (kernels / "kernels").mkdir(exist_ok=True)
-    (tmp_path / "paceline" / "kernels").symlink_to(kernels / "kernels")
-    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
-    return tmp_path
-
-
 def _python(code: str) -> Any:
     """Run code in a process that has no Ray yet; its last line of output is JSON."""
     result = subprocess.run(
@@ -95,7 +83,7 @@ def _alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_up_status_down(cache: Path, tmp_path: Path) -> None:
+def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
     """With an autoscaling policy, which goes to Serve in another way; the demo has none."""
     port = free_port()
     path = _with_policy(_config(tmp_path, port))
@@ -142,7 +130,7 @@ def test_up_status_down(cache: Path, tmp_path: Path) -> None:
     assert local.down()["stopped"] is False  # nothing runs: not an error
 
 
-def test_up_refuses_a_busy_port(cache: Path, tmp_path: Path, busy_port: int) -> None:
+def test_up_refuses_a_busy_port(own_cache: Path, tmp_path: Path, busy_port: int) -> None:
     path = _config(tmp_path, busy_port)
     with pytest.raises(local.PortInUse) as caught:
         local.up(path)
@@ -152,7 +140,7 @@ def test_up_refuses_a_busy_port(cache: Path, tmp_path: Path, busy_port: int) -> 
         local.up(path, port=0, http_port=busy_port)
 
 
-def test_up_names_what_is_wrong_in_the_file(cache: Path, tmp_path: Path) -> None:
+def test_up_names_what_is_wrong_in_the_file(own_cache: Path, tmp_path: Path) -> None:
     path = _config(tmp_path, -1)
     with pytest.raises(InvalidArgument) as caught:
         local.up(path)

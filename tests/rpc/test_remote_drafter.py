@@ -508,9 +508,8 @@ def test_a_shadow_draft_that_never_comes_is_forgotten() -> None:
 
 
 @pytest.fixture
-def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadCosts:
+def measure(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> LoadCosts:
     """What finds the costs of a model's forwards, in a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PACELINE_MEASURE", "on")
     measure = load_engine(make_model("llama", tmp_path / "model")).length_context.measure
     assert isinstance(measure, LoadCosts)

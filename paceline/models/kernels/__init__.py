@@ -1,10 +1,10 @@
 """Finds, builds and loads the C kernels: one library for each instruction set, called a variant.
 
-A wheel brings the libraries; in a source checkout they are compiled at first use, all at once,
-into the user's cache folder. Every library says by itself, in code that any processor runs, how
-good it is here; the best is loaded and tested against a recorded digest before it is used. Without
-any the plain torch functions in ``paceline.models.ops`` take over: same results up to rounding,
-only slower.
+A wheel brings the libraries; in a source checkout those that this processor may run are compiled at
+first use, all at once, into the user's cache folder. Every library says by itself, in code that any
+processor runs, how good it is here; the best is loaded and tested against a recorded digest before
+it is used. Without any the plain torch functions in ``paceline.models.ops`` take over: same results
+up to rounding, only slower.
 
 ``PACELINE_KERNELS`` chooses another variant (``avx2``, ``portable``, ...), or none: ``off``.
 """
@@ -30,7 +30,7 @@ from paceline.models.threads import usable_cores
 NUMERICS_VERSION = 1
 """Raised whenever the bits that numerics class ``portable`` computes change."""
 
-SELF_TEST = 0x6CCE916E92F76CED
+SELF_TEST = 0xDFE345DFF07DCFAD
 """What ``self_test`` of variant.c returns on every processor."""
 
 
@@ -43,7 +43,7 @@ def _cache_dir() -> Path:
 
 
 def libraries() -> dict[str, Path]:
-    """The library of every variant that there is for this architecture, best last.
+    """The library of every variant that there is and that may run here, best last.
 
     Raises:
         KernelsUnavailable: there are none, and none can be built.
@@ -68,7 +68,8 @@ def _built(cache: Path) -> dict[str, Path]:
         raise KernelsUnavailable("no C compiler found: install gcc or clang, or set CC")
     # The name of the compiler that a link leads to tells its version.
     compiler = os.path.realpath(shutil.which(command[0]) or command[0]), *command[1:]
-    digest = hashlib.sha256(repr((build.FLAGS, build.variants(), compiler)).encode())
+    chosen = [variant for variant in build.variants() if _may_run(variant.name)]
+    digest = hashlib.sha256(repr((build.FLAGS, chosen, compiler)).encode())
     digest.update(platform.machine().encode())
     for source in build.sources():
         digest.update(source.read_bytes())
@@ -80,11 +81,37 @@ def _built(cache: Path) -> dict[str, Path]:
         with locked(cache / f"{folder.name}.lock"):
             if not _in(folder):  # else another process has built them meanwhile
                 with tempfile.TemporaryDirectory(dir=cache) as scratch:
-                    build.build(Path(scratch) / "lib")
+                    build.build(Path(scratch) / "lib", only=[variant.name for variant in chosen])
                     os.replace(Path(scratch) / "lib", folder)
     except (OSError, build.BuildFailed) as error:
         raise KernelsUnavailable(f"cannot build the kernels in {cache}: {error}") from error
     return _in(folder)
+
+
+# Flags in /proc/cpuinfo without which a variant does not run; its library knows whether it does.
+_CPU_FLAGS = {
+    "amx": {"amx_tile", "amx_bf16", "amx_int8"},
+    "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
+    "avx512_vnni": {"avx512_vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+    "avx2_vnni": {"avx_vnni", "avx2", "fma"},
+    "avx2": {"avx2", "fma"},
+}
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    """The processor's, as Linux names them; empty elsewhere."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split())
+    return frozenset()
+
+
+def _may_run(variant: str) -> bool:
+    """Whether the processor has what a variant needs, as far as that is known."""
+    return not _cpu_flags() or _CPU_FLAGS.get(variant, set()) <= _cpu_flags()
 
 
 def runnable() -> dict[str, int]:
@@ -150,32 +177,15 @@ def _fails(wrong: list[str]) -> str:
     return f"kernels compute something else than they should: {', '.join(wrong)}; please report it"
 
 
-# Flags in /proc/cpuinfo that a variant needs, for telling why it does not run.
-_CPU_FLAGS = {
-    "amx": {"amx_tile", "amx_bf16", "amx_int8"},
-    "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
-    "avx512_vnni": {"avx512_vnni"},
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
-    "avx2_vnni": {"avx_vnni", "avx2", "fma"},
-    "avx2": {"avx2", "fma"},
-}
-
-
 def what_is_missing() -> str:
     """What would make the kernels faster on this processor; empty if nothing would."""
     runs, made, chosen = list(runnable()), libraries(), variant()
     if chosen != runs[0]:
         return f"unset PACELINE_KERNELS: {runs[0]} runs here and is faster than {chosen}"
-    text = ""
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text()
-    flags = {
-        flag for line in text.splitlines() if line.startswith("flags") for flag in line.split()
-    }
     for better in reversed(build.variants()):
         if better.name == chosen:
             break
-        if not _CPU_FLAGS.get(better.name, {""}) <= flags:
+        if not _cpu_flags() or not _may_run(better.name):
             continue
         if better.name not in made:
             return (

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = ("decode.c", "products.c", "matmul.c", "noise.c", "variant.c")
+SOURCES = ("decode.c", "products.c", "quants.c", "matmul.c", "noise.c", "variant.c")
 HEADERS = (
-    "model.h", "simd.h", "products.h", "products_impl.h", "bytes.h", "tiles.h", "quants.h",
-    "roofline.h",
+    "model.h", "simd.h", "products.h", "products_impl.h", "bytes.h", "tiles.h", "roofline.h",
     "decode_impl.h",
 )  # fmt: skip
 # -ffp-contract=off: a multiplication is fused with an addition only where the source says so, which
@@ -43,7 +42,8 @@ class Variant:
     Attributes:
         vectors: flags for what needs no more than vectors; variants with equal ones share these
             objects.
-        products: flags for matmul.c beyond those.
+        integers: flags for quants.c beyond those.
+        products: flags for matmul.c beyond both.
         features: what variant.c must find on the processor.
         rank: the highest of those that run is chosen.
     """
@@ -51,29 +51,30 @@ class Variant:
     name: str
     rank: int
     vectors: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
     features: str = "0"
 
 
-_AVX2, _AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
-_VNNI, _BF16 = "-mavx512vnni", "-mavx512bf16"
+_AVX2, _AVX512, _NEON = ("-march=x86-64-v3",), ("-march=x86-64-v4",), ("-march=armv8-a",)
+_VNNI, _BF16 = ("-mavx512vnni",), ("-mavx512bf16",)
 _AMX = "-mamx-tile", "-mamx-bf16", "-mamx-int8"
+_DOT, _DOT_BF16 = ("-march=armv8.2-a+dotprod",), ("-march=armv8.2-a+dotprod+bf16",)
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "x86_64": (
         Variant("portable", 1),
         Variant("avx2", 20, _AVX2, features="FMA"),
-        Variant("avx2_vnni", 21, _AVX2, ("-mavxvnni",), "FMA | AVX_VNNI"),
+        Variant("avx2_vnni", 21, _AVX2, ("-mavxvnni",), features="FMA | AVX_VNNI"),
         Variant("avx512", 30, _AVX512, features="AVX512"),
-        Variant("avx512_vnni", 31, _AVX512, (_VNNI,), "AVX512 | AVX512_VNNI"),
-        Variant("avx512_bf16", 32, _AVX512, (_VNNI, _BF16), "AVX512 | AVX512_VNNI | AVX512_BF16"),
-        Variant("amx", 40, _AVX512, (_VNNI, _BF16, *_AMX),
+        Variant("avx512_vnni", 31, _AVX512, _VNNI, features="AVX512 | AVX512_VNNI"),
+        Variant("avx512_bf16", 32, _AVX512, _VNNI, _BF16, "AVX512 | AVX512_VNNI | AVX512_BF16"),
+        Variant("amx", 40, _AVX512, _VNNI, (*_BF16, *_AMX),
                 "AVX512 | AVX512_VNNI | AVX512_BF16 | AMX"),
     ),
     "aarch64": (
-        Variant("neon", 20, ("-march=armv8-a",)),
-        Variant("neon_dot", 21, ("-march=armv8-a",), ("-march=armv8.2-a+dotprod",), "DOTPROD"),
-        Variant("neon_bf16", 22, ("-march=armv8-a",), ("-march=armv8.2-a+dotprod+bf16",),
-                "DOTPROD | ARM_BF16"),
+        Variant("neon", 20, _NEON),
+        Variant("neon_dot", 21, _NEON, _DOT, features="DOTPROD"),
+        Variant("neon_bf16", 22, _NEON, _DOT, _DOT_BF16, "DOTPROD | ARM_BF16"),
     ),
 }  # fmt: skip
 VARIANTS["arm64"] = VARIANTS["aarch64"]  # as macOS calls it
@@ -166,11 +167,12 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
 
 def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
     """The sources of a variant's library with the flags of each."""
-    vectors, products = variant.vectors, (*variant.vectors, *variant.products)
+    vectors = variant.vectors
+    integers = *vectors, *variant.integers
     about = f"-DFEATURES={variant.features}", f"-DRANK={variant.rank}"
     return [
         ("decode.c", (*vectors, "-fpeel-loops")), ("products.c", vectors),
-        ("matmul.c", products), ("variant.c", about),
+        ("quants.c", integers), ("matmul.c", (*integers, *variant.products)), ("variant.c", about),
         ("noise.c", (*vectors, "-O3")),  # its loops are left to the compiler
     ]  # fmt: skip
 

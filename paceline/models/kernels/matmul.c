@@ -33,23 +33,6 @@ static const double SHARED_WORK[] = {[FLOATS] = 1e6 / SLOWER, [HALVES] = 1e6 / S
                                      [WIDE_NIBBLES] = 2e6 / SLOWER, [WIDE_OCTETS] = 2e6 / SLOWER};
 #define SHARED_BYTES 1.5e6
 
-/* Where results go: `width` of the panels' outputs are real. */
-struct target {
-    const void *bias; /* or NULL */
-    void *out;        /* [rows][outputs], as the bias float32 or, if narrow, bfloat16 */
-    size_t outputs;
-    int narrow;
-};
-
-/* One row's sums for a panel whose first output is `first`. */
-ALWAYS_INLINE void put(const struct target *t, int row, int first, vec sum)
-{
-    const int left = (int)t->outputs - first;
-    if (t->bias)
-        sum = add_(sum, read_(t->bias, first, left, t->narrow));
-    write_(t->out, row * t->outputs + first, sum, left, t->narrow);
-}
-
 ALWAYS_INLINE void put_group(const struct target *t, int row, int first, const float *sums, int rows,
                              int panels)
 {
@@ -69,6 +52,9 @@ void group_floats(const float *x, size_t stride, const char *weight, size_t pane
                   float *sums, int rows, int steps, int panels);
 void group_halves(const float *x, size_t stride, const char *weight, size_t panel, const char *after,
                   float *sums, int rows, int steps, int panels);
+/* quants.c */
+int quant_product(const void *x, const char *weight, int packing, int rows, int k, int threads, int share,
+                  const struct target *t);
 
 #if HAS_DOTS
 /* value: two neighbouring inputs in the 32 bits of each float. */
@@ -99,7 +85,6 @@ ALWAYS_INLINE vec dot(vec acc, vec w, vec value)
 
 #include "bytes.h"
 #include "tiles.h"
-#include "quants.h"
 
 /* Whether there are DOTS here: 1 if they sum otherwise than HALVES, 2 if the bits are the same. */
 EXPORT int has_dots(void)

@@ -1,4 +1,4 @@
-/* How products are cut into blocks; what products.c and matmul.c share. */
+/* How products are cut into blocks; what products.c, quants.c and matmul.c share. */
 
 #include "simd.h"
 
@@ -37,3 +37,20 @@ ALWAYS_INLINE int group_size(int rows)
 #define FETCH(from, rows)                                                                         \
     if ((rows) > 1)                                                                               \
     __builtin_prefetch(from, 0, 3)
+
+/* Where results go: `width` of the panels' outputs are real. */
+struct target {
+    const void *bias; /* or NULL */
+    void *out;        /* [rows][outputs], as the bias float32 or, if narrow, bfloat16 */
+    size_t outputs;
+    int narrow;
+};
+
+/* One row's sums for a panel whose first output is `first`. */
+ALWAYS_INLINE void put(const struct target *t, int row, int first, vec sum)
+{
+    const int left = (int)t->outputs - first;
+    if (t->bias)
+        sum = add_(sum, read_(t->bias, first, left, t->narrow));
+    write_(t->out, row * t->outputs + first, sum, left, t->narrow);
+}

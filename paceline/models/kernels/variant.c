@@ -194,11 +194,48 @@ static uint64_t bytes_hash(uint64_t hash)
     return mix(hash, out, sizeof out);
 }
 
+/* Products with weights in blocks, of each kind: with one row, and with several. */
+static uint64_t quants_hash(uint64_t hash)
+{
+    enum { INPUTS = 96, OUTPUTS = 76, COUNT = 5, MOST = 7 };
+    static const struct {
+        int packing, headers, wide, bits;
+    } kinds[] = {{NIBBLES, 192, 0, 4}, {OCTETS, 128, 0, 8}, {WIDE_NIBBLES, 384, 1, 4},
+                 {WIDE_OCTETS, 768, 1, 8}};
+    _Alignas(64) char packed[COUNT * (768 + INPUTS * 16)];
+    float x[MOST * INPUTS], out[MOST * OUTPUTS];
+    uint32_t state = 5;
+    fill(x, MOST * INPUTS, 0, &state);
+    for (int i = 0; i < 4; i++) {
+        const int lines = INPUTS * 16 * kinds[i].bits / 8, size = kinds[i].headers + lines;
+        for (int p = 0; p < COUNT; p++) {
+            char *panel = packed + p * size;
+            if (kinds[i].wide)
+                fill(panel, kinds[i].headers / 4, 0, &state);
+            else
+                for (int j = 0; j < kinds[i].headers / 2; j++) { /* float16, 0.25 to 0.5 in size */
+                    const int bits = (int)(next(&state) * 2048.0f);
+                    const uint16_t half = (uint16_t)(0x3400 | (bits & 0x83ff));
+                    memcpy(panel + 2 * j, &half, sizeof half);
+                }
+            for (int j = 0; j < lines; j++)
+                panel[kinds[i].headers + j] = (char)(int)(next(&state) * 255.9f);
+        }
+        for (int rows = 1; rows <= MOST; rows += MOST - 1) {
+            if (linear_f32(x, packed, kinds[i].packing, NULL, out, rows, INPUTS, OUTPUTS, 1))
+                return 0;
+            hash = mix(hash, out, (size_t)rows * OUTPUTS * sizeof *out);
+        }
+    }
+    return hash;
+}
+
 /* A digest of what the kernels compute from fixed numbers, in class portable: kernels/__init__.py knows
  * what it must be. 0 when memory runs out. */
 EXPORT uint64_t self_test(void)
 {
     uint64_t hash = model_hash(0xcbf29ce484222325u, 0);
     hash = hash ? model_hash(hash, 1) : 0;
-    return hash ? bytes_hash(hash) : 0;
+    hash = hash ? bytes_hash(hash) : 0;
+    return hash ? quants_hash(hash) : 0;
 }

@@ -1,4 +1,5 @@
-/* Products with weights in blocks of small integers, as GGUF files hold them; part of matmul.c.
+/* Products with weights in blocks of small integers, as GGUF files hold them: for matmul.c, in a file of
+ * its own since several variants share it.
  *
  * A weight is scale * q + least, with a scale and a least of its block of 32 or 16 neighbouring inputs.
  * Inputs are rounded to eight bits in blocks of 32, row by row. Sums of products of integers are exact;
@@ -9,6 +10,11 @@
  * A panel holds 16 outputs: the scales of all blocks and then the integers of all blocks, each part
  * from a multiple of 64 bytes on. A line of 64 bytes has 4 inputs of each output, one output after the
  * other: [16][4]. Of four bits, it has 8: the low halves of its bytes are the first 4 inputs. */
+
+#include <stdlib.h>
+
+#include "model.h"
+#include "products.h"
 
 struct quant_kind {
     int bits;  /* of an integer: 4, without a sign, or 8, with one */
@@ -41,6 +47,8 @@ struct quant_inputs {
 #else
 #define QUANT_ROWS 1
 #endif
+/* Few weights are wide: what is gained by more rows is not worth compiling them. */
+#define QUANT_MOST(kind) ((kind).wide && QUANT_ROWS > 4 ? 4 : QUANT_ROWS)
 
 ALWAYS_INLINE size_t quant_header(const struct quant_kind kind) /* bytes for one block of a panel */
 {
@@ -329,6 +337,8 @@ ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *
     quant_block(x, k, panel + p * size, size, next, t, row, first + p * WIDTH, rows, count, kind)
 #define CASE(rows)                                                                                \
     case rows:                                                                                    \
+        if ((rows) > QUANT_MOST(kind)) /* which takes no code */                                  \
+            break;                                                                                \
         for (; p + QUANT_PANELS(rows) <= panels; p += QUANT_PANELS(rows))                         \
             BLOCK(rows, QUANT_PANELS(rows));                                                      \
         if (QUANT_PANELS(rows) > 1)                                                               \
@@ -366,7 +376,7 @@ ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *p
     {                                                                                             \
         const size_t size = quant_panel(kind, k);                                                 \
         const char *from = weight + first * size;                                                 \
-        const int blocks = (rows + QUANT_ROWS - 1) / QUANT_ROWS;                                   \
+        const int most = QUANT_MOST(kind), blocks = (rows + most - 1) / most;                     \
         for (int b = 0; b < blocks; b++) {                                                        \
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;                       \
             quant_rows(x + (size_t)r * (k / QUANT_INPUTS), k, from, size,                         \
@@ -381,8 +391,8 @@ QUANT_PANEL(wide_nibble, WIDE_NIBBLE_KIND)
 QUANT_PANEL(wide_octet, WIDE_OCTET_KIND)
 
 /* The product; k is a multiple of 32. Returns non-zero when memory runs out. */
-static int quant_product(const void *x, const char *weight, int packing, int rows, int k, int threads,
-                         int share, const struct target *t)
+int quant_product(const void *x, const char *weight, int packing, int rows, int k, int threads, int share,
+                  const struct target *t)
 {
     const int panels = (int)(t->outputs + WIDTH - 1) / WIDTH, inputs = k / QUANT_INPUTS;
     const int together = QUANT_PANELS(rows);

@@ -65,9 +65,13 @@ OTHER_CASES = [
 ]
 
 
-def count_for(batch: int) -> int | None:
-    """How many prompts of a short suite: few one at a time, which costs the most a token."""
-    return 2 if batch == 1 else None
+def count_for(batch: int, *, core: bool = False) -> int | None:
+    """How many prompts of an everyday suite: few one at a time, which costs the most a token.
+
+    Args:
+        core: each of a variant's sampling parameters once.
+    """
+    return (4 if core else 2) if batch == 1 else None
 
 
 class Suite:

@@ -192,7 +192,7 @@ class Run:
     "machine",
     [
         "linear",
-        "avx2",
+        pytest.param("avx2", marks=pytest.mark.nightly),
         pytest.param("linear, free drafts", marks=pytest.mark.nightly),
         pytest.param("avx2, dear drafts", marks=pytest.mark.nightly),
     ],

@@ -246,11 +246,11 @@ def tables(vocab: int, seed: int) -> tuple[Table, Table]:
     [
         ("speculative_sampling", 4, 4),
         pytest.param("speculative_sampling", 16, 16, marks=pytest.mark.nightly),
-        ("speculative_sampling", 16, 5),
+        pytest.param("speculative_sampling", 16, 5, marks=pytest.mark.nightly),
         pytest.param("speculative_sampling", 64, 64, marks=pytest.mark.nightly),
         ("speculative_sampling", 64, 12),
         ("block_verification", 4, 4),
-        ("block_verification", 16, 5),
+        pytest.param("block_verification", 16, 5, marks=pytest.mark.nightly),
         ("draft_model", 4, 4),
         pytest.param("draft_model", 16, 16, marks=pytest.mark.nightly),
         ("draft_model", 64, 64),

@@ -171,7 +171,7 @@ def check(
 def test_tokens_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, suite: Suite, wire: Wire
 ) -> None:
-    check(suite, wire, method, variant, batch)
+    check(suite, wire, method, variant, batch, count_for(batch, core=True))
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -1,0 +1,284 @@
+"""Conversations that a chat model has with itself, and what it thought at each of its tokens.
+
+A drafter is best trained on what its target writes when it serves (DistillSpec, arXiv 2310.08461),
+so nothing but prompts comes from outside: the target continues the empty user's turn of its own
+chat template, which gives questions of its own (Magpie, Xu et al. 2024, arXiv 2406.08464), and
+then answers them. Some questions are about texts (earlier answers, documentation of Python's
+standard library), and files with questions may be added.
+
+For every token of an answer the target's ``top_k`` most likely tokens and their probabilities are
+kept, so that no trainer has to run the target again.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine, EngineLimits, RoundEvent
+from paceline.loading import load_engine
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+
+TOP_K = 20
+SHARD = 64
+"""Conversations in a file."""
+BEGIN, END = "<|im_start|>", "<|im_end|>"
+SYSTEMS = (
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+    "You are a helpful assistant.",
+    "Answer in a few sentences.",
+    "",
+)
+"""Instructions before a conversation; the first is what the model's own template adds."""
+OPENERS = (
+    "", "", "", "", "", "What is", "What are", "How do I", "How can", "Why", "Can you", "Explain",
+    "Write a short story about", "Write an email to", "Write a poem about", "Describe",
+    "Give me a list of", "List", "Compare", "Who was", "When did", "Tell me about", "I need help",
+    "Translate", "Write a Python function that", "Write a Python program", "In Python, how",
+    "Write a class", "What does this code do?\n\n", "Fix the error in this code:\n\n",
+    "Solve the following problem:", "If a train", "How many", "Calculate", "Suggest", "Plan",
+    "Write a review of", "Compose", "What would happen if", "Imagine", "Rewrite the sentence",
+)  # fmt: skip
+"""How a user's turn begins that the model then completes."""
+OVER_TEXTS = (
+    "Summarize the following text:\n\n{}", "Summarize this in one sentence:\n\n{}",
+    "{}\n\nWhat is the main point of this text?",
+    "Rewrite the following text in simple words:\n\n{}",
+    "Make a list of the most important facts in this text:\n\n{}",
+    "Correct the spelling and the grammar of this text:\n\n{}",
+    "Read the text and answer the question.\n\nText: {}\n\nQuestion: What is it about?",
+    "Give the following text a title and repeat its first two sentences:\n\n{}",
+    "Which names, places and numbers occur in this text?\n\n{}",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One that is being written.
+
+    Attributes:
+        system: instruction before it.
+        kind: of its first question.
+        tokens: so far.
+        positions: of the tokens that the model wrote as assistant.
+        top_ids, top_probs: for each of these, what it thought.
+        turns: answers that are still to come.
+    """
+
+    system: str
+    kind: str
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_probs: list[list[float]] = field(default_factory=list)
+    turns: int = 1
+    answering: bool = False
+
+
+class Writer:
+    """Lets a model talk with itself, many conversations at once.
+
+    Args:
+        model: folder or name of the target.
+        questions: from files; a third of the conversations begin with one of them, if there are
+            any.
+        seed: of everything.
+        batch: conversations at once.
+        answer_tokens: of an answer at most.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        questions: Sequence[str] = (),
+        *,
+        seed: int = 0,
+        batch: int = 16,
+        answer_tokens: int = 256,
+    ) -> None:
+        self._engine: Engine = load_engine(
+            model, dtype="auto", limits=EngineLimits(max_sessions=batch)
+        )
+        assert self._engine.tokenizer is not None
+        self._tokenizer = self._engine.tokenizer
+        (self._end,) = self._tokenizer.encode(END, add_special_tokens=False)
+        self._questions, self._batch, self._answer_tokens = questions, batch, answer_tokens
+        self._random = np.random.default_rng(seed)
+        self._texts = documentation()
+        self._count = 0
+        self._running: dict[str, Conversation] = {}
+
+    def write(self) -> Iterator[Conversation]:
+        """Conversations, as they end; for ever."""
+        ended: list[Conversation] = []
+
+        def hear(event: RoundEvent) -> None:
+            talk = self._running[event.session.session_id]
+            if talk.answering:
+                for entry in event.logprobs:
+                    talk.top_ids.append([token for token, _ in entry.top])
+                    talk.top_probs.append([float(np.exp(value)) for _, value in entry.top])
+            if event.finished:
+                del self._running[event.session.session_id]
+                if self._go_on(event.session, talk):
+                    ended.append(talk)
+
+        self._hear = hear
+        while True:
+            while len(self._running) < self._batch:
+                self._begin()
+            self._engine.step()
+            yield from ended
+            ended.clear()
+
+    def _begin(self) -> None:
+        random = self._random
+        talk = Conversation(SYSTEMS[int(random.choice(len(SYSTEMS), p=(0.5, 0.2, 0.1, 0.2)))], "")
+        talk.turns = int(random.choice((1, 2, 3), p=(0.7, 0.2, 0.1)))
+        head = f"{BEGIN}system\n{talk.system}{END}\n" if talk.system else ""
+        choice = random.random()
+        if self._questions and choice < 0.3:
+            talk.kind = "file"
+            question = self._questions[int(random.integers(len(self._questions)))]
+            talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}")
+            self._ask(talk)
+        elif choice < 0.5:
+            talk.kind = "text"
+            text = self._texts[int(random.integers(len(self._texts)))]
+            form = OVER_TEXTS[int(random.integers(len(OVER_TEXTS)))]
+            talk.tokens = self._encode(f"{head}{BEGIN}user\n{form.format(text)}")
+            self._ask(talk)
+        else:
+            talk.kind = "own"
+            opener = OPENERS[int(random.integers(len(OPENERS)))]
+            talk.tokens = self._encode(f"{head}{BEGIN}user\n{opener}")
+            self._submit(talk, answering=False)
+
+    def _ask(self, talk: Conversation) -> None:
+        """The user's turn is complete: the model answers."""
+        talk.tokens += self._encode(f"{END}\n{BEGIN}assistant\n")
+        talk.turns -= 1
+        self._submit(talk, answering=True)
+
+    def _submit(self, talk: Conversation, *, answering: bool) -> None:
+        talk.answering = answering
+        self._count += 1
+        # Questions must differ; most answers are served greedily.
+        temperature = float(self._random.choice((0.0, 0.0, 0.0, 0.7, 1.0))) if answering else 1.0
+        params = SamplingParams(
+            temperature=temperature, top_p=1.0 if answering else 0.95, seed=self._count,
+            max_tokens=self._answer_tokens if answering else 80, stop_token_ids=(self._end,),
+            logprobs=TOP_K if answering else None,
+        )  # fmt: skip
+        session = self._engine.submit(
+            talk.tokens, params, SpeculationConfig(method="ar"), on_event=self._hear
+        )
+        self._running[session.session_id] = talk
+
+    def _go_on(self, session: Session, talk: Conversation) -> bool:
+        """After a turn; whether the conversation has ended."""
+        written = list(session.output_ids)
+        ended = bool(written) and written[-1] == self._end
+        if not talk.answering:
+            talk.tokens += written[:-1] if ended else written
+            if len(written) < 3 or not ended:
+                return False  # half a question: forgotten
+            self._ask(talk)
+            return False
+        talk.positions += range(len(talk.tokens), len(talk.tokens) + len(written))
+        talk.tokens += written
+        if ended and len(written) > 60 and len(self._texts) < 20_000:
+            self._texts.append(self._tokenizer.decode(written[:-1]))
+        if not ended or not talk.turns or len(talk.tokens) > 1200:
+            return True
+        talk.tokens += self._encode(f"\n{BEGIN}user\n")
+        self._submit(talk, answering=False)
+        return False
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def documentation(limit: int = 900) -> list[str]:
+    """Paragraphs from the docstrings of Python's standard library, at most ``limit`` characters."""
+    texts: list[str] = []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        try:
+            tree = ast.parse(file.read_text("utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = inspect.cleandoc(ast.get_docstring(node) or "")
+                if len(text) >= 200:
+                    texts.append(text[:limit].rsplit("\n", 1)[0])
+    return texts
+
+
+def save(shard: Sequence[Conversation], file: Path) -> None:
+    """One file, with the conversations one after the other.
+
+    ``tokens`` uint16, ``ends`` of the conversations in it; ``positions`` of answers' tokens in
+    ``tokens``, and for these ``top_ids`` uint16 and ``top_probs`` float16 [n, TOP_K].
+    """
+    starts = np.cumsum([0, *(len(talk.tokens) for talk in shard)])
+    arrays: dict[str, Any] = {
+        "tokens": np.array([t for talk in shard for t in talk.tokens], np.uint16),
+        "ends": starts[1:].astype(np.int64),
+        "positions": np.concatenate(
+            [np.array(talk.positions, np.int64) + s for talk, s in zip(shard, starts, strict=False)]
+        ),
+        "top_ids": np.array([row for talk in shard for row in talk.top_ids], np.uint16),
+        "top_probs": np.array([row for talk in shard for row in talk.top_probs], np.float16),
+    }  # fmt: skip
+    assert len(arrays["positions"]) == len(arrays["top_ids"])
+    part = file.with_suffix(".tmp")
+    with part.open("wb") as out:
+        np.savez(out, **arrays)
+    os.replace(part, file)
+
+
+def write_conversations(
+    model: str, out: Path, *, tokens: int, questions: Sequence[str] = (), batch: int = 16
+) -> None:
+    """Write until the folder has so many tokens of answers; goes on where it was stopped."""
+    out.mkdir(parents=True, exist_ok=True)
+    files = sorted(out.glob("*.npz"))
+    have = sum(len(np.load(file)["positions"]) for file in files)
+    number = len(files)
+    bar = tqdm(total=tokens, initial=have, unit="token", desc="conversations")
+    shard: list[Conversation] = []
+    if have < tokens:
+        # Another seed each time, or a start that follows a stop would repeat what there is.
+        for talk in Writer(model, questions, seed=number, batch=batch).write():
+            shard.append(talk)
+            bar.update(len(talk.positions))
+            have += len(talk.positions)
+            if len(shard) == SHARD or have >= tokens:
+                save(shard, out / f"{number:05}.npz")
+                number, shard = number + 1, []
+            if have >= tokens:
+                break
+    bar.close()
+
+
+def read_questions(files: Sequence[Path]) -> list[str]:
+    """The ``question`` of each line of JSON Lines files."""
+    return [
+        str(json.loads(line)["question"])
+        for file in files
+        for line in file.read_text("utf-8").splitlines()
+        if line.strip()
+    ]

@@ -84,18 +84,15 @@ class Chat:
             PacelineError: the conversation is too long, or the template refuses it; it is then as
                 it was before.
         """
-        from deployments.openai.text import render_chat
+        from paceline.chat import encode_chat
 
         engine, template, tokenizer = self._engine, self._template, self._engine.tokenizer
         assert tokenizer is not None  # load_engine always has one
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = render_chat(
-            template.source, asked, bos_token=template.bos_token, eos_token=template.eos_token
-        )
         splitter = PieceSplitter(tokenizer)
         pieces: list[Piece] = []
         self.last = session = engine.submit(
-            tokenizer.encode(prompt, add_special_tokens=not template.source),
+            encode_chat(tokenizer, template, asked),
             self._params,
             self.config,
             on_event=lambda event: pieces.extend(

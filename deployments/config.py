@@ -19,7 +19,7 @@ from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.methods import VLLM_METHODS, Method
+from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.model_names import pin_model, resolve_model
 from paceline.plan import resolve
 from rpc.access import Limits
@@ -258,6 +258,11 @@ class TargetConfig(_GpuReplicas):
 
 
 class DrafterConfig(_GpuReplicas):
+    method: str | None = Field(
+        None,
+        description="Row whose drafter the replicas host where there is no draft model, as "
+        "suffix_decoding: one that needs nothing but tokens.",
+    )
     max_sessions: int = Field(256, ge=1, description="Sessions that one replica drafts for.")
     deadline_s: float = Field(
         2.0,
@@ -378,8 +383,9 @@ class DeploymentConfig(_Block):
         """CPU threads of a model in a replica for which Ray reserves ``num_cpus``."""
         if self.model.threads is not None:
             return self.model.threads
-        folder = resolve_model(self.target_folder, weights=False)
-        weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        model = resolve_model(self.target_folder, weights=False)
+        files = [model] if model.is_file() else model.glob("*.safetensors")
+        weights = sum(file.stat().st_size for file in files)
         return 1 if weights <= SMALL_MODEL_BYTES else max(1, int(num_cpus))
 
     @property
@@ -393,6 +399,13 @@ class DeploymentConfig(_Block):
         if self.model.target is None and self.model.drafter is None:
             return str(DRAFTER_DIR)
         return self.model.drafter
+
+    @property
+    def hosted_drafter(self) -> str:
+        """What drafter replicas draft with, as the catalogue calls it."""
+        if self.drafter_folder is not None or self.drafter.method is None:
+            return "draft_model"
+        return METHODS[self.drafter.method].drafter or ""
 
     def with_local_models(self, *, target_weights: bool = True) -> DeploymentConfig:
         """The config with paths for names of models, which are downloaded where they have to be.
@@ -446,10 +459,13 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
             "target.numerics", config.target.numerics,
             "'fastest' with engine vllm, which adds in an order of its own",
         )  # fmt: skip
-    if config.drafter_folder is None and config.topology == "actors":
+    if config.drafter.method is not None:
+        _check_hosted(config, config.drafter.method)
+    elif config.drafter_folder is None and config.topology == "actors":
         raise InvalidArgument(
-            "model.drafter", None, "a model with topology 'actors', or topology 'colocated'"
-        )
+            "model.drafter", None,
+            "a model with topology 'actors', or a drafter.method, or topology 'colocated'",
+        )  # fmt: skip
     if config.drafter_folder is None and method.drafter == "draft_model":
         raise InvalidArgument(
             "speculation.method", method.name,
@@ -482,6 +498,21 @@ class _Hidden:
 def _shown(key: str, value: Any) -> Any:
     """A wrong value for an error, unless it may be a secret."""
     return _Hidden() if _SECRET.search(key.lower()) else value
+
+
+def _check_hosted(config: DeploymentConfig, name: str) -> None:
+    """Raise InvalidArgument unless drafter replicas can draft for this row without a model."""
+    hosted = [row.name for row in METHODS.values() if _needs_tokens_alone(row)]
+    if name not in hosted:
+        raise InvalidArgument("drafter.method", name, f"one of {', '.join(hosted)}")
+    if config.drafter_folder is not None:
+        raise InvalidArgument("drafter.method", name, "null where there is a model.drafter")
+    if config.engine == "vllm":
+        raise InvalidArgument("drafter.method", name, "null with engine vllm")
+
+
+def _needs_tokens_alone(row: Method) -> bool:
+    return row.drafter in DRAFTERS and not row.needs and not row.uses
 
 
 def _default_method(config: DeploymentConfig) -> Method:

@@ -1,4 +1,4 @@
-"""A drafter replica: DraftService over a draft model, on a port of its own."""
+"""A drafter replica: DraftService over a draft model or another drafter, on a port of its own."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from deployments.metrics import report_gauges
 from rpc.server import start_server
 
 if TYPE_CHECKING:
-    from paceline.drafters.draft_model import DraftModel
+    from paceline.drafters.base import Drafter
 
 HEALTH_TIMEOUT_S = 10.0
 """A replica that does not answer for so long is not well; three times, and it is replaced."""
 
 
-def _load(config: DeploymentConfig) -> DraftModel:
-    from paceline.loading import limit_threads, load_drafter
+def _load(config: DeploymentConfig) -> tuple[Drafter, int, int | None]:
+    """What drafts, the size of its vocabulary, and how long a session may be for it."""
+    from paceline.loading import limit_threads, load_drafter, make_drafter
 
     folder, model = config.drafter_folder, config.model
-    assert folder is not None  # checked with topology "actors"
     limit_threads(config.num_threads(config.drafter.num_cpus))
-    return load_drafter(
+    if folder is None:
+        drafter, vocab_size = make_drafter(config.hosted_drafter, config.target_folder)
+        return drafter, vocab_size, None
+    draft_model = load_drafter(
         folder,
         config.target_folder,
         dtype=model.dtype,
         device=model.drafter_device or model.device,
         kv_tokens=model.kv_tokens,
     )
+    return draft_model, draft_model.vocab_size, draft_model.runner.context_length
 
 
 @serve.deployment
@@ -48,14 +52,14 @@ class DrafterDeployment:
         self._tracing = config.tracing.start("paceline-drafter")
         # Of the target it takes the tokenizer alone.
         config = await asyncio.to_thread(config.with_local_models, target_weights=False)
-        drafter = await asyncio.to_thread(_load, config)
+        drafter, vocab_size, context_length = await asyncio.to_thread(_load, config)
         from rpc.draft_service import DraftServicer  # what it imports is here by now
 
         self._servicer = DraftServicer(
             drafter,
-            name="draft_model",
-            vocab_size=drafter.vocab_size,
-            context_length=drafter.runner.context_length,
+            name=config.hosted_drafter,
+            vocab_size=vocab_size,
+            context_length=context_length,
             max_sessions=config.drafter.max_sessions,
             tracing=self._tracing,
         )

@@ -127,9 +127,10 @@ class TargetDeployment:
                 tls=None if tls is None else tls.client(),
             )
             for row in engine.catalogue.values():
-                if served_with(row, "draft_model"):
+                if served_with(row, config.hosted_drafter):
                     engine.drafters[row.drafter] = self._remote
-            if isinstance(engine.length_context.measure, LoadCosts):
+            measured = config.hosted_drafter == "draft_model"  # other drafts are learnt from rounds
+            if measured and isinstance(engine.length_context.measure, LoadCosts):
                 engine.length_context.measure.remote = self._remote
         return EngineThread(engine).start()
 

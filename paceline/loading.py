@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from paceline.demo import DRAFTER_DIR, HEADS_DIR, TARGET_DIR
-from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.base import AsyncDrafter, Drafter, DrafterContext
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf_folder import is_foreign, model_folder
 from paceline.lengths.base import LengthContext
+from paceline.methods import DRAFTERS
 from paceline.model_names import resolve_model
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
@@ -149,6 +150,25 @@ def load_drafter(
     check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
     runner = _load_draft_runner(path, dtype, device, kv_tokens)
     return DraftModel(runner, _config(target).get("vocab_size"))
+
+
+def make_drafter(name: str, target: str | Path) -> tuple[Drafter, int]:
+    """A drafter of the catalogue that needs nothing but tokens, and the target's vocabulary size.
+
+    Args:
+        name: a key of :data:`paceline.methods.DRAFTERS`.
+        target: folder or name; its configuration alone is read.
+
+    Raises:
+        ModelNotFound: there is no such target.
+        InvalidArgument: the drafter needs more than tokens.
+    """
+
+    def refuse(*_: object) -> Any:
+        raise InvalidArgument("drafter", name, "a drafter that needs nothing but tokens")
+
+    vocab_size = int(_config(resolve_model(target, weights=False))["vocab_size"])
+    return DRAFTERS[name](DrafterContext(vocab_size, refuse, refuse, refuse)), vocab_size
 
 
 def load_translating_drafter(

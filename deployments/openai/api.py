@@ -22,7 +22,7 @@ import paceline
 from deployments import playground
 from deployments.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
 from deployments.openai.server import Guard, Receive, Scope, Send, error_body, error_response
-from deployments.openai.text import render_chat
+from paceline.chat import render_chat
 from paceline.config import parse_speculation
 from paceline.drafters.predicted_outputs import method_with_prediction
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError

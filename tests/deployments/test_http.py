@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from cluster.certs import make_certificates
 from deployments.openai.api import speculative_decoding
 from deployments.openai.schema import ChatRequest, CompletionRequest
-from deployments.openai.text import DEFAULT_TEMPLATE, render_chat
+from paceline.chat import DEFAULT_TEMPLATE, render_chat
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument

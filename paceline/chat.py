@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -20,6 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from paceline.errors import InvalidArgument
+from paceline.tokenizer import ChatTemplate, Tokenizer
 
 DEFAULT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -64,10 +65,25 @@ def render_chat(
         ) from None  # fmt: skip
 
 
+def encode_chat(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Token ids of a conversation, up to where the model answers.
+
+    Raises:
+        InvalidArgument: the template refuses the messages, or fails.
+    """
+    text = render_chat(
+        template.source, messages, bos_token=template.bos_token, eos_token=template.eos_token
+    )
+    # A template writes the special tokens itself; the default one leaves them to the tokenizer.
+    return tokenizer.encode(text, add_special_tokens=not template.source)
+
+
 class _Generation(jinja2.ext.Extension):
     """``{% generation %}`` marks what the assistant said, for training; here it is transparent."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

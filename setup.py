@@ -2,7 +2,8 @@
 
 Its tag names no Python, because the kernels do not know Python, and as platform the oldest one that
 they run on. Without a compiler the wheel has no kernels, works everywhere, and says so.
-PACELINE_WHEEL_MACHINE=aarch64 makes the wheel of another architecture, for which CC must compile.
+PACELINE_WHEEL_MACHINE=aarch64 makes the wheel of another architecture, for which CC must compile;
+PACELINE_WHEEL_VARIANTS="portable avx2" makes one with these variants of the kernels alone.
 An editable install brings nothing: a checkout builds its kernels at first use.
 """
 
@@ -68,7 +69,7 @@ class Wheel(bdist_wheel):
         asked_for = os.environ.get("PACELINE_WHEEL_MACHINE")
         machine = asked_for or platform.machine()
         try:
-            made, failed = build.build(out, machine)
+            made, failed = build.build(out, machine, self._variants(build, machine))
         except build.BuildFailed as error:
             if asked_for:
                 raise SystemExit(f"no wheel for {machine}: {error}") from error
@@ -80,6 +81,14 @@ class Wheel(bdist_wheel):
         libraries = list(made.values())
         self._platform = platform_of(libraries, machine)
         return libraries
+
+    @staticmethod
+    def _variants(build: ModuleType, machine: str) -> list[str]:
+        known = [variant.name for variant in build.variants(machine)]
+        chosen = os.environ.get("PACELINE_WHEEL_VARIANTS", "").split()
+        if wrong := [name for name in chosen if name not in known]:
+            raise SystemExit(f"PACELINE_WHEEL_VARIANTS names {wrong[0]!r}: one of {known}")
+        return chosen or known
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()

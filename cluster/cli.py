@@ -684,6 +684,14 @@ app.add_typer(train, name="train")
 
 @_command()
 def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="smollm2, a chat model of 93 MB, or demo, the embedded pair. Default: smollm2, "
+            "where it is or can be downloaded.",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens for each prompt at most.")
     ] = 96,
@@ -700,13 +708,14 @@ def demo(
     """Generate real text through a draft actor and a target actor, and compare with AR.
 
     Starts a local Ray, deploys one target replica and one drafter replica, sends three prompts
-    through the gRPC endpoint, prints the text as it is committed and a table of what the drafts
+    (for smollm2: a question, a function to write, a text to summarise) through the gRPC endpoint,
+    prints the text as it is committed and a table of what the drafts
     brought, and shuts down what it started. Exit code 1 when the tokens are not those of AR.
     """
     require("serve", "ray", "grpc")
     from cluster import demo as demo_module
 
-    result = demo_module.run(max_tokens=max_tokens, length=length, show=not as_json)
+    result = demo_module.run(max_tokens, model=model, length=length, show=not as_json)
     if as_json:
         print_json(result)
     if not result["identical_to_ar"]:
@@ -721,8 +730,8 @@ def up(
             "--config",
             "-c",
             metavar="FILE",
-            help="What to deploy (YAML, the same file as for `serve run`). Default: the demo pair "
-            "with a drafter and a target in separate actors.",
+            help="What to deploy (YAML, the same file as for `serve run`). Default: SmolLM2 "
+            "(the demo pair where it cannot be had), drafter and target in separate actors.",
         ),
     ] = None,
     address: Annotated[

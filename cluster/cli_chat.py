@@ -13,12 +13,11 @@ from rich.text import Text
 
 from cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter, sampling_params
 from cluster.cli_output import (
-    OTHER_DTYPES,
     Drafter,
-    Target,
     err,
+    local_model,
+    model_to_show,
     out,
-    require,
     set_threads,
 )
 from paceline.errors import InvalidArgument, PacelineError
@@ -116,16 +115,27 @@ class Chat:
 
 
 def chat(
-    target: Target = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A Hugging Face folder, a GGUF file or a name (`paceline models --help`). "
+            "Default: smollm2, or the demo pair where that cannot be had.",
+        ),
+    ] = None,
     drafter: Drafter = None,
     dtype: Annotated[
-        str, typer.Option(metavar="D", help=f"float32 (default), {OTHER_DTYPES}")
-    ] = "float32",
+        str,
+        typer.Option(
+            metavar="D",
+            help="auto (default: the checkpoint's), float32, bfloat16, float16, q8_0, q4_0, int8.",
+        ),
+    ] = "auto",
     method: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How to draft. Default: draft_model with a drafter, else prompt_lookup.",
+            help="How to draft. Default: draft_model with a drafter, else suffix_decoding.",
         ),
     ] = None,
     system: Annotated[
@@ -152,7 +162,6 @@ def chat(
     - `paceline chat`
     - `paceline chat --target ./model --method suffix_decoding -t 0.7`
     """
-    require("serve", "jinja2")
     from paceline.loading import load_engine
     from paceline.methods import METHODS
     from paceline.tokenizer import chat_template
@@ -161,8 +170,10 @@ def chat(
         logit_bias=(), stop=(), stop_token_ids=(), temperature=temperature, seed=seed,
         max_tokens=max_tokens,
     )  # fmt: skip
+    if target is None and drafter is None and model_to_show() == "smollm2":
+        target = "smollm2"
     paired = target is None or drafter is not None
-    chosen = method or ("draft_model" if paired else "prompt_lookup")
+    chosen = method or ("draft_model" if paired else "suffix_decoding")
     if chosen not in METHODS:
         raise InvalidArgument("method", chosen, f"one of {', '.join(sorted(METHODS))}")
     with err.status("loading the models ..."):
@@ -170,7 +181,7 @@ def chat(
 
         set_threads(threads, target)
         engine = load_engine(target, drafter, dtype=dtype)
-        template = chat_template(target or TARGET_DIR)
+        template = chat_template(local_model(target) or TARGET_DIR)
     if not template.source:
         err.print(
             "this model has no chat template: it continues a conversation as a text", style="yellow"

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.errors import InvalidArgument, PacelineError
+from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 
 DEBUG_VARIABLE = "PACELINE_DEBUG"
 TOKEN_VARIABLE = "PACELINE_TOKEN"
@@ -127,6 +128,19 @@ def client_options(
 
 class MissingExtra(PacelineError):
     """A command needs packages that come with an extra."""
+
+
+def model_to_show() -> str:
+    """The model that people meet who name none: ``smollm2``, or ``demo`` where it cannot be had."""
+    from paceline.model_names import get_model
+
+    try:
+        get_model("smollm2")
+    except ModelNotFound as error:
+        message = Text(f"the embedded demo pair instead of SmolLM2: {error}", "dim")
+        err.print(message, soft_wrap=True)
+        return "demo"
+    return "smollm2"
 
 
 def require(extra: str, *modules: str) -> None:

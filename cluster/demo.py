@@ -2,7 +2,7 @@
 
 Everything is real and local: Ray, Ray Serve, two actors and a gateway, gRPC between them. The same
 prompts are run as plain AR decoding on the same target, to compare speed and to see that the
-tokens are the same.
+tokens are the same. With SmolLM2 it is a chat, with the embedded pair text to be continued.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,78 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter
-from cluster.cli_output import err, out
-from cluster.local import DEMO_CONFIG, PortInUse, check_ports, deployed, showing_progress
+from cluster.cli_output import err, model_to_show, out
+from cluster.local import (
+    CONFIGS,
+    PortInUse,
+    check_ports,
+    deployed,
+    showing_progress,
+)
 from deployments.config import ConfigFile, read_config_file
+from paceline.chat import encode_chat
 from paceline.config import SpeculationConfig
+from paceline.errors import InvalidArgument
+from paceline.model_names import get_model, resolve_model
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
-from paceline.tokenizer import load_tokenizer
+from paceline.tokenizer import ChatTemplate, Tokenizer, chat_template, load_tokenizer
 from rpc.client import Client, Completion
 
-PROMPTS = {
-    "code": 'def read_config(path):\n    """Read a configuration file and return a dictionary.\n',
-    "class": "class Queue:\n    def __init__(self, maxsize=0):\n",
-    "maths": (
-        "Question: Anna buys 4 boxes of pencils. Each box holds 12 pencils and costs $3. She gives "
-        "half of the pencils to her class. How many pencils does she have left?\nAnswer:"
-    ),
-}
+_BEES = (
+    "The honey bee lives in large colonies of up to 60,000 individuals. Each colony has a single "
+    "queen, several hundred drones and thousands of worker bees. The workers collect nectar and "
+    "pollen from flowers, and they turn the nectar into honey, which feeds the colony in winter. "
+    "A worker bee visits up to 1,500 flowers to fill its honey stomach once."
+)
 AR = SpeculationConfig(method="ar")
 REPEATS = 3
 """Timed runs of each prompt with each method, interleaved; the table has the medians."""
 CALL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What is shown with a model.
+
+    Attributes:
+        prompts: names in the table and what is said.
+        chat: the prompts are questions, put through the model's chat template.
+        remembers: the drafter drafts from earlier answers, so a prompt is timed with it once.
+    """
+
+    prompts: Mapping[str, str]
+    chat: bool
+    remembers: bool
+
+
+DEMOS = {
+    "smollm2": Demo(
+        {
+            "question": "What is the capital of France, and what is it known for?",
+            "code": "Write a Python function that reverses a string.",
+            "summary": f"Summarize the following text:\n\n{_BEES}",
+        },
+        chat=True,
+        remembers=True,
+    ),
+    "demo": Demo(
+        {
+            "code": (
+                "def read_config(path):\n"
+                '    """Read a configuration file and return a dictionary.\n'
+            ),
+            "class": "class Queue:\n    def __init__(self, maxsize=0):\n",
+            "maths": (
+                "Question: Anna buys 4 boxes of pencils. Each box holds 12 pencils and costs $3. "
+                "She gives half of the pencils to her class. How many pencils does she have left?\n"
+                "Answer:"
+            ),
+        },
+        chat=False,
+        remembers=False,
+    ),
+}
 
 
 @dataclass
@@ -61,11 +113,18 @@ class _Prompt:
         return len(self.ar[0].token_ids)
 
 
-def run(max_tokens: int = 96, *, length: str | None = None, show: bool = True) -> dict[str, Any]:
+def run(
+    max_tokens: int = 96,
+    *,
+    model: str | None = None,
+    length: str | None = None,
+    show: bool = True,
+) -> dict[str, Any]:
     """Start everything, generate, compare, and shut everything down again.
 
     Args:
         max_tokens: for each prompt at most.
+        model: a key of :data:`DEMOS`; None: SmolLM2, or the demo pair where it cannot be had.
         length: length controller of the drafts; None: the method's own.
         show: print text and table; without it, the result is all there is.
 
@@ -76,19 +135,23 @@ def run(max_tokens: int = 96, *, length: str | None = None, show: bool = True) -
         was up, and until the first token came.
 
     Raises:
-        InvalidArgument: ``max_tokens`` below 1, or a length controller that does not exist.
+        InvalidArgument: ``max_tokens`` below 1, or no such model or length controller.
+        ModelNotFound: the model cannot be downloaded.
         ClusterError: Ray, Serve or a replica does not start; the message says why.
     """
     params = SamplingParams(max_tokens=max_tokens)
-    drafts = SpeculationConfig(method="draft_model", length=length)
+    model = _model(model)
+    demo = DEMOS[model]
+    file = _with_free_port(read_config_file(CONFIGS[model]))
+    drafts = SpeculationConfig(method=file.config.speculation.method, length=length)
     resolve(drafts)
-    file = _with_free_port(read_config_file(DEMO_CONFIG))
+    prompts = _Prompts(demo, file.config.target_folder)
     with showing_progress(show) as report, deployed(file, report=report) as described:
         ready_s = process_age_s()
         address = described["gateway"]
         with Client(address, timeout=CALL_TIMEOUT_S) as client:
             report("first tokens")
-            first_token_s = _warm_up(client, drafts)
+            first_token_s = _warm_up(client, prompts, drafts)
             report("")
             if show:
                 err.print(
@@ -99,18 +162,46 @@ def run(max_tokens: int = 96, *, length: str | None = None, show: bool = True) -
                 )
                 _print_legend(out)
             measured = {
-                name: _measure(client, text, params, drafts, show) for name, text in PROMPTS.items()
+                name: _measure(client, prompts, text, params, drafts, show)
+                for name, text in demo.prompts.items()
             }
         result = {
-            **_result(measured, described), "ready_s": ready_s, "first_token_s": first_token_s,
+            "model": model, **_result(measured, described),
+            "ready_s": ready_s, "first_token_s": first_token_s,
         }  # fmt: skip
         if show:
+            out.print()
             out.print(_table(measured, result))
         with showing_progress(show) as closing:
             closing("shutting down")
     if show and not result["identical_to_ar"]:
         err.print("the tokens with drafts differ from AR: that must not happen", style="bold red")
     return result
+
+
+def _model(name: str | None) -> str:
+    """A key of :data:`DEMOS`, whose model is here."""
+    if name is None:
+        return model_to_show()
+    if name not in DEMOS:
+        raise InvalidArgument("model", name, " or ".join(DEMOS))
+    get_model(name)
+    return name
+
+
+class _Prompts:
+    """What is sent for a prompt: its text, or the tokens of a conversation."""
+
+    def __init__(self, demo: Demo, target: str) -> None:
+        self.demo = demo
+        path = resolve_model(target)
+        self.tokenizer: Tokenizer = load_tokenizer(path)
+        self._template: ChatTemplate | None = chat_template(path) if demo.chat else None
+
+    def __call__(self, text: str) -> str | list[int]:
+        if self._template is None:
+            return text
+        return encode_chat(self.tokenizer, self._template, [{"role": "user", "content": text}])
 
 
 def _with_free_port(file: ConfigFile) -> ConfigFile:
@@ -129,7 +220,7 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def _warm_up(client: Client, drafts: SpeculationConfig) -> float:
+def _warm_up(client: Client, prompts: _Prompts, drafts: SpeculationConfig) -> float:
     """Run AR and drafts once, which loads whatever is loaded at first use.
 
     Returns:
@@ -139,27 +230,42 @@ def _warm_up(client: Client, drafts: SpeculationConfig) -> float:
     ages = [
         process_age_s()
         for method in (AR, drafts)
-        for _ in client.generate("import os\n", params, method)
+        for _ in client.generate(prompts("import os\n"), params, method)
     ]
     return ages[0]
 
 
 def _measure(
-    client: Client, prompt: str, params: SamplingParams, drafts: SpeculationConfig, show: bool
+    client: Client,
+    prompts: _Prompts,
+    text: str,
+    params: SamplingParams,
+    drafts: SpeculationConfig,
+    show: bool,
 ) -> _Prompt:
     measured = _Prompt()
-    if show:
-        measured.drafts.append(_stream(client, prompt, params, drafts))
+    prompt = prompts(text)
+
+    def timed(method: SpeculationConfig) -> None:
+        drafted = method is drafts
+        begin = time.perf_counter()
+        if drafted and show and not measured.drafts:
+            completion = _stream(client, prompts, text, params, drafts)
+        else:
+            completion = client.complete(prompt, params, method)
+        (measured.draft_seconds if drafted else measured.ar_seconds).append(
+            time.perf_counter() - begin
+        )
+        (measured.drafts if drafted else measured.ar).append(completion)
+
+    timed(drafts)  # first: what a drafter remembers of this prompt later would be its answer
     with showing_progress(show) as report:
         report("timing drafts against AR")
-        for _ in range(REPEATS):
-            for method, completions, seconds in (
-                (drafts, measured.drafts, measured.draft_seconds),
-                (AR, measured.ar, measured.ar_seconds),
-            ):
-                begin = time.perf_counter()
-                completions.append(client.complete(prompt, params, method))
-                seconds.append(time.perf_counter() - begin)
+        timed(AR)
+        for _ in range(REPEATS - 1):
+            if not prompts.demo.remembers:
+                timed(drafts)
+            timed(AR)
     return measured
 
 
@@ -184,12 +290,16 @@ def _plain(console: Console) -> bool:
 
 
 def _stream(
-    client: Client, prompt: str, params: SamplingParams, drafts: SpeculationConfig
+    client: Client, prompts: _Prompts, text: str, params: SamplingParams, drafts: SpeculationConfig
 ) -> Completion:
     """Print the prompt and the text that follows, as its tokens are committed."""
-    splitter = PieceSplitter(load_tokenizer(read_config_file(DEMO_CONFIG).config.target_folder))
+    splitter = PieceSplitter(prompts.tokenizer)
+    prompt = prompts(text)
     out.print()
-    out.print(Text(prompt, "dim"), end="", soft_wrap=True)
+    if prompt == text:
+        out.print(Text(text, "dim"), end="", soft_wrap=True)
+    else:  # a question, and its answer below
+        out.print(Text(f"> {text}", "dim"), soft_wrap=True)
     marks = _Marks(out)
     rounds = []
     for item in client.generate(prompt, params, drafts):
@@ -230,7 +340,7 @@ class _Marks:
 
 def _result(measured: dict[str, _Prompt], described: dict[str, Any]) -> dict[str, Any]:
     rows = {name: _row([prompt]) for name, prompt in measured.items()}
-    last = next(iter(measured.values())).drafts[-1].last
+    last = next(iter(measured.values())).drafts[0].last
     return {
         **_row(list(measured.values())),
         "target_pid": last.target_pid,
@@ -245,7 +355,7 @@ def _row(prompts: list[_Prompt]) -> dict[str, Any]:
     num_tokens = sum(p.num_tokens for p in prompts)
     with_drafts = num_tokens / sum(statistics.median(p.draft_seconds) for p in prompts)
     ar = num_tokens / sum(statistics.median(p.ar_seconds) for p in prompts)
-    stats = [p.drafts[-1].statistics for p in prompts]
+    stats = [p.drafts[0].statistics for p in prompts]
     drafted = sum(s.num_drafted for s in stats)
     return {
         "num_tokens": num_tokens,
@@ -261,7 +371,9 @@ def _row(prompts: list[_Prompt]) -> dict[str, Any]:
 
 
 def _table(measured: dict[str, _Prompt], result: dict[str, Any]) -> Table:
-    table = Table(title="draft actor + target actor, against AR on the same target")
+    table = Table(
+        title=f"{result['model']}: draft actor + target actor, against AR on the same target"
+    )
     table.add_column("")
     columns = [*(result["prompts"][name] for name in measured), result]
     for name in (*measured, "all"):

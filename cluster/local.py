@@ -30,6 +30,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from cluster.cli_output import model_to_show
 from deployments.config import (
     CONFIGS_DIR,
     IMPORT_PATH,
@@ -41,6 +42,8 @@ from paceline.cache import cache_folder
 from paceline.errors import PacelineError
 
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
+CONFIGS = {"smollm2": CONFIGS_DIR / "smollm2.yaml", "demo": DEMO_CONFIG}
+"""By the model that is shown."""
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 45.0
 STATUS_TIMEOUT_S = 10.0
@@ -457,8 +460,8 @@ class _State:
         return False
 
 
-def _load(config_path: str | Path | None, ports: dict[str, int]) -> ConfigFile:
-    file = read_config_file(config_path or DEMO_CONFIG)
+def _load(config_path: str | Path, ports: dict[str, int]) -> ConfigFile:
+    file = read_config_file(config_path)
     return file.with_args({"gateway": ports}) if ports else file
 
 
@@ -471,9 +474,11 @@ def up(
     detach: bool = True,
     observability: bool = False,
 ) -> dict[str, Any]:
-    """Deploy a config file (default: the demo pair as two actors) and wait until it is ready.
+    """Deploy a config file and wait until it is ready.
 
     Args:
+        config_path: default: SmolLM2 as two actors, or the demo pair where SmolLM2 cannot be had
+            or a cluster is joined, whose nodes may not have it.
         address: of a Ray cluster to join; default: ``RAY_ADDRESS``, else a local Ray of its own.
         port, http_port: instead of the file's ``gateway.grpc_port`` and ``gateway.http_port``.
         detach: True returns when all is ready and leaves it running until :func:`down`; False
@@ -489,8 +494,10 @@ def up(
     """
     given = {"grpc_port": port, "http_port": http_port}
     ports = {key: value for key, value in given.items() if value is not None}
-    file = _load(config_path, ports)
     address = address or os.environ.get("RAY_ADDRESS") or None
+    if config_path is None:
+        config_path = CONFIGS[model_to_show()] if address is None else DEMO_CONFIG
+    file = _load(config_path, ports)
     state = _State(state_folder())
     known = state.read()
     if known.get("gateway") and (known.get("address") or state.owned):

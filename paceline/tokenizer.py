@@ -164,7 +164,13 @@ class ChatTemplate:
 
 
 def chat_template(path: str | Path) -> ChatTemplate:
-    """The default chat template of a model folder."""
+    """The default chat template of a model folder or GGUF file.
+
+    Raises:
+        ModelNotFound: there is no such folder or file.
+    """
+    if not Path(path).exists():
+        raise ModelNotFound(f"model {str(path)!r} does not exist")
     folder = model_folder(path)
     file = folder / "tokenizer_config.json"
     config: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}

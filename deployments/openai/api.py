@@ -124,6 +124,7 @@ def _model_body(model: generate_pb2.Model, created: int) -> Body:
         "max_model_len": model.context_length,
         "methods": list(model.methods),
         "default_method": model.default_method,
+        "has_chat_template": bool(model.chat_template),
     }
 
 

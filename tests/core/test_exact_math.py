@@ -348,9 +348,9 @@ WITHOUT_VECTORS = {
     "environment",
     [
         {},
-        {"PACELINE_KERNELS": "off"},
+        pytest.param({"PACELINE_KERNELS": "off"}, marks=pytest.mark.nightly),
         {"PACELINE_KERNELS": "off", **WITHOUT_VECTORS},
-        {**WITHOUT_VECTORS, "ATEN_CPU_CAPABILITY": "avx2"},
+        pytest.param({**WITHOUT_VECTORS, "ATEN_CPU_CAPABILITY": "avx2"}, marks=pytest.mark.nightly),
     ],
     ids=["C", "NumPy", "NumPy without vectors", "C, NumPy without vectors"],
 )

@@ -33,7 +33,8 @@ from tests.core.suite import (
 
 @pytest.fixture(scope="module")
 def suite(demo: Engine) -> Suite:
-    return Suite(demo, 16, 64, batch=8)
+    """Each of the sampling parameters twice."""
+    return Suite(demo, 8, 48, batch=8)
 
 
 @pytest.fixture(scope="module")

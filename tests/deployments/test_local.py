@@ -173,13 +173,17 @@ def test_a_model_that_cannot_be_loaded_says_so(ray_cluster: None, tmp_path: Path
         serve.delete("test-no-model")
 
 
-def test_demo() -> None:
-    options = ["--max-tokens", "24", "--length", "fixed"]  # drafts, however busy the machine is
+@pytest.mark.parametrize("model", ["smollm2", pytest.param("demo", marks=pytest.mark.nightly)])
+def test_demo(model: str) -> None:
+    options = ["--model", model, "--max-tokens", "24"]
+    options += ["--length", "fixed"]  # drafts, however busy the machine is
     command = [sys.executable, "-m", "cluster.cli", "demo", *options]
     environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "120"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert result.returncode == 0, result.stderr
     assert "legend" in result.stdout
+    if model == "smollm2":
+        assert "capital of France is Paris" in result.stdout.replace("«", "").replace("»", "")
     assert "«" in result.stdout.split("legend")[1].split("\n", 1)[1]  # something was accepted
     rows = {
         line.split("│")[1].strip(): line.split("│")[-2].strip()
@@ -197,7 +201,7 @@ def test_demo() -> None:
 
 
 def test_demo_cleans_up_after_ctrl_c() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "demo", "--max-tokens", "24"]
+    command = [sys.executable, "-m", "cluster.cli", "demo", "--model", "demo"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # we may ignore it

@@ -34,7 +34,7 @@ def demo() -> Engine:
 
 @pytest.fixture(scope="module")
 def suite(demo: Engine) -> Suite:
-    return Suite(demo, 16, 64, batch=8)
+    return Suite(demo, 8, 32, batch=8)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import { visible } from "./tree.js";
 const $ = (id) => document.getElementById(id);
 const EXAMPLES = {
   completion: "def fibonacci(n):\n",
-  chat: "Tom has 3 bags with 4 apples each. How many apples has he?",
+  chat: "What is the capital of France, and what is it known for?",
 };
 const GROUPS = ["No drafts", "A draft model", "Text seen before", "The target itself", "Trained heads"];
 const WAITS = "waits for its turn";
@@ -26,6 +26,9 @@ async function load() {
     const [served, known] = await Promise.all([model($("key").value), catalogue()]);
     rows = new Map(known.map((row) => [row.name, row]));
     $("model").textContent = served.id;
+    if (served.has_chat_template && $("prompt").value === EXAMPLES.completion) {
+      document.querySelector("[name=kind][value=chat]").click();
+    }
     fill(selects[0], served.methods, served.default_method);
     fill(selects[1], served.methods, served.default_method === "ar" ? "prompt_lookup" : "ar");
     solve();

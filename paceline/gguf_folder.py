@@ -54,7 +54,9 @@ _KNOWN_KEYS = {
     "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 }  # fmt: skip
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # kinds of tokens; texts are split at the first two
+# Kinds of tokens; texts are split at control and user-defined ones.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_SPACE = "\u2581"  # what SentencePiece writes for one
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -142,9 +144,9 @@ class _File:
         if self.reader.byte_order != "I":
             raise InvalidArgument("byte order", "of another machine", "a little-endian GGUF file")
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str, default: Any = None) -> Any:
         field = self.reader.get_field(key)
-        return None if field is None else field.contents()
+        return default if field is None else field.contents()
 
     def value(self, key: str) -> Any:
         found = self.get(key)
@@ -264,18 +266,13 @@ def _index(source: _File, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(source: _File) -> dict[str, Any]:
-    """`tokenizer.json`, for byte-level BPE."""
+    """`tokenizer.json`."""
     kind = source.value("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise InvalidArgument("tokenizer.ggml.model", kind, "gpt2 (byte-level BPE)")
-    before = source.get("tokenizer.ggml.pre") or "gpt-2"
-    if before not in _BEFORE:
-        raise InvalidArgument("tokenizer.ggml.pre", before, f"one of {', '.join(_BEFORE)}")
-    tokens, merges = source.value("tokenizer.ggml.tokens"), source.value("tokenizer.ggml.merges")
-    kinds = source.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    # Conversion fills a vocabulary up to the size of the model's.
-    vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
-    pairs = [merge.split(" ", 1) for merge in merges]
+    if kind not in ("gpt2", "llama"):
+        allowed = "gpt2 (byte-level BPE) or llama (SentencePiece BPE)"
+        raise InvalidArgument("tokenizer.ggml.model", kind, allowed)
+    tokens = source.value("tokenizer.ggml.tokens")
+    kinds = source.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     added = [
         {
             "id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
@@ -283,8 +280,8 @@ def _tokenizer(source: _File) -> dict[str, Any]:
         }
         for i in range(len(tokens)) if kinds[i] in (_CONTROL, _USER_DEFINED)
     ]  # fmt: skip
-    after: dict[str, Any] = _byte_level(use_regex=True)
-    if source.get("tokenizer.ggml.add_bos_token"):
+    after = _byte_level(use_regex=True) if kind == "gpt2" else None
+    if source.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         bos = source.value("tokenizer.ggml.bos_token_id")
         special, text = {"id": tokens[bos], "type_id": 0}, {"id": "A", "type_id": 0}
         after = {
@@ -297,12 +294,24 @@ def _tokenizer(source: _File) -> dict[str, Any]:
                 tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}
             },
         }  # fmt: skip
-    normalizer, steps, whole_words = _BEFORE[before]
+    parts = _byte_level_bpe if kind == "gpt2" else _sentencepiece_bpe
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "post_processor": after, **parts(source, tokens, kinds),
+    }  # fmt: skip
+
+
+def _byte_level_bpe(source: _File, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    before = source.get("tokenizer.ggml.pre") or "gpt-2"
+    if before not in _BEFORE:
+        raise InvalidArgument("tokenizer.ggml.pre", before, f"one of {', '.join(_BEFORE)}")
+    # Conversion fills a vocabulary up to the size of the model's.
+    vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
+    pairs = [merge.split(" ", 1) for merge in source.value("tokenizer.ggml.merges")]
+    normalizer, steps, whole_words = _BEFORE[before]
+    return {
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": after,
         "decoder": _byte_level(use_regex=True),
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
@@ -310,6 +319,43 @@ def _tokenizer(source: _File) -> dict[str, Any]:
             "ignore_merges": whole_words,
             "vocab": vocabulary,
             "merges": [pair for pair in pairs if "".join(pair) in vocabulary],
+        },
+    }  # fmt: skip
+
+
+def _sentencepiece_bpe(source: _File, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    """Pieces with scores: the neighbours that make the piece of the highest score are merged first.
+
+    As in the tokenizers of Llama 2 and Mistral; a byte that no piece has is a token of its own.
+    """
+    # It takes seconds to import.
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    scores = source.value("tokenizer.ggml.scores")
+    vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
+    pieces = {
+        token: scores[i] for token, i in vocabulary.items() if kinds[i] in (_NORMAL, _USER_DEFINED)
+    }
+    unknown = next((tokens[i] for i in range(len(tokens)) if kinds[i] == _UNKNOWN), None)
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    normalizer: dict[str, Any] = {"type": "Sequence", "normalizers": [space]}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]  # fmt: skip
+    if source.get("tokenizer.ggml.add_space_prefix", True):
+        normalizer["normalizers"].insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": unknown,
+            "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": generate_merges({token: vocabulary[token] for token in pieces}, pieces),
         },
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner, read_gguf
 from paceline.models.quants import Quantised
 from paceline.sampling import SamplingParams
-from paceline.tokenizer import chat_template, eos_token_ids, load_tokenizer
+from paceline.tokenizer import IncrementalDecoder, chat_template, eos_token_ids, load_tokenizer
 from tests.core.prompts import code_prompts
 from tests.core.runners import load_runner
 
@@ -141,6 +142,107 @@ def test_the_tokenizer_is_the_folders(text: str, files: Callable[[str], Path]) -
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
     assert eos_token_ids(files("F32")) == eos_token_ids(TARGET_DIR)
     assert chat_template(files("F32")).source == ""
+
+
+# --- SentencePiece --------------------------------------------------------------------------------
+
+
+NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def pieces_of(corpus: str) -> list[str]:
+    """Single characters, and what often stands together."""
+    words = re.findall("\u2581\\w+|\\W", "\u2581" + corpus.replace(" ", "\u2581"))
+    parts = Counter(word[i:j] for word in words for i in range(len(word))
+                    for j in range(i + 1, len(word) + 1))  # fmt: skip
+    return [part for part, _ in parts.most_common(500)]
+
+
+def with_sentencepiece(document: Any) -> None:
+    """Puts such a tokenizer, with scores at random, into a file of the demo target."""
+    keys = document["keys"]
+    size = len(keys["tokenizer.ggml.tokens"][0])
+    (strings, kinds) = (keys[f"tokenizer.ggml.{n}"][1] for n in ("tokens", "token_type"))
+    pieces = pieces_of(" ".join(TEXTS[:2]) * 2)
+    tokens = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)]
+    unused = size - len(tokens)
+    assert unused > 0
+    tokens += [f"<unused{i}>" for i in range(unused)]
+    random = np.random.default_rng(3)
+    scores = [*[0.0] * 259, *(-random.permutation(len(pieces)).astype(float)), *[0.0] * unused]
+    for name in ("merges", "pre", "add_bos_token"):
+        keys.pop(f"tokenizer.ggml.{name}", None)
+    floats = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.FLOAT32]
+    keys["tokenizer.ggml.model"] = "llama", STRING
+    keys["tokenizer.ggml.tokens"] = tokens, strings
+    keys["tokenizer.ggml.token_type"] = [*types, *[UNUSED] * unused], kinds
+    keys["tokenizer.ggml.scores"] = scores, floats
+    keys["tokenizer.ggml.bos_token_id"] = 1, UINT32
+    keys["tokenizer.ggml.eos_token_id"] = 2, UINT32
+
+
+def merged(text: str, document: Any) -> list[int]:
+    """What SentencePiece does: the neighbours of the highest score first, from the left."""
+    keys = {name: value for name, (value, _) in document["keys"].items()}
+    tokens, scores, kinds = (
+        keys[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type")
+    )
+    ids = {token: i for i, token in enumerate(tokens) if kinds[i] == NORMAL}
+    parts = list("\u2581" + text.replace(" ", "\u2581")) if text else []
+    while True:
+        found = [
+            (scores[ids[both]], -i)
+            for i in range(len(parts) - 1) if (both := parts[i] + parts[i + 1]) in ids
+        ]  # fmt: skip
+        if not found:
+            break
+        place = -max(found)[1]
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    out = [1]
+    for part in parts:
+        out += [ids[part]] if part in ids else [byte + 3 for byte in part.encode()]
+    return out
+
+
+def test_sentencepiece(files: Callable[[str], Path], tmp_path: Path) -> None:
+    document: Any = {}
+
+    def edit(found: Any) -> None:
+        with_sentencepiece(found)
+        document.update(found)
+
+    file = edited(files("F32"), tmp_path / "pieces.gguf", edit)
+    tokenizer = load_tokenizer(file)
+    random = np.random.default_rng(4)
+    words = " ".join(TEXTS[:2]).split()
+    for _ in range(50):
+        text = " ".join(random.choice(words, 6)) + random.choice(["", " \U0001f600", "\n", "  x"])
+        ids = tokenizer.encode(text)
+        assert ids == merged(text, document), text
+        assert tokenizer.decode(ids) == text
+        decoder = IncrementalDecoder(tokenizer)
+        assert "".join(decoder.push(token) for token in ids) + decoder.flush() == text
+    assert tokenizer.encode("a</s>b") == [*merged("a", document), 2, *merged("b", document)[1:]]
+    assert eos_token_ids(file) == (2,)
+    engine = load_engine(file)
+    config = SpeculationConfig(method="prompt_lookup")
+    prompt = engine.tokenizer.encode("with open")
+    (session,) = engine.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), config)
+    assert len(session.output_ids) == 4
+
+
+def test_sentencepiece_without_a_space_before(files: Callable[[str], Path], tmp_path: Path) -> None:
+    def edit(document: Any) -> None:
+        with_sentencepiece(document)
+        document["keys"]["tokenizer.ggml.add_space_prefix"] = False, [gguf.GGUFValueType.BOOL]
+        document["keys"]["tokenizer.ggml.add_bos_token"] = False, [gguf.GGUFValueType.BOOL]
+
+    tokenizer = load_tokenizer(edited(files("F32"), tmp_path / "pieces.gguf", edit))
+    ids = tokenizer.encode("with open")
+    assert tokenizer.decode(ids[:1]).startswith("w")
+    assert tokenizer.decode(ids) == "with open"
 
 
 # --- files that are not understood ----------------------------------------------------------------

@@ -561,7 +561,8 @@ def _wait_for_signal(console: Console) -> None:
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        while not stop.wait(3600):
+        # A signal that another thread of Ray's takes does not wake this one: its handler waits.
+        while not stop.wait(0.5):
             pass
     finally:
         for number, handler in before.items():

@@ -107,7 +107,7 @@ def test_commands(cli: Cli) -> None:
         "/exit",
         "x",
     ]
-    result = cli("chat", "-n", "8", stdin="\n".join(lines))
+    result = cli("chat", "--target", "demo", "-n", "8", stdin="\n".join(lines))
     assert result.exit_code == 0, result.stderr
     for words in ("no answer yet", "/system TEXT", "method ar", "8 tokens", "num_rounds",
                   "command: got '/nope'", "a new conversation", "no chat template"):  # fmt: skip
@@ -116,11 +116,18 @@ def test_commands(cli: Cli) -> None:
     assert result.stdout.strip()
 
 
+def test_who_names_no_model_talks_with_smollm2(cli: Cli) -> None:
+    result = cli("chat", "-n", "16", stdin="What is the capital of Germany?\n/stats\n")
+    assert result.exit_code == 0, result.stderr
+    assert "The capital of Germany is Berlin." in result.stdout
+    assert "method suffix_decoding" in result.stderr
+
+
 @pytest.mark.timeout(120)
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "chat", "-n", "900", "--method", "ar"],
+        [sys.executable, "-m", "cluster.cli", "chat", "--target", "demo", "-n", "900"],
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         preexec_fn=_own_terminal, env=os.environ | {"TERM": "xterm"},
     )  # fmt: skip

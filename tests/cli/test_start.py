@@ -27,7 +27,7 @@ LIGHT = {
     # The catalogue with every method checked against it; clients; the demo before it starts Ray.
     "import paceline.plan": {"grpc", *NO_TORCH},
     "import rpc.client": NO_TORCH,
-    "import cluster.demo as d; d.read_config_file(d.DEMO_CONFIG)": NO_TORCH,
+    "import cluster.demo as d; d.read_config_file(d.CONFIGS['smollm2'])": NO_TORCH,
     # A gateway, and the process that deploys: torch is for replicas with a model.
     "import deployments.gateway": {"torch", *UNUSED},
     "from deployments.app import build; build({})": {"torch", *UNUSED},
@@ -103,7 +103,7 @@ def test_kernels_are_compiled_while_ray_starts(
 
     monkeypatch.setattr(local, "start_ray", start_ray)
     monkeypatch.setattr(local, "_take_down", lambda app: None)
-    file = local._load(None, {"grpc_port": 0, "http_port": 0})
+    file = local._load(local.DEMO_CONFIG, {"grpc_port": 0, "http_port": 0})
     with pytest.raises(local.ClusterError, match="no Ray today"):  # noqa: SIM117
         with local.deployed(file, report=lines.append):
             pass

@@ -24,7 +24,7 @@ from paceline.gguf_folder import model_folder, tensors
 from paceline.models.layouts import load_tensors
 from paceline.models.llama import read_gguf
 from paceline.models.quants import Quantised
-from paceline.train.pretrain import Trainer, build_optimizers, layer_states, new_model
+from paceline.train.pretrain import Trainer, layer_states, new_model
 
 HELD_OUT = 0.04
 """Share of the conversations that nothing is trained on."""
@@ -118,7 +118,9 @@ def choose_vocabulary(talks: Talks, size: int, vocab_size: int) -> NDArray[np.in
 
 
 class Head(torch.nn.Module):
-    """Logits of a part of the vocabulary.
+    """Logits of a part of the vocabulary: rows of the target's own table, which are not trained.
+
+    So none of it has to be shipped: who has the target has the drafter's embedding and head.
 
     Args:
         embedding: of the target.  # [vocab_size, hidden_size]
@@ -130,7 +132,8 @@ class Head(torch.nn.Module):
 
     def __init__(self, embedding: Tensor, vocabulary: NDArray[np.int64]) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(embedding[torch.from_numpy(vocabulary)].clone())
+        rows = embedding[torch.from_numpy(vocabulary)].clone()
+        self.weight = torch.nn.Parameter(rows, requires_grad=False)
         places = torch.full((len(embedding),), -1, dtype=torch.int64)
         places[torch.from_numpy(vocabulary)] = torch.arange(len(vocabulary))
         self.register_buffer("places", places, persistent=False)
@@ -223,8 +226,7 @@ def train(
     batch_tokens: int = 2048,
     length: int = 512,
     start: Mapping[str, Tensor] | None = None,
-    muon_lr: float = 0.01,
-    adamw_lr: float = 1e-3,
+    lr: float = 1e-3,
 ) -> tuple[Drafter, NDArray[np.int64], dict[str, float]]:
     """Train; goes on from ``work`` after an interruption.
 
@@ -241,9 +243,11 @@ def train(
     drafter = Drafter(body, Head(body.model.embed_tokens.weight.detach(), vocabulary))
     if start is not None:
         drafter.load_state_dict(dict(start))
-    optimizers = build_optimizers(drafter, muon_lr, adamw_lr)
+    # Not Muon: its products are in bfloat16, which takes a minute a step without AVX-512.
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.01, betas=(0.9, 0.95), fused=True)
     trainer = Trainer(
-        work / "drafter.pt", drafter, optimizers, minutes=minutes, max_steps=None, warmup=0.02,
+        work / "drafter.pt", drafter, [optimizer], minutes=minutes, max_steps=None, warmup=0.02,
         checkpoint_seconds=120.0, label="drafter",
     )  # fmt: skip
     order_by_length = np.argsort([len(tokens) for tokens in training.tokens], kind="stable")

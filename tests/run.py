@@ -71,8 +71,9 @@ def show(output: IO[str]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run all parts; the status of the worst."""
     begun = time.monotonic()
-    # More than there are cores: many tests wait for processes, or for a network that is slow.
-    workers = os.environ.get("PYTEST_WORKERS") or str(len(os.sched_getaffinity(0)) + 2)
+    # More than there are cores: many tests wait for processes, or for a network that is slow. Each
+    # takes 20 s to import and collect.
+    workers = os.environ.get("PYTEST_WORKERS") or str(len(os.sched_getaffinity(0)) + 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (
         tempfile.NamedTemporaryFile("r") as counts,

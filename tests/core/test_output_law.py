@@ -244,7 +244,7 @@ def tables(vocab: int, seed: int) -> tuple[Table, Table]:
 @pytest.mark.parametrize(
     ("method", "vocab", "support"),
     [
-        ("speculative_sampling", 4, 4),
+        pytest.param("speculative_sampling", 4, 4, marks=pytest.mark.nightly),
         pytest.param("speculative_sampling", 16, 16, marks=pytest.mark.nightly),
         pytest.param("speculative_sampling", 16, 5, marks=pytest.mark.nightly),
         pytest.param("speculative_sampling", 64, 64, marks=pytest.mark.nightly),
@@ -253,7 +253,7 @@ def tables(vocab: int, seed: int) -> tuple[Table, Table]:
         pytest.param("block_verification", 16, 5, marks=pytest.mark.nightly),
         ("draft_model", 4, 4),
         pytest.param("draft_model", 16, 16, marks=pytest.mark.nightly),
-        ("draft_model", 64, 64),
+        pytest.param("draft_model", 64, 64, marks=pytest.mark.nightly),
     ],
 )
 def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, support: int) -> None:
@@ -298,10 +298,10 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
         ("rejection", "chain"),
         ("block", "chain"),
         ("recursive_rejection", "kary"),
-        ("recursive_rejection", "rsd_c"),
+        pytest.param("recursive_rejection", "rsd_c", marks=pytest.mark.nightly),
         ("recursive_rejection", "rsd_s"),
-        ("recursive_rejection", "dyspec"),
-        ("k_seq", "kary"),
+        pytest.param("recursive_rejection", "dyspec", marks=pytest.mark.nightly),
+        pytest.param("k_seq", "kary", marks=pytest.mark.nightly),
         ("k_seq", "iid"),
     ],
 )

@@ -1,6 +1,6 @@
 """A server under all sorts of clients for an hour: nothing grows, nothing hangs, nothing is wrong.
 
-The short form (10 s) runs with every test run. PACELINE_SOAK_S sets the length of the long
+The short form (6 s) runs with every test run. PACELINE_SOAK_S sets the length of the long
 one.
 """
 
@@ -15,7 +15,7 @@ from tests.modelzoo import make_model
 from tests.rpc.soak import Soak, soak
 
 HOUR = float(os.environ.get("PACELINE_SOAK_S", "3600"))
-SHORT = 10.0
+SHORT = 6.0
 
 
 def check(result: Soak) -> None:

@@ -174,7 +174,7 @@ def test_tokens_over_grpc_are_those_of_ar(
     check(suite, wire, method, variant, batch, count_for(batch, core=True))
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
 def test_tokens_of_every_row_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, short_suite: Suite, short_wire: Wire

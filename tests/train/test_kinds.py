@@ -44,7 +44,13 @@ def batch(rows: list[int], step: int = 0, progress: float = 0.0) -> Batch:
 # --- draft models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("divergence", [d for d in DIVERGENCES if d != "tvdpp"])
+@pytest.mark.parametrize(
+    "divergence",
+    [
+        d if d == "forward_kl" else pytest.param(d, marks=pytest.mark.nightly)
+        for d in DIVERGENCES if d != "tvdpp"
+    ],
+)  # fmt: skip
 def test_distilling_raises_the_acceptance(
     target: Path, text: Text, tmp_path: Path, divergence: str
 ) -> None:

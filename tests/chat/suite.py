@@ -105,8 +105,7 @@ class Case(NamedTuple):
 def everyday_cases() -> list[Case]:
     """Each row once; every pair of precision, batch, temperature and place is among them.
 
-    The places take turns among the rows that have the same ones, and all else follows from how
-    many came before: so a pair is met as soon as there are rows enough.
+    Rows that can run on a device and those that cannot are spread by themselves.
     """
     cases = []
     for places in (PLACES, PLACES[:2]):
@@ -339,60 +338,76 @@ class Chat:
     ) -> list[Answer]:
         method, hosted = METHODS[case.row], self.hosted(case.row)
         drafters: dict[str, Drafter | AsyncDrafter] = {}
+        drafts_from = ""
         with ExitStack() as stack:
             if hosted is not None:
                 name = "draft_model" if served_with(method, "draft_model") else method.drafter
                 vocab_size = self.target(case.precision).vocab_size
                 servicer = DraftServicer(hosted, name=name, vocab_size=vocab_size)
-                replica = stack.enter_context(serving(drafter=servicer))
-                remote = RemoteDrafter(
-                    replica.address, vocab_size=vocab_size, deadline_s=DEADLINE_S
-                )
+                drafts_from = stack.enter_context(serving(drafter=servicer)).address
+                remote = RemoteDrafter(drafts_from, vocab_size=vocab_size, deadline_s=DEADLINE_S)
                 stack.callback(remote.stop)
                 assert remote.wait_ready(30)
                 drafters[method.drafter] = remote
             server = stack.enter_context(self._served(case, drafters))
-            client = stack.enter_context(Client(server.address, timeout=DEADLINE_S))
+            return self.over_grpc(server.address, case, prompts, params, drafts_from)
 
-            def complete(i: int) -> Answer:
-                done = client.complete(
-                    self.prompts[i], params[i], speculation(case.row),
-                    prediction=self.prediction(case, i),
-                )  # fmt: skip
-                if hosted is not None:
-                    assert done.last.drafter_address == replica.address
-                return Answer(list(done.token_ids), done.finish_reason, done.statistics)
+    def over_grpc(
+        self,
+        address: str,
+        case: Case,
+        prompts: Sequence[int],
+        params: Sequence[SamplingParams],
+        drafts_from: str = "",
+    ) -> list[Answer]:
+        """What a server answers.
 
+        Args:
+            drafts_from: the address of the drafter that it has to ask; empty: any.
+        """
+        config = speculation(case.row)
+
+        def complete(i: int) -> Answer:
+            done = client.complete(
+                self.prompts[i], params[i], config, prediction=self.prediction(case, i)
+            )
+            assert not drafts_from or done.last.drafter_address == drafts_from
+            return Answer(list(done.token_ids), done.finish_reason, done.statistics)
+
+        with Client(address, timeout=DEADLINE_S) as client:
             return _at_a_time(case.batch, complete, prompts)
 
     def on_devices(
         self, case: Case, prompts: Sequence[int], params: Sequence[SamplingParams]
     ) -> list[Answer]:
-        devices: SimpleQueue[dict[str, Drafter]] = SimpleQueue()
-        count, method = min(case.batch, len(prompts)), METHODS[case.row]
-        if "draft_model" in (method.drafter, *method.uses):
-            for drafter in self.device_drafters(count):
-                devices.put({"draft_model": drafter})
-        else:
-            for _ in range(count):
-                devices.put({})
         with self._served(case, {}) as server:
+            return self.from_devices(server.address, case, prompts, params)
 
-            def complete(i: int) -> Answer:
-                drafters = devices.get()
-                try:
-                    with DeviceClient(
-                        [server.address], drafters,
-                        speculation=speculation(case.row),
-                        tokenizer=self.tokenizer,
-                        modes=(Mode.DEVICE,),
-                    ) as client:  # fmt: skip
-                        done = client.complete(self.prompts[i], params[i])
-                finally:
-                    devices.put(drafters)
-                return Answer(done.token_ids, done.finish_reason, done.statistics)
+    def from_devices(
+        self, address: str, case: Case, prompts: Sequence[int], params: Sequence[SamplingParams]
+    ) -> list[Answer]:
+        """What devices, as many as there are sessions at a time, get from a server."""
+        devices: SimpleQueue[dict[str, Drafter]] = SimpleQueue()
+        count = min(case.batch, len(prompts))
+        own = self.device_drafters(count) if not copies(case.row) else []
+        for i in range(count):
+            devices.put({"draft_model": own[i]} if own else {})
 
-            return _at_a_time(case.batch, complete, prompts)
+        def complete(i: int) -> Answer:
+            drafters = devices.get()
+            try:
+                with DeviceClient(
+                    [address], drafters,
+                    speculation=speculation(case.row),
+                    tokenizer=self.tokenizer,
+                    modes=(Mode.DEVICE,),
+                ) as client:  # fmt: skip
+                    done = client.complete(self.prompts[i], params[i])
+            finally:
+                devices.put(drafters)
+            return Answer(done.token_ids, done.finish_reason, done.statistics)
+
+        return _at_a_time(case.batch, complete, prompts)
 
     # --- the check --------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """A real chat model, quantised: sensible answers, and the same tokens with drafts or without.
 
 The whole product (every lossless row, four precisions, batches of 1 and 8, temperatures 0 and 0.8,
-one process, actors, a device; 32 prompts of 128 tokens) takes a day or two:
-tests/nightly/test_chat_exactness.py. Every day there is this:
+one process, actors, a device; 32 prompts of 128 tokens) takes days of a core:
+tests/nightly/test_chat_exactness.py, and tests/deployments/test_chat_exactness.py with a real
+cluster. Every day there is this, in about a minute of a core:
 
 * Each row once, in a case of its own. Precision, batch, temperature and place are chosen so that
   every pair of their values is met, by a rule that depends on nothing but the catalogue

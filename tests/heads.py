@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from paceline.models.heads import HEADS
+from paceline.models.heads import HEADS, HeadLibrary
 from paceline.models.heads.base import Head, Target
+from paceline.models.llama import LlamaRunner
 
 
 def untrained(
@@ -42,3 +43,26 @@ def untrained_heads(target_folder: Path) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     save_untrained(folder, target_folder)
     return folder
+
+
+class UntrainedHeads(HeadLibrary):
+    """Heads with random weights for a loaded target, made when a row wants them.
+
+    Args:
+        target: its model folder.
+    """
+
+    def __init__(self, target: Path, runner: LlamaRunner) -> None:
+        super().__init__(target / "heads", target, runner)
+        self._made: dict[str, Head] = {}
+        self._parts = Target.of_runner(target, runner)
+
+    def has(self, kind: str) -> bool:
+        return kind in HEADS
+
+    def load(self, kind: str) -> Head:
+        if kind not in self._made:
+            head = untrained(kind, self._parts).to(self._parts.embedding.dtype)
+            head.requires_grad_(False).eval().prepare()
+            self._made[kind] = head
+        return self._made[kind]

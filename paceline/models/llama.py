@@ -310,13 +310,18 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """The weights of a model: those of :func:`tensor_shapes`, all of them and no others.
 
-    Two kinds of tensors may be stored beside them if they say what config.json says: frequencies
-    of the rotary embedding, and the output layer of a model that shares its embedding.
+    Those of a GGUF file are the numbers that its blocks stand for. Two kinds of tensors may be
+    stored beside them if they say what config.json says: frequencies of the rotary embedding, and
+    the output layer of a model that shares its embedding.
 
     Raises:
         ModelNotFound: a tensor is missing or of another shape, or a file is damaged.
         InvalidArgument: a tensor that such a model does not have, or that holds no float weights.
     """
+    if gguf_folder.is_folder(folder):
+        stored = gguf_folder.tensors(folder)
+        _check_weights(folder, config, stored)
+        return {name: read_floats(tensor) for name, tensor in stored.items()}
     tensors = load_tensors(folder)
     _drop_copied_head(folder, config, tensors)
     _drop_frequencies(folder, config, tensors)
@@ -377,6 +382,12 @@ def read_gguf(tensor: GgufTensor) -> Tensor | Quantised:
     if tensor.type in ("F32", "F16"):
         return torch.from_numpy(raw)
     return read_blocks(raw, tensor.type)
+
+
+def read_floats(tensor: GgufTensor) -> Tensor:
+    """As :func:`read_gguf`, but blocks of integers are multiplied out."""
+    found = read_gguf(tensor)
+    return torch.from_numpy(found.floats()) if isinstance(found, Quantised) else found
 
 
 def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Tensor]) -> None:
@@ -580,9 +591,7 @@ class LlamaRunner:
             return tensor
 
         def floats(tensor: Tensor | GgufTensor) -> Tensor:
-            found = read_gguf(tensor) if isinstance(tensor, GgufTensor) else tensor
-            if isinstance(found, Quantised):
-                found = torch.from_numpy(found.floats())
+            found = read_floats(tensor) if isinstance(tensor, GgufTensor) else tensor
             return found.to(self.device, self.dtype).contiguous()
 
         def take(name: str) -> Tensor:

@@ -22,12 +22,14 @@ from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.gguf_folder import folder_of, tensors
 from paceline.loading import load_engine
 from paceline.models.base import Segment
+from paceline.models.heads.base import Target
 from paceline.models.llama import LlamaRunner, read_gguf
 from paceline.models.quants import Quantised
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import IncrementalDecoder, chat_template, eos_token_ids, load_tokenizer
 from tests.core.prompts import code_prompts
 from tests.core.runners import load_runner
+from tests.heads import untrained
 
 TEXTS = (
     "def read(path):\n    with open(path) as file:\n        return file.read()\n",
@@ -132,6 +134,21 @@ def test_a_drafter_in_a_file_drafts(tmp_path: Path) -> None:
     )
     assert session.output_ids == expected.output_ids
     assert session.stats.mean_accepted_length > 2
+
+
+def test_heads_draft_for_a_file(files: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also those that run the target's last layers, which they read from the file."""
+    target = Target.from_folder(folder_of(files("Q4_1")))
+    untrained("eagle", target).save(tmp_path / "heads" / "eagle")
+    untrained("moa", target, target_layers=1).save(tmp_path / "heads" / "moa")
+    engine = load_engine(files("Q4_1"), heads=tmp_path / "heads")
+    prompts = code_prompts(engine.tokenizer, 2)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = engine.generate(prompts, params, SpeculationConfig(method="ar"))
+    for method in ("eagle2", "moa"):
+        config = SpeculationConfig(method=method, length="fixed")
+        sessions = engine.generate(prompts, params, config)
+        assert [s.output_ids for s in sessions] == [s.output_ids for s in expected], method
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.layouts import load_tensors, read_config
-from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights
+from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights, read_floats
 from paceline.models.ops import Weight
 from paceline.sampling import argmax_rows
 from paceline.types import IntArray, Need
@@ -103,7 +104,11 @@ def target_identity(folder: Path) -> str:
     config = read_config(folder)
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
         digest.update(f"{key}={config.get(key)};".encode())
-    norm = load_tensors(folder).get("model.norm.weight")
+    name = "model.norm.weight"
+    if gguf_folder.is_folder(folder):
+        norm: Tensor | None = read_floats(gguf_folder.tensors(folder)[name])
+    else:
+        norm = load_tensors(folder).get(name)
     if norm is not None:
         digest.update(norm.float().numpy().tobytes())
     tokenizer = folder / "tokenizer.json"

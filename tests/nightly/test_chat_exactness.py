@@ -1,8 +1,8 @@
 """The exactness promise on SmolLM2, whole: every lossless row in every case that it can run in.
 
 Four precisions, batches of 1 and 8, temperatures 0 and 0.8, in one process, in actors and from a
-device; 8 prompts of 16 tokens (tests/chat has what runs every day, and says more). On a core without
-AVX-512 a case takes four seconds, three hours for all 2,112. A part is chosen by its name,
+device; 8 prompts of 16 tokens (tests/chat has what runs every day). On a core
+without AVX-512 a case takes four seconds, three hours for all 2,112. A part is chosen by its name,
 PRECISION-PLACE-batchBATCH-tTEMPERATURE-ROW, and PACELINE_CHAT_SIZE=32x128 takes 32 prompts of 128
 tokens, one to three minutes a case:
 

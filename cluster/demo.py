@@ -374,9 +374,7 @@ def _row(prompts: list[_Prompt]) -> dict[str, Any]:
 
 
 def _table(measured: dict[str, _Prompt], result: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{result['model']}: draft actor + target actor, against AR on the same target"
-    )
+    table = Table(title=f"{result['model']}: drafts against AR on the same target")
     table.add_column("")
     columns = [*(result["prompts"][name] for name in measured), result]
     for name in (*measured, "all"):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.layouts import load_tensors, read_config
+from paceline.models.layouts import read_config, stored_tensors
 from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights
 from paceline.models.ops import Weight
 from paceline.sampling import argmax_rows
@@ -103,9 +103,9 @@ def target_identity(folder: Path) -> str:
     config = read_config(folder)
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
         digest.update(f"{key}={config.get(key)};".encode())
-    norm = load_tensors(folder).get("model.norm.weight")
+    norm = stored_tensors(folder).get("model.norm.weight")
     if norm is not None:
-        digest.update(norm.float().numpy().tobytes())
+        digest.update(norm.read().float().numpy().tobytes())
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
         vocabulary = json.loads(tokenizer.read_text()).get("model", {}).get("vocab", {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,18 @@ _NAMES = {
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
-def to_gguf(folder: str | Path, file: str | Path, kind: str = "F32") -> None:
+Array = np.ndarray[Any, Any]
+Quantise = Callable[[str, Array], tuple[Array, str]]
+
+
+def to_gguf(
+    folder: str | Path, file: str | Path, kind: str = "F32", quantise: Quantise | None = None
+) -> None:
     """Write the model and the tokenizer of a Hugging Face folder to a GGUF file.
 
     Args:
         kind: of matrices, one of ``TYPES``; vectors are float32.
+        quantise: instead of that, a matrix' bytes and their type, from its name and its weights.
 
     Raises:
         InvalidArgument: not a plain Llama, or another tokenizer than byte-level BPE.
@@ -71,7 +78,12 @@ def to_gguf(folder: str | Path, file: str | Path, kind: str = "F32") -> None:
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, folder, config.vocab_size)
     for name, tensor in _tensors(load_weights(folder, config), config):
-        if kind == "F32" or tensor.ndim == 1:
+        if tensor.ndim == 1:
+            writer.add_tensor(name, tensor)
+        elif quantise is not None:
+            raw, own = quantise(name, tensor)
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[own])
+        elif kind == "F32":
             writer.add_tensor(name, tensor)
         else:
             dtype = gguf.GGMLQuantizationType[kind]

@@ -349,7 +349,9 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 def check_memory() -> Result:
     """Memory that this process may still take; a local deployment needs about 4 GB."""
-    total, available = _memory()
+    from paceline.memory import memory
+
+    total, available = memory()
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
     detail = f"{available / _GB:.1f} of {total / _GB:.1f} GB available"
     if available < 1 * _GB:
@@ -366,24 +368,6 @@ def check_memory() -> Result:
             "give /dev/shm 2 GB (docker run --shm-size=2g)",
         )
     return Result("memory", Status.OK, detail)
-
-
-def _memory() -> tuple[int, int]:
-    """Total and available bytes, within the limit of the control group if there is one."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        available = total  # not Linux: nothing better without another package
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        free = limit - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return total, available
-    return min(total, limit), min(available, free)
 
 
 def check_disk() -> Result:

@@ -15,6 +15,7 @@ import re
 import shutil
 import struct
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from paceline.cache import cache_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.quants import QUANT_TYPES
 
-VERSION = 1
+VERSION = 2
 """Of what :func:`folder_of` writes."""
 WEIGHTS, INDEX = "model.gguf", "model.gguf.json"
+_CHECKSUMS = "checksums.json"
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Those of the fast path, with the names of transformers' classes."""
 TYPES = ("F32", "F16", "BF16", *QUANT_TYPES)
@@ -87,18 +89,29 @@ def folder_of(path: str | Path) -> Path:
     state = file.stat()
     key = f"{VERSION} {file} {state.st_size} {state.st_mtime_ns}"
     folder = cache_folder("gguf") / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if not folder.is_dir():
+    if not _is_whole(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
         try:
             _write(file, scratch)
+            if folder.is_dir() and not _is_whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)
             os.replace(scratch, folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            if not _is_whole(folder):  # else another process was faster
                 raise
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder holds what was written there."""
+    try:
+        checksums = json.loads((folder / _CHECKSUMS).read_text("utf-8"))
+        return all(zlib.crc32((folder / name).read_bytes()) == n for name, n in checksums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def is_folder(path: Path) -> bool:
@@ -168,8 +181,12 @@ def _write(file: Path, folder: Path) -> None:
         "generation_config.json": {"eos_token_id": _eos_token_ids(source)},
         INDEX: _index(source, config),
     }
+    checksums = {}
     for document, content in documents.items():
-        (folder / document).write_text(json.dumps(content, indent=1), "utf-8")
+        text = json.dumps(content, indent=1).encode()
+        (folder / document).write_bytes(text)
+        checksums[document] = zlib.crc32(text)
+    (folder / _CHECKSUMS).write_text(json.dumps(checksums), "utf-8")
     (folder / WEIGHTS).symlink_to(file)
 
 
@@ -407,19 +424,24 @@ class GgufTensor:
     interleaved_heads: int
     file: Path
 
-    def read(self) -> npt.NDArray[Any]:
+    def read(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
         """Its bytes for a quantised type, its numbers for others (BF16: as uint16).
 
-        # [outputs, ...]; rows in the order of Hugging Face's format
+        Args:
+            rows: which outputs, in the order of Hugging Face's format.
+
+        # [outputs, ...]
         """
         kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(self.type, np.uint8)
         # Copied on writing, which does not happen: torch warns about memory that it may not change.
         raw = np.memmap(self.file, np.uint8, "c", self.offset, (self.size,))
-        rows = raw.view(kind).reshape(self.shape[0], -1)
+        whole = raw.view(kind).reshape(self.shape[0], -1)
         if self.interleaved_heads:  # (0, half), (1, half + 1), ... as llama.cpp's rope has them
-            halves = rows.reshape(self.interleaved_heads, -1, 2, rows.shape[1])
-            rows = halves.swapaxes(1, 2).reshape(rows.shape)
-        return rows.reshape(self.shape) if kind is not np.uint8 else rows
+            pairs = np.arange(len(whole)).reshape(self.interleaved_heads, -1, 2)
+            found = whole[pairs.swapaxes(1, 2).reshape(-1)[rows]]
+        else:
+            found = whole[rows]
+        return found if kind is np.uint8 else found.reshape(-1, *self.shape[1:])
 
 
 def tensors(folder: Path) -> dict[str, GgufTensor]:

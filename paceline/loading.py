@@ -240,6 +240,11 @@ def load_engine(
         numerics=numerics,
     )  # fmt: skip
     tokenizer = load_tokenizer(target)
+    if tokenizer.vocab_size > runner.vocab_size:
+        raise InvalidArgument(
+            "tokenizer", f"{target}, with {tokenizer.vocab_size} entries",
+            f"at most {runner.vocab_size} entries, which is vocab_size in config.json",
+        )  # fmt: skip
     drafters: dict[str, Drafter | AsyncDrafter] = {}
     if drafter is not None:
         where = drafter_device or device

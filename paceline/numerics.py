@@ -28,8 +28,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ MISMATCH = ("refuse", "allow")
 
 DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 24
+_NUM_THREADS = min(8, os.cpu_count() or 1)
 _TEXT = re.compile(
     r"(?P<numerics_class>[a-z][a-z0-9._-]*)-(?P<dtype>[a-z0-9_]+)-k(?P<kernel_version>[0-9]{1,9})"
     rf"-(?P<weights>[0-9a-f]{{{2 * DIGEST_BYTES}}})"
@@ -155,26 +157,58 @@ def class_name(*parts: str) -> str:
 # --- the digest of the weights --------------------------------------------------------------------
 
 
-def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]], numbers: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True, eq=False)
+class InParts:
+    """A tensor that is made on the way, some rows at a time."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Iterable[torch.Tensor]
+
+
+def digest_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor | InParts]], numbers: Mapping[str, Any]
+) -> str:
     """A digest of named tensors, in the order given, and of JSON values.
 
     BLAKE2b over pieces of 16 MB on several threads, and over their digests: 1 GB takes about a
-    second on one core. Tensors may be made on the way: the next one is, while one is read.
+    second on one core.
     """
-    import torch
-
     whole = hashlib.blake2b(json.dumps(numbers, sort_keys=True).encode(), digest_size=DIGEST_BYTES)
-    reading: Iterable[bytes] = ()
+    reading: deque[Future[bytes]] = deque()
     with _pool() as pool:
         for name, tensor in tensors:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            data = flat.numpy().data
-            whole.update(b"".join(reading))
-            whole.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
-            starts = range(0, len(data), _CHUNK_BYTES)
-            reading = pool.map(_digest, [data[i : i + _CHUNK_BYTES] for i in starts])
-        whole.update(b"".join(reading))
+            header = json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode()
+            reading.append(pool.submit(bytes, header))
+            for piece in _pieces(tensor.parts if isinstance(tensor, InParts) else [tensor]):
+                reading.append(pool.submit(_digest, piece))
+                while len(reading) > _NUM_THREADS + 1:  # so many pieces are in memory
+                    whole.update(reading.popleft().result())
+        for digest in reading:
+            whole.update(digest.result())
     return whole.hexdigest()
+
+
+def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[memoryview | bytearray]:
+    """The bytes of tensors that follow one another, cut every 16 MB."""
+    import torch
+
+    rest = bytearray()
+    for part in parts:
+        flat = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = flat.numpy().data
+        if rest:
+            rest += data[: (start := _CHUNK_BYTES - len(rest))]
+            if len(rest) < _CHUNK_BYTES:
+                continue
+            yield rest
+            data = data[start:]
+        while len(data) >= _CHUNK_BYTES:
+            yield data[:_CHUNK_BYTES]
+            data = data[_CHUNK_BYTES:]
+        rest = bytearray(data)
+    if rest:
+        yield rest
 
 
 def digest_files(files: Iterable[Path]) -> str:
@@ -190,10 +224,10 @@ def digest_files(files: Iterable[Path]) -> str:
 
 
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "digest")
+    return ThreadPoolExecutor(_NUM_THREADS, "digest")
 
 
-def _digest(data: memoryview | bytes) -> bytes:
+def _digest(data: memoryview | bytearray | bytes) -> bytes:
     return hashlib.blake2b(data).digest()  # without the interpreter's lock
 
 

@@ -8,7 +8,9 @@ layer takes, or shards that are not what their index says.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,28 +97,67 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + more
 
 
-def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of model.safetensors, or of the shards that its index names.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file, read when it is asked for."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, rows: slice = slice(None)) -> torch.Tensor:
+        """Some of its rows. They are mapped: who keeps them should copy them.
+
+        Each call maps the file anew, so that its pages leave memory together with the rows.
+        """
+        from safetensors import safe_open
+
+        with safe_open(str(self.file), "pt") as opened:
+            if rows == slice(None):
+                whole: torch.Tensor = opened.get_tensor(self.name)
+                return whole
+            some: torch.Tensor = opened.get_slice(self.name)[rows]
+            return some
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of model.safetensors, or of the shards that its index names; none is read yet.
 
     Raises:
         ModelNotFound: a file is missing or damaged, or the shards are not what the index says.
         InvalidArgument: a tensor of a dtype that is not one of ``WEIGHT_DTYPES``.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     stored = stored_dtypes(folder)
     for file, dtypes in stored.items():
         for name, dtype in sorted(dtypes.items()):
             if dtype not in WEIGHT_DTYPES:
                 raise not_weights(f"{name} in {str(file)!r}", dtype)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in stored:
-        try:
-            tensors |= load_file(str(file))
-        except (SafetensorError, OSError) as error:
-            raise ModelNotFound(f"{file} is damaged: {error}") from error
+    tensors: dict[str, StoredTensor] = {}
+    for file, dtypes in stored.items():
+        with safe_open(str(file), "pt") as opened:
+            for name, dtype in dtypes.items():
+                shape = tuple(opened.get_slice(name).get_shape())
+                tensors[name] = StoredTensor(name, file, shape, getattr(torch, dtype))
     return tensors
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """As :func:`stored_tensors`, read: each is mapped, and takes memory once it is used."""
+    return {name: tensor.read() for name, tensor in stored_tensors(folder).items()}
+
+
+def count_weights(folder: Path) -> int:
+    """Numbers in the safetensors files of a folder; only headers are read. Errors: as below."""
+    from safetensors import safe_open
+
+    count = 0
+    for file in stored_dtypes(folder):
+        with safe_open(str(file), "pt") as opened:
+            count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count
 
 
 def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Context, Decimal, localcontext
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.exact_math import cos_sin
 from paceline.gguf_folder import GgufTensor
+from paceline.memory import check_fits
 from paceline.models import kernels
 from paceline.models import packed as packed_weights
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
@@ -37,7 +38,13 @@ from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.layouts import check_quantization, listed, load_tensors, read_config
+from paceline.models.layouts import (
+    StoredTensor,
+    check_quantization,
+    listed,
+    read_config,
+    stored_tensors,
+)
 from paceline.models.ops import (
     Layer,
     NativeOps,
@@ -52,10 +59,11 @@ from paceline.models.ops import (
 )
 from paceline.models.packed import PackedWeights
 from paceline.models.prefix_cache import PrefixCache
-from paceline.models.quants import Quantised, concatenate, quantise, read_blocks
+from paceline.models.quants import QUANT_TYPES, Quantised, concatenate, quantise, read_blocks
 from paceline.numerics import (
     PORTABLE,
     Fingerprint,
+    InParts,
     check_numerics,
     digest_tensors,
     refuse_portable,
@@ -322,24 +330,30 @@ def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
         stored = gguf_folder.tensors(folder)
         _check_weights(folder, config, stored)
         return {name: read_floats(tensor) for name, tensor in stored.items()}
-    tensors = load_tensors(folder)
+    tensors = _folder_weights(folder, config)
+    return {name: tensor.read() for name, tensor in tensors.items()}
+
+
+def _folder_weights(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor]:
+    """As :func:`load_weights`; they are not read yet."""
+    tensors = stored_tensors(folder)
     _drop_copied_head(folder, config, tensors)
     _drop_frequencies(folder, config, tensors)
     _check_weights(folder, config, tensors)
     return tensors
 
 
-def _weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor | GgufTensor]:
-    """As :func:`load_weights`; those of a GGUF file are not read yet."""
+def _weights(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor | GgufTensor]:
+    """As :func:`load_weights`, also those of a GGUF file; they are not read yet."""
     if not gguf_folder.is_folder(folder):
-        return dict(load_weights(folder, config))
+        return dict(_folder_weights(folder, config))
     tensors = gguf_folder.tensors(folder)
     _check_weights(folder, config, tensors)
     return dict(tensors)
 
 
 def _check_weights(
-    folder: Path, config: LlamaConfig, tensors: Mapping[str, Tensor | GgufTensor]
+    folder: Path, config: LlamaConfig, tensors: Mapping[str, StoredTensor | GgufTensor]
 ) -> None:
     """That the weights are those of the model."""
     shapes = tensor_shapes(config)
@@ -370,13 +384,13 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def read_gguf(tensor: GgufTensor) -> Tensor | Quantised:
-    """A tensor of a GGUF file, as it is there.  # [outputs, inputs] or [size]
+def read_gguf(tensor: GgufTensor, rows: slice = slice(None)) -> Tensor | Quantised:
+    """A tensor of a GGUF file, or some of its rows, as it is there.  # [outputs, inputs] or [size]
 
     Raises:
         InvalidArgument: a type that Paceline does not know.
     """
-    raw = tensor.read()
+    raw = tensor.read(rows)
     if tensor.type == "BF16":
         return torch.from_numpy(raw).view(torch.bfloat16)
     if tensor.type in ("F32", "F16"):
@@ -390,14 +404,24 @@ def read_floats(tensor: GgufTensor) -> Tensor:
     return torch.from_numpy(found.floats()) if isinstance(found, Quantised) else found
 
 
-def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Tensor]) -> None:
+def _in_pieces(count: int, size: int) -> Iterator[slice]:
+    """All of ``count`` rows of ``size`` numbers, a million numbers at a time."""
+    step = max(1, 2**20 // max(1, size))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, StoredTensor]) -> None:
     """Drop an output layer that is stored though config.json says that it is the embedding."""
     head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
     if not config.tie_word_embeddings or head is None or embedding is None:
         return
     same = head.dtype == embedding.dtype and head.shape == embedding.shape
-    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (head, embedding)]
-    if not same or not torch.equal(*bits):
+    same = same and len(head.shape) == 2
+    if not same or not all(
+        torch.equal(head.read(rows).view(torch.uint8), embedding.read(rows).view(torch.uint8))
+        for rows in _in_pieces(*head.shape)
+    ):
         raise InvalidArgument(
             "tie_word_embeddings", f"true, but in {folder!s} lm_head.weight differs from "
             "model.embed_tokens.weight",
@@ -406,13 +430,14 @@ def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Tens
     del tensors["lm_head.weight"]
 
 
-def _drop_frequencies(folder: Path, config: LlamaConfig, tensors: dict[str, Tensor]) -> None:
+def _drop_frequencies(folder: Path, config: LlamaConfig, tensors: dict[str, StoredTensor]) -> None:
     """Drop the rotary frequencies that old checkpoints store, if config.json says the same."""
     layers = (f"model.layers.{i}.self_attn." for i in range(config.num_layers))
     for prefix in ("model.", *layers):
-        stored = tensors.pop(f"{prefix}rotary_emb.inv_freq", None)
-        if stored is None:
+        found = tensors.pop(f"{prefix}rotary_emb.inv_freq", None)
+        if found is None:
             continue
+        stored = found.read()
         # Some scaled types left these as they were and scaled positions instead.
         base = replace(config, rope={**config.rope, "rope_type": "default"})
         for like in (base, config):
@@ -569,11 +594,21 @@ class LlamaRunner:
             raise InvalidArgument("dtype", blocks.lower(), "float32 or bfloat16 without kernels")
         key = packed_weights.identity(weight_files(folder), layout, blocks) if layout else ""
         with PackedWeights.of(key, config.num_weights if layout else 0) as store:
-            self._load(_weights(folder, config), store)
+            tensors = _weights(folder, config)
+            if device.type == "cpu":
+                check_fits(self._least_bytes(tensors), folder)
+            self._load(tensors, store)
         tokens = kv_tokens or min(16 * config.context_length, 65536)
-        self._pool = KVPool(
-            config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
-        )
+        try:
+            self._pool = KVPool(
+                config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
+            )
+        except RuntimeError as error:
+            if "alloc" not in str(error):
+                raise
+            size = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+            allowed = f"fewer: {tokens * size:,} bytes of KV entries cannot be allocated"
+            raise InvalidArgument("kv_tokens", tokens, allowed) from error
         self._graphs: ForwardGraphs | None = None
         if device.type == "cuda":
             self._ops = fused_ops(self._stack, batch_invariant)
@@ -582,33 +617,83 @@ class LlamaRunner:
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _load(self, tensors: dict[str, Tensor | GgufTensor], store: PackedWeights) -> None:
+    def _least_bytes(self, tensors: Mapping[str, StoredTensor | GgufTensor]) -> int:
+        """What the weights take in memory, biases and norms left out."""
+        native, table = isinstance(self._ops, NativeOps), "model.embed_tokens.weight"
+        total = math.prod(tensors[table].shape) * self.dtype.itemsize
+        for name, tensor in tensors.items():
+            is_head = self.config.tie_word_embeddings and native  # the table is packed, too
+            if len(tensor.shape) != 2 or (name == table and not is_head):
+                continue
+            if native and isinstance(tensor, GgufTensor) and tensor.type in QUANT_TYPES:
+                total += tensor.size
+                continue
+            size: float = self.dtype.itemsize
+            if native and self._rounded_to:
+                size = QUANT_TYPES["Q4_1"].size / 32 if self._blocks == "Q4_0" else 1
+            elif native and size > 2:
+                some = (
+                    read_gguf(tensor, slice(1)) if isinstance(tensor, GgufTensor)
+                    else tensor.read(slice(1))
+                )  # fmt: skip
+                if isinstance(some, Tensor) and bool(some.bfloat16().eq(some).all()):
+                    size = 2  # probably: one row is known
+            total += int(math.prod(tensor.shape) * size)
+        return total
+
+    def _load(self, tensors: dict[str, StoredTensor | GgufTensor], store: PackedWeights) -> None:
+        """Read, convert and pack one tensor after the other, and each some rows at a time."""
         config = self.config
 
-        def find(name: str) -> Tensor | GgufTensor:
+        def find(name: str) -> StoredTensor | GgufTensor:
             tensor = tensors.pop(name)
             self.num_parameters += math.prod(tensor.shape)
             return tensor
 
-        def floats(tensor: Tensor | GgufTensor) -> Tensor:
-            found = read_floats(tensor) if isinstance(tensor, GgufTensor) else tensor
-            return found.to(self.device, self.dtype).contiguous()
+        def read(tensor: StoredTensor | GgufTensor, rows: slice) -> Tensor | Quantised:
+            return read_gguf(tensor, rows) if isinstance(tensor, GgufTensor) else tensor.read(rows)
+
+        def as_floats(found: Tensor | Quantised) -> Tensor:
+            if isinstance(found, Quantised):
+                found = torch.from_numpy(found.floats())
+            return found.to(self.device, self.dtype)
+
+        def floats(*parts: StoredTensor | GgufTensor) -> Tensor:
+            count, *size = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+            whole = torch.empty((count, *size), dtype=self.dtype, device=self.device)
+            first = 0
+            for part in parts:
+                for rows in _in_pieces(part.shape[0], math.prod(size)):
+                    whole[first + rows.start : first + rows.stop] = as_floats(read(part, rows))
+                first += part.shape[0]
+            return whole
 
         def take(name: str) -> Tensor:
             return floats(find(name))
 
-        def pack(parts: Sequence[Tensor | GgufTensor]) -> Weight:
-            if isinstance(self._ops, NativeOps):
-                read = [read_gguf(part) for part in parts if isinstance(part, GgufTensor)]
-                blocks = [part for part in read if isinstance(part, Quantised)]
-                if len(blocks) == len(parts):
-                    return self._ops.pack_quantised(concatenate(blocks))
-            whole = torch.cat([floats(part) for part in parts])
-            if isinstance(self._ops, NativeOps) and self._blocks:
-                return self._ops.pack_quantised(quantise(whole.float().numpy(), self._blocks))
-            return self._ops.pack(whole)
+        def pack(parts: Sequence[StoredTensor | GgufTensor]) -> Weight:
+            if not isinstance(self._ops, NativeOps):
+                is_embedding = parts == [embedding]
+                return self._ops.pack(self._embedding if is_embedding else floats(*parts))
+            types = [part.type if isinstance(part, GgufTensor) else "" for part in parts]
+            in_blocks = all(name in QUANT_TYPES for name in types)
+            firsts = [0, *accumulate(part.shape[0] for part in parts)]
 
-        def packed(name: str, parts: Sequence[Tensor | GgufTensor]) -> Weight:
+            def piece(rows: slice) -> Tensor | Quantised:
+                """Some outputs of the parts behind one another."""
+                found = []
+                for part, first in zip(parts, firsts, strict=False):
+                    start, stop = max(0, rows.start - first), min(part.shape[0], rows.stop - first)
+                    if start < stop:
+                        found.append(read(part, slice(start, stop)))
+                if in_blocks:
+                    return concatenate([part for part in found if isinstance(part, Quantised)])
+                whole = torch.cat([as_floats(part) for part in found])
+                return quantise(whole.float().numpy(), self._blocks) if self._blocks else whole
+
+            return self._ops.pack_rows(piece, firsts[-1], parts[0].shape[1])
+
+        def packed(name: str, parts: Sequence[StoredTensor | GgufTensor]) -> Weight:
             weight = store.weight(name, lambda: pack(parts))
             if isinstance(self._ops, NativeOps):
                 self._ops.packings.add(weight.packing)
@@ -623,10 +708,7 @@ class LlamaRunner:
             return torch.cat([take(f"{name}.bias") for name in names])
 
         embedding = find("model.embed_tokens.weight")
-        if isinstance(embedding, GgufTensor):
-            self._embedding = store.tensor("embedding", lambda: floats(embedding))
-        else:
-            self._embedding = floats(embedding)
+        self._embedding = store.tensor("embedding", lambda: floats(embedding))
         layers = []
         for i in range(config.num_layers):
             at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
@@ -703,7 +785,7 @@ class LlamaRunner:
             weights=digest_tensors(self._tensors(), numbers),
         )
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor | InParts]]:
         """All that a forward reads, in one layout whatever the ops made of it."""
         yield "embedding", self._embedding
         yield "cos_sin", self._stack.cos_sin
@@ -718,11 +800,14 @@ class LlamaRunner:
         if not self._is_tied or self._head.packing >= Packing.NIBBLES:
             yield self._named("head", self._head)
 
-    def _named(self, name: str, weight: Weight) -> tuple[str, Tensor]:
+    def _named(self, name: str, weight: Weight) -> tuple[str, Tensor | InParts]:
         """A weight with its name; blocks of integers are alike in memory everywhere."""
         if weight.packing >= Packing.NIBBLES:
             return f"{name} in {weight.packing.name}", weight.data
-        return name, self._ops.unpack(weight)
+        if not isinstance(self._ops, NativeOps):
+            return name, self._ops.unpack(weight)
+        shape = weight.num_outputs, weight.num_inputs
+        return name, InParts(shape, self.dtype, self._ops.unpack_rows(weight))
 
     def _use_graphs(self, capture: Capture | None = None) -> None:
         """Replay small forwards; plain torch's cannot be recorded, since it asks the host."""

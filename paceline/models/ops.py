@@ -9,7 +9,7 @@ dimension, N slots of the KV pool.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from itertools import chain
@@ -164,6 +164,15 @@ class Packing(IntEnum):
     OCTETS = 7  # 8 bits
     WIDE_NIBBLES = 8  # 4 bits, scales in float32
     WIDE_OCTETS = 9  # 8 bits, blocks of 16, scales in float32
+
+
+def _that_holds(one: Packing, other: Packing) -> Packing:
+    """The layout that keeps the numbers of both."""
+    if one is other:
+        return one
+    if {one, other} == {Packing.NIBBLES, Packing.WIDE_NIBBLES}:
+        return Packing.WIDE_NIBBLES
+    return Packing.WIDE_OCTETS if one >= Packing.NIBBLES else Packing.FLOATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -469,37 +478,80 @@ class NativeOps:
         return "bf16dot" if dots else "portable"
 
     def pack(self, weight: Tensor) -> Weight:
-        outputs, inputs = weight.shape
-        if self._int8:
-            packing = Packing.TILE_BYTES if self._tiles else Packing.BYTES
-            return Weight(self._pack_bytes(weight), outputs, inputs, packing)
-        packing, panels = Packing.FLOATS, None
-        if inputs % 2 == 0 and bool(weight.bfloat16().eq(weight).all()):
-            packing = Packing.DOTS if self._dots else Packing.HALVES
-            multiple = 2
-            if self._tile_numerics:
-                packing, multiple = Packing.TILES, self._TILE_INPUTS
-            panels = self._panels(weight.bfloat16(), 2, multiple)
-        else:
-            panels = self._panels(weight.float(), 1, 1)
-        self.packings.add(packing)
-        return Weight(panels, outputs, inputs, packing)
+        return self.pack_rows(lambda rows: weight[rows], *weight.shape)
 
     def pack_quantised(self, weight: Quantised) -> Weight:
         """As :meth:`pack`, in the smallest layout that keeps every number as it is."""
-        packing = Packing.WIDE_OCTETS
-        numbers = [weight.scale] if weight.least is None else [weight.scale, weight.least]
-        narrow = all(np.array_equal(x.astype(np.float16), x) for x in numbers)
-        if weight.bits == 4 and weight.block == 32 and weight.least is not None:
-            packing = Packing.NIBBLES if narrow else Packing.WIDE_NIBBLES
-        elif weight.block == 32 and weight.least is None and narrow:
-            packing = Packing.OCTETS
-        else:
+        return self.pack_rows(weight.rows, *weight.shape)
+
+    def pack_rows(
+        self, read: Callable[[slice], Tensor | Quantised], outputs: int, inputs: int
+    ) -> Weight:
+        """As :meth:`pack`, of a matrix that is read some outputs at a time.
+
+        So little of it is in memory in another layout than this one.
+
+        Args:
+            read: some outputs; it may be asked for them again.
+        """
+        step = self._rows_at_a_time(inputs)
+        packing, start, data = None, 0, torch.empty(0)
+        while start < outputs:
+            rows = slice(start, min(start + step, outputs))
+            piece = read(rows)
+            smallest = self._smallest(piece)
+            needed = smallest if packing is None else _that_holds(packing, smallest)
+            if packing not in (None, needed):  # the outputs before need another layout, too
+                packing, start = needed, 0
+                continue
+            packing = needed
+            part = (
+                self._pack_blocks(piece, packing) if isinstance(piece, Quantised)
+                else self._pack_floats(piece, packing)
+            )  # fmt: skip
+            if start == 0:
+                data = part.new_empty(-(-outputs // self._WIDTH), *part.shape[1:])
+            data[start // self._WIDTH :][: len(part)] = part
+            start = rows.stop
+        assert packing is not None
+        if packing not in (Packing.BYTES, Packing.TILE_BYTES):
+            self.packings.add(packing)
+        return Weight(data, outputs, inputs, packing)
+
+    def _rows_at_a_time(self, inputs: int) -> int:
+        """Outputs of some 4 MB in float32, in whole panels."""
+        return max(1, 2**20 // (inputs * self._WIDTH)) * self._WIDTH
+
+    def _smallest(self, weight: Tensor | Quantised) -> Packing:
+        """The smallest layout that keeps every number as it is."""
+        if isinstance(weight, Quantised):
+            numbers = [weight.scale] if weight.least is None else [weight.scale, weight.least]
+            narrow = all(np.array_equal(x.astype(np.float16), x) for x in numbers)
+            if weight.bits == 4 and weight.block == 32 and weight.least is not None:
+                return Packing.NIBBLES if narrow else Packing.WIDE_NIBBLES
+            is_octets = weight.block == 32 and weight.least is None and narrow
+            return Packing.OCTETS if is_octets else Packing.WIDE_OCTETS
+        if self._int8:
+            return Packing.TILE_BYTES if self._tiles else Packing.BYTES
+        if weight.shape[1] % 2 or not bool(weight.bfloat16().eq(weight).all()):
+            return Packing.FLOATS
+        if self._tile_numerics:
+            return Packing.TILES
+        return Packing.DOTS if self._dots else Packing.HALVES
+
+    def _pack_floats(self, weight: Tensor, packing: Packing) -> Tensor:
+        if packing in (Packing.BYTES, Packing.TILE_BYTES):
+            return self._pack_bytes(weight)
+        if packing is Packing.FLOATS:
+            return self._panels(weight.float(), 1, 1)
+        multiple = self._TILE_INPUTS if packing is Packing.TILES else 2
+        return self._panels(weight.bfloat16(), 2, multiple)
+
+    def _pack_blocks(self, weight: Quantised, packing: Packing) -> Tensor:
+        if packing is Packing.WIDE_OCTETS:
             weight = weight.widened()
-            assert weight.least is not None
-            numbers = [weight.scale, weight.least]
-        self.packings.add(packing)
-        outputs, inputs = weight.shape
+        numbers = [weight.scale] if weight.least is None else [weight.scale, weight.least]
+        outputs = len(weight.q)
         more = -outputs % self._WIDTH
         kind = np.float32 if packing >= Packing.WIDE_NIBBLES else np.float16
         header = np.stack([np.pad(x, ((0, more), (0, 0))).astype(kind) for x in numbers], 1)
@@ -511,8 +563,7 @@ class NativeOps:
         together = 2 if weight.bits == 4 else 1
         lines = q.reshape(len(head), self._WIDTH, -1, together, 4).transpose(0, 2, 3, 1, 4)
         parts = lines[:, :, 0] | lines[:, :, 1] << 4 if together == 2 else lines
-        data = np.concatenate([head, parts.reshape(len(head), -1)], 1)
-        return Weight(torch.from_numpy(data), outputs, inputs, packing)
+        return torch.from_numpy(np.concatenate([head, parts.reshape(len(head), -1)], 1))
 
     def _unpack_quantised(self, weight: Weight) -> Tensor:
         data, inputs = weight.data.numpy(), weight.num_inputs
@@ -564,6 +615,14 @@ class NativeOps:
         if scale is not None:
             rows = rows * scale[:, None]
         return rows[: weight.num_outputs, : weight.num_inputs].to(self._dtype).contiguous()
+
+    def unpack_rows(self, weight: Weight) -> Iterator[Tensor]:
+        """As :meth:`unpack`, some outputs at a time."""
+        step = self._rows_at_a_time(weight.num_inputs)
+        for start in range(0, weight.num_outputs, step):
+            panels = weight.data[start // self._WIDTH : (start + step) // self._WIDTH]
+            count = min(step, weight.num_outputs - start)
+            yield self.unpack(Weight(panels, count, weight.num_inputs, weight.packing))
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         rows, inputs = x.shape

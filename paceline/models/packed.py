@@ -11,24 +11,26 @@ import json
 import logging
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.cache import cache_folder
+from paceline.cache import cache_folder, locked
 from paceline.models.ops import Packing, Weight
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of the layouts that :mod:`paceline.models.ops` packs weights into, and of the file."""
 LEAST_WEIGHTS = 10_000_000
 """A model of fewer is packed in no time."""
 _ALIGNMENT = 64
+_CHUNK = 1 << 20
 
 
 def identity(files: list[Path], *layout: object) -> str:
@@ -51,6 +53,7 @@ class PackedWeights:
         self._path = path
         self._entries: dict[str, dict[str, Any]] = {}
         self._scratch: Path | None = None
+        self._checksum = 0  # of what the scratch file has so far
         self.is_made = path is not None and self._read_index(path)
 
     @staticmethod
@@ -64,12 +67,21 @@ class PackedWeights:
         if num_weights >= LEAST_WEIGHTS and os.environ.get("PACELINE_PACKED") != "off":
             path = cache_folder("packed") / f"{key}.bin"
         weights = PackedWeights(path)
-        try:
-            yield weights
-            weights._keep()
-        finally:
-            if weights._scratch is not None:
-                weights._scratch.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            if path is not None and not weights.is_made:
+                # One process packs and the others wait, so that all of them map one file.
+                with suppress(OSError):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(locked(path.with_suffix(".lock")))
+                weights = PackedWeights(path)
+                if not weights.is_made and path.is_file():
+                    logger.warning("packed weights in %s are damaged: packing anew", path)
+            try:
+                yield weights
+                weights._keep()
+            finally:
+                if weights._scratch is not None:
+                    weights._scratch.unlink(missing_ok=True)
 
     def weight(self, name: str, make: Callable[[], Weight]) -> Weight:
         """A packed weight, made now unless the file has it."""
@@ -110,22 +122,25 @@ class PackedWeights:
     def _read_index(self, path: Path) -> bool:
         with suppress(OSError, ValueError, KeyError):
             index = json.loads(path.with_suffix(".json").read_text("utf-8"))
-            if path.stat().st_size == index["size"]:
-                self._entries = index["entries"]
+            entries = index["entries"]
+            if _checksum_of(entries, _checksum_of_file(path)) == index["checksum"]:
+                self._entries = entries
                 return True
         return False
 
     def _append(self, tensor: torch.Tensor) -> dict[str, Any]:
         assert self._path is not None
         if self._scratch is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".making-")
             os.close(handle)
             self._scratch = Path(name)
         with self._scratch.open("ab") as file:
-            file.write(bytes(-file.tell() % _ALIGNMENT))
+            padding = bytes(-file.tell() % _ALIGNMENT)
+            file.write(padding)
             offset = file.tell()
-            tensor.view(torch.uint8).numpy().tofile(file)
+            raw = tensor.reshape(-1).view(torch.uint8).numpy()
+            file.write(raw.data)
+            self._checksum = zlib.crc32(raw.data, zlib.crc32(padding, self._checksum))
         return {
             "offset": offset, "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -135,14 +150,27 @@ class PackedWeights:
         """Make what was packed the model's file; another process may have done the same."""
         if self._path is None or self._scratch is None:
             return
-        size = self._scratch.stat().st_size
         index = self._path.with_suffix(".json")
-        text = json.dumps({"size": size, "entries": self._entries})
+        checksum = _checksum_of(self._entries, self._checksum)
+        text = json.dumps({"checksum": checksum, "entries": self._entries})
         with suppress(OSError):
             os.replace(self._scratch, self._path)
             written = index.with_suffix(f".{os.getpid()}")
             written.write_text(text, "utf-8")
             os.replace(written, index)
+
+
+def _checksum_of(entries: dict[str, Any], checksum: int) -> int:
+    return zlib.crc32(json.dumps(entries).encode(), checksum)
+
+
+def _checksum_of_file(path: Path) -> int:
+    """Read, not mapped: what a process has not used takes no memory of it."""
+    checksum, buffer = 0, memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            checksum = zlib.crc32(buffer[:count], checksum)
+    return checksum
 
 
 def _mapped(path: Path, entry: dict[str, Any]) -> torch.Tensor:

@@ -31,12 +31,14 @@ import numpy as np
 import torch
 
 from paceline.errors import InvalidArgument, ModelNotFound, ResourceExhausted
+from paceline.memory import check_fits
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.layouts import (
     INDEX,
     WEIGHT_DTYPES,
     check_quantization,
+    count_weights,
     listed,
     not_weights,
     read_config,
@@ -623,6 +625,8 @@ def load_causal_lm(
     """
     check_quantization(read_config(folder))
     dtypes = _stored_dtypes(folder)
+    if any(folder.glob("*.safetensors")):
+        check_fits(count_weights(folder) * dtype.itemsize, folder)
     import transformers
     from transformers import AutoConfig
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.layouts import load_tensors, read_config
+from paceline.models.layouts import read_config, stored_tensors
 from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights, read_floats
 from paceline.models.ops import Weight
 from paceline.sampling import argmax_rows
@@ -105,10 +105,12 @@ def target_identity(folder: Path) -> str:
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
         digest.update(f"{key}={config.get(key)};".encode())
     name = "model.norm.weight"
+    norm: Tensor | None
     if gguf_folder.is_folder(folder):
-        norm: Tensor | None = read_floats(gguf_folder.tensors(folder)[name])
+        norm = read_floats(gguf_folder.tensors(folder)[name])
     else:
-        norm = load_tensors(folder).get(name)
+        stored = stored_tensors(folder).get(name)
+        norm = None if stored is None else stored.read()
     if norm is not None:
         digest.update(norm.float().numpy().tobytes())
     tokenizer = folder / "tokenizer.json"

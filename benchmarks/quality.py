@@ -16,10 +16,12 @@ llama.cpp takes part where `llama-cpp-python` is installed (docs/benchmarks.md).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,9 @@ from paceline.gguf_folder import model_folder
 from paceline.loading import load_runner
 from paceline.model_names import resolve_model
 from paceline.models.base import ModelRunner, Segment
+from paceline.models.llama import LlamaConfig, load_weights
 from paceline.models.quants import quantise
 from paceline.tokenizer import load_tokenizer
-from paceline.train.chat_drafter import load_weights
 
 WINDOW = 512
 K_TYPES = {"Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
@@ -171,6 +173,19 @@ def write_folder(source: Path, weights: dict[str, torch.Tensor], out: Path) -> P
     return out
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """llama.cpp writes a line for each tensor, past Python."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def files_of_every_type(folder: Path, out: Path) -> dict[str, Path]:
     """The model as a GGUF file of each type; K types where llama.cpp is there to make them."""
     files = {}
@@ -185,9 +200,10 @@ def files_of_every_type(folder: Path, out: Path) -> dict[str, Path]:
         settings = llama_cpp.llama_model_quantize_default_params()
         settings.ftype = number
         file = out / f"{kind}.gguf"
-        failed = llama_cpp.llama_model_quantize(
-            str(files["F32"]).encode(), str(file).encode(), settings
-        )
+        with quiet():
+            failed = llama_cpp.llama_model_quantize(
+                str(files["F32"]).encode(), str(file).encode(), settings
+            )
         if not failed:
             files[kind] = file
     return files
@@ -202,7 +218,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if not windows:
         raise SystemExit(f"{options.text} has {len(tokens)} tokens: at least {WINDOW} are needed")
     few = windows[: options.windows]
-    weights = load_weights(source)
+    model = model_folder(source)
+    weights = {
+        name: tensor.float()
+        for name, tensor in load_weights(model, LlamaConfig.from_folder(model)).items()
+    }
     result: dict[str, Any] = {
         "model": options.model, "text": options.text.name, "tokens": len(windows) * WINDOW,
         "processor": describe_environment()["cpu"], "threads": torch.get_num_threads(),
@@ -223,7 +243,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             result["divergence"][f"--dtype {dtype}"] = divergence(found, other, few)
         result["one_or_sixteen"] = {}
         sample = tokens[: options.positions]
-        for kind, file in files_of_every_type(folder, Path(scratch)).items():
+        files = files_of_every_type(folder, Path(scratch))
+        for kind, file in track(files.items(), "one or sixteen", transient=True):
             row = {"Paceline": steadiness(of_runner(load_runner(file, dtype="auto")), sample)}
             peer = of_llama_cpp(file, options.threads)
             if peer is not None:

@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
-from paceline.gguf_folder import model_folder, tensors
-from paceline.models.layouts import load_tensors
-from paceline.models.llama import read_gguf
-from paceline.models.quants import Quantised
+from paceline.gguf_folder import model_folder
+from paceline.models.llama import LlamaConfig, load_weights
 from paceline.train.pretrain import Trainer, layer_states, new_model
 
 HELD_OUT = 0.04
@@ -74,20 +72,6 @@ class Talks:
         return self.tokens, self.positions, self.top_ids, self.top_probs
 
 
-def load_weights(target: Path) -> dict[str, Tensor]:
-    """Weights of a model folder or GGUF file in float32, by Hugging Face's names."""
-    folder = model_folder(target)
-    if folder == target:
-        return {name: tensor.float() for name, tensor in load_tensors(folder).items()}
-    weights = {}
-    for name, tensor in tensors(folder).items():
-        found = read_gguf(tensor)
-        weights[name] = (
-            torch.from_numpy(found.floats()) if isinstance(found, Quantised) else found.float()
-        )
-    return weights
-
-
 def build(target: Path, layers: Sequence[int]) -> LlamaForCausalLM:
     """The target with these of its layers alone."""
     config = AutoConfig.from_pretrained(model_folder(target))
@@ -95,14 +79,15 @@ def build(target: Path, layers: Sequence[int]) -> LlamaForCausalLM:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: len(layers)]
     model = new_model(config)
-    weights = load_weights(target)
+    folder = model_folder(target)
+    weights = load_weights(folder, LlamaConfig.from_folder(folder))
     own = {}
     for name in model.state_dict():
         parts = name.split(".")
         if parts[:2] == ["model", "layers"]:
             parts[2] = str(layers[int(parts[2])])
         source = ".".join(parts)
-        own[name] = weights.get(source, weights["model.embed_tokens.weight"])  # a tied head
+        own[name] = weights.get(source, weights["model.embed_tokens.weight"]).float()  # a tied head
     model.load_state_dict(own)
     model.model.embed_tokens.weight.requires_grad_(False)
     return model

@@ -1,6 +1,6 @@
 """A server under all sorts of clients for an hour: nothing grows, nothing hangs, nothing is wrong.
 
-The short form (6 s) runs with every test run. PACELINE_SOAK_S sets the length of the long
+The short form (6 s, or until memory was short) runs with every test run. PACELINE_SOAK_S sets the length of the long
 one.
 """
 

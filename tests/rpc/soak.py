@@ -38,6 +38,7 @@ from rpc.server import start_server
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup")
 KV_TOKENS = 500  # so little that sessions give way, and prefixes are evicted
+PRESSURE = ("preemptions", "evicted")  # counters that show it
 
 
 @dataclass
@@ -69,7 +70,7 @@ class _Clients:
         self._result = result
         self._lock = threading.Lock()
 
-    def run(self, seed: int, end: float) -> None:
+    def run(self, seed: int, ended: threading.Event) -> None:
         draw = random.Random(seed)
         kinds: dict[str, Callable[[random.Random, Client], None]] = {
             "generate": self._generate,
@@ -79,7 +80,7 @@ class _Clients:
             "verify": self._verify,
         }
         client = Client(self._address, timeout=60)
-        while time.monotonic() < end:
+        while not ended.is_set():
             kind = draw.choices(list(kinds), [5, 2, 2, 2, 3])[0]
             try:
                 kinds[kind](draw, client)
@@ -158,7 +159,10 @@ class _Clients:
 
 
 def soak(folder: Path, seconds: float, *, num_clients: int = 9, seed: int = 0) -> Soak:
-    """Run ``num_clients`` against a server over the model in ``folder``."""
+    """Run ``num_clients`` against a server over the model in ``folder``.
+
+    They go on for ``seconds``, and on a slow machine until the server has been short of memory too.
+    """
     draw = random.Random(seed)
     prompts = [draw.choices(range(256), k=draw.randint(1, 60)) for _ in range(10)]
     prompts += [[*prompts[0], *draw.choices(range(256), k=20)] for _ in range(4)]
@@ -188,14 +192,21 @@ def soak(folder: Path, seconds: float, *, num_clients: int = 9, seed: int = 0) -
     reader.start()
     try:
         clients = _Clients(address, expected, prompts, params, result)
-        end = time.monotonic() + seconds
+        ended = threading.Event()
         threads = [
-            threading.Thread(target=clients.run, args=(seed + i, end)) for i in range(num_clients)
+            threading.Thread(target=clients.run, args=(seed + i, ended)) for i in range(num_clients)
         ]
         for thread in threads:
             thread.start()
+        time.sleep(seconds)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if result.samples and all(result.samples[-1][each] for each in PRESSURE):
+                break
+            time.sleep(0.5)
+        ended.set()
         for thread in threads:
-            thread.join(seconds + 90)
+            thread.join(90)
             assert not thread.is_alive(), "a client is stuck"
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:  # what clients left behind ends by itself

@@ -2,8 +2,7 @@
 
 What is not weights (configuration, tokenizer, chat template, end-of-sequence tokens) is written
 once into a folder of Paceline's cache, in Hugging Face's formats, beside a link to the file and an
-index of its tensors. So whatever works on a model folder works on a GGUF file. The package `gguf`
-reads the format.
+index of its tensors. So whatever works on a model folder works on a GGUF file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy.typing as npt
 
 from paceline.cache import cache_folder
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.quants import QUANT_TYPES
+from paceline.gguf_file import TYPES, GgufFile
 
 VERSION = 2
 """Of what :func:`folder_of` writes."""
@@ -33,7 +32,6 @@ WEIGHTS, INDEX = "model.gguf", "model.gguf.json"
 _CHECKSUMS = "checksums.json"
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Those of the fast path, with the names of transformers' classes."""
-TYPES = ("F32", "F16", "BF16", *QUANT_TYPES)
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -136,40 +134,11 @@ def _architecture(file: Path) -> str:
         kind, size = struct.unpack_from("<IQ", start, at)
         if kind == 8:
             return start[at + 12 : at + 12 + size].decode("utf-8", "replace")
-    return str(_File(file).value("general.architecture"))
-
-
-class _File:
-    """The metadata and the tensors of a GGUF file."""
-
-    def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
-
-        self.path = path
-        if not path.is_file():
-            raise ModelNotFound(f"GGUF file {str(path)!r} does not exist")
-        try:
-            self.reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError, struct.error, OSError) as error:
-            raise ModelNotFound(
-                f"{str(path)!r} is truncated, damaged or not GGUF: {error!r}"
-            ) from error
-        if self.reader.byte_order != "I":
-            raise InvalidArgument("byte order", "of another machine", "a little-endian GGUF file")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self.reader.get_field(key)
-        return default if field is None else field.contents()
-
-    def value(self, key: str) -> Any:
-        found = self.get(key)
-        if found is None:
-            raise ModelNotFound(f"{str(self.path)!r} lacks the key {key}")
-        return found
+    return str(GgufFile(file).value("general.architecture"))
 
 
 def _write(file: Path, folder: Path) -> None:
-    source = _File(file)
+    source = GgufFile(file)
     name = source.value("general.architecture")
     if name not in ARCHITECTURES:
         raise InvalidArgument("general.architecture", name, f"one of {', '.join(ARCHITECTURES)}")
@@ -190,9 +159,9 @@ def _write(file: Path, folder: Path) -> None:
     (folder / WEIGHTS).symlink_to(file)
 
 
-def _config(source: _File, name: str) -> dict[str, Any]:
+def _config(source: GgufFile, name: str) -> dict[str, Any]:
     known = {f"{name}.{key}" for key in _KNOWN_KEYS}
-    for key in source.reader.fields:
+    for key in source.values:
         if key.startswith(f"{name}.") and key not in known and source.get(key):
             raise InvalidArgument(key, source.get(key), f"none: {name} models have no such setting")
 
@@ -204,7 +173,7 @@ def _config(source: _File, name: str) -> dict[str, Any]:
             raise InvalidArgument(f"{name}.{key}", found, "one number for all layers")
         return default if found is None else found
 
-    tensors = {tensor.name: tensor for tensor in source.reader.tensors}
+    tensors = source.tensors
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -219,14 +188,19 @@ def _config(source: _File, name: str) -> dict[str, Any]:
     elif scaling != "none":
         raise InvalidArgument(f"{name}.rope.scaling.type", scaling, "none or linear")
     if _FACTORS in tensors:
-        rope["frequency_factors"] = np.asarray(tensors[_FACTORS].data, np.float32).tolist()
+        place = tensors[_FACTORS]
+        if place.type != "F32":
+            raise InvalidArgument(f"type of {_FACTORS}", place.type, "F32")
+        with source.path.open("rb") as file:
+            file.seek(place.offset)
+            rope["frequency_factors"] = np.fromfile(file, "<f4", place.size // 4).tolist()
     if "token_embd.weight" not in tensors:
         raise ModelNotFound(f"{str(source.path)!r} lacks the tensor token_embd.weight")
     biased = "blk.0.attn_q.bias" in tensors
     return {
         "architectures": [f"{ARCHITECTURES[name]}ForCausalLM"],
         "model_type": name,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
@@ -247,10 +221,10 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _index(source: _File, config: dict[str, Any]) -> dict[str, Any]:
+def _index(source: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Where each tensor is in the file, by its name in Hugging Face's format."""
-    size, index = source.path.stat().st_size, {}
-    for tensor in source.reader.tensors:
+    index = {}
+    for tensor in source.tensors.values():
         if tensor.name == _FACTORS:
             continue
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)
@@ -262,12 +236,9 @@ def _index(source: _File, config: dict[str, Any]) -> dict[str, Any]:
                 f"{str(source.path)!r} has the tensor {tensor.name!r}, which Paceline does not "
                 f"know: {config['model_type']} models have no such weights"
             )
-        if tensor.tensor_type.name not in TYPES:
-            allowed = f"one of {', '.join(TYPES)}"
-            raise InvalidArgument(f"type of {tensor.name}", tensor.tensor_type.name, allowed)
-        if tensor.data_offset + tensor.n_bytes > size:
-            raise ModelNotFound(
-                f"{str(source.path)!r} is truncated: {tensor.name} is beyond its end"
+        if tensor.type not in TYPES:
+            raise InvalidArgument(
+                f"type of {tensor.name}", tensor.type, f"one of {', '.join(TYPES)}"
             )
         interleaved = 0
         if config["model_type"] == "llama" and layer and layer[2] in ("attn_q", "attn_k"):
@@ -275,14 +246,13 @@ def _index(source: _File, config: dict[str, Any]) -> dict[str, Any]:
                 "num_attention_heads" if layer[2] == "attn_q" else "num_key_value_heads"
             ]
         index[name] = {
-            "type": tensor.tensor_type.name, "shape": [int(n) for n in reversed(tensor.shape)],
-            "offset": int(tensor.data_offset), "size": int(tensor.n_bytes),
-            "interleaved_heads": interleaved,
+            "type": tensor.type, "shape": list(tensor.shape), "offset": tensor.offset,
+            "size": tensor.size, "interleaved_heads": interleaved,
         }  # fmt: skip
     return index
 
 
-def _tokenizer(source: _File) -> dict[str, Any]:
+def _tokenizer(source: GgufFile) -> dict[str, Any]:
     """`tokenizer.json`."""
     kind = source.value("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -318,7 +288,7 @@ def _tokenizer(source: _File) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _byte_level_bpe(source: _File, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+def _byte_level_bpe(source: GgufFile, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
     before = source.get("tokenizer.ggml.pre") or "gpt-2"
     if before not in _BEFORE:
         raise InvalidArgument("tokenizer.ggml.pre", before, f"one of {', '.join(_BEFORE)}")
@@ -340,7 +310,7 @@ def _byte_level_bpe(source: _File, tokens: list[str], kinds: list[int]) -> dict[
     }  # fmt: skip
 
 
-def _sentencepiece_bpe(source: _File, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+def _sentencepiece_bpe(source: GgufFile, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
     """Pieces with scores: the neighbours that make the piece of the highest score are merged first.
 
     As in the tokenizers of Llama 2 and Mistral; a byte that no piece has is a token of its own.
@@ -397,7 +367,7 @@ _BEFORE: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]], bool]] = {
 vocabulary is taken whole before merges are tried."""
 
 
-def _tokenizer_config(source: _File) -> dict[str, Any]:
+def _tokenizer_config(source: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {"chat_template": source.get("tokenizer.chat_template") or ""}
     tokens = source.value("tokenizer.ggml.tokens")
     for name in ("bos", "eos"):
@@ -406,7 +376,7 @@ def _tokenizer_config(source: _File) -> dict[str, Any]:
     return config
 
 
-def _eos_token_ids(source: _File) -> list[int]:
+def _eos_token_ids(source: GgufFile) -> list[int]:
     """Every token after which a generation ends: of the text, of a turn, of a message."""
     ids = [source.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return sorted({int(token) for token in ids if token is not None})

@@ -15,6 +15,7 @@ from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf_folder import is_foreign, model_folder
 from paceline.lengths.base import LengthContext
+from paceline.memory import give_back
 from paceline.methods import DRAFTERS
 from paceline.model_names import resolve_model
 from paceline.models import kernels
@@ -267,6 +268,7 @@ def load_engine(
         draft_model if isinstance(draft_model, DraftModel) else None,
     )
     costs.look()
+    give_back()
     return Engine(
         ModelTarget(runner),
         drafters,

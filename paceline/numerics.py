@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidArgument, NumericsMismatch
+from paceline.memory import give_back
 
 if TYPE_CHECKING:
     import torch
@@ -180,12 +181,16 @@ def digest_tensors(
         for name, tensor in tensors:
             header = json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode()
             reading.append(pool.submit(bytes, header))
-            for piece in _pieces(tensor.parts if isinstance(tensor, InParts) else [tensor]):
+            parts = tensor.parts if isinstance(tensor, InParts) else [tensor]
+            # Pieces of a tensor that is made take memory of their own.
+            most = 1 if isinstance(tensor, InParts) else _NUM_THREADS + 1
+            for piece in _pieces(parts):
                 reading.append(pool.submit(_digest, piece))
-                while len(reading) > _NUM_THREADS + 1:  # so many pieces are in memory
+                while len(reading) > most:
                     whole.update(reading.popleft().result())
         for digest in reading:
             whole.update(digest.result())
+    give_back()
     return whole.hexdigest()
 
 

@@ -110,15 +110,21 @@ class StoredTensor:
         """Some of its rows. They are mapped: who keeps them should copy them.
 
         Each call maps the file anew, so that its pages leave memory together with the rows.
-        """
-        from safetensors import safe_open
 
-        with safe_open(str(self.file), "pt") as opened:
-            if rows == slice(None):
-                whole: torch.Tensor = opened.get_tensor(self.name)
-                return whole
-            some: torch.Tensor = opened.get_slice(self.name)[rows]
-            return some
+        Raises:
+            ModelNotFound: the file has been damaged since its header was read.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(self.file), "pt") as opened:
+                found: torch.Tensor = (
+                    opened.get_tensor(self.name) if rows == slice(None)
+                    else opened.get_slice(self.name)[rows]
+                )  # fmt: skip
+                return found
+        except (SafetensorError, OSError) as error:
+            raise ModelNotFound(f"{self.file} is damaged: {error}") from error
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from benchmarks.to_gguf import to_gguf
+from paceline.demo import DRAFTER_DIR
 from paceline.methods import METHODS
 from rpc.server import RpcServer
 from tests.cli.conftest import Cli
@@ -166,6 +168,94 @@ def test_drafter_with_another_tokenizer(
     (folder / "tokenizer.json").write_text(json.dumps(content))
     result = cli("generate", "hello", "--target", target_folder, "--drafter", folder)
     assert_refused(result, "tokenizer", "2 of", "'a'", "'b'")
+
+
+def test_tokenizer_with_more_entries_than_the_vocabulary(
+    cli: Cli, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "large"
+    shutil.copytree(target_folder, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"more {i}": 1000 + i for i in range(9)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    result = cli("generate", "hello", "--target", folder)
+    assert_refused(result, "tokenizer", str(folder), "267 entries", "at most 258", "vocab_size")
+
+
+@pytest.mark.parametrize("option", ["--target", "--drafter"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_model_that_does_not_fit_into_memory(
+    option: str, kind: str, cli: Cli, zoo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.memory.memory", lambda: (8_000, 4_000))
+    folder = make_model(kind, zoo)
+    result = cli("generate", "hello", option, folder)
+    assert_refused(result, "model", "bytes", "4,000 bytes", "8,000 bytes", "available")
+
+
+# --- GGUF files -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "whole.gguf"
+    to_gguf(DRAFTER_DIR, file, "Q4_1")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("keep", "fragment"),
+    [
+        (lambda data: 0, "0 bytes"),
+        (lambda data: 10, "counts"),
+        (lambda data: data.index(b"tokenizer.ggml.tokens") + 5, "the file has"),
+        (lambda data: data.index(b"tokenizer.ggml.merges") + 500, "tokenizer.ggml.merges"),
+        (lambda data: data.index(b"blk.3.ffn_down.weight") + 24, "blk.3.ffn_down.weight"),
+        (lambda data: len(data) // 2, ".weight ends at byte"),
+        (lambda data: len(data) - 1000, ".weight ends at byte"),
+    ],
+    ids=["empty", "version", "keys", "a list", "table of tensors", "data", "last tensor"],
+)
+def test_truncated_gguf_file(
+    keep: Callable[[bytes], int], fragment: str, cli: Cli, gguf_file: Path, own_cache: Path
+) -> None:
+    data = gguf_file.read_bytes()
+    file = own_cache / "short.gguf"
+    file.write_bytes(data[: keep(data)])
+    assert_refused(cli("generate", "hello", "--target", file), str(file), fragment)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fragments"),
+    [
+        (b"GGUF\x03", b"GGML\x03", ["not GGUF", "GGML"]),
+        (b"GGUF\x03", b"GGUF\x09", ["GGUF version", "9", "2 or 3"]),
+        (b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03", ["byte order", "little-endian"]),
+        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", ["mamba"]),
+        (b"gpt2", b"bert", ["tokenizer.ggml.model", "'bert'", "gpt2"]),
+        (b"blk.0.ffn_up.weight", b"blk.0.ffn_xx.weight", ["ffn_xx", "does not know"]),
+    ],
+    ids=["magic", "version", "byte order", "architecture", "tokenizer", "tensor"],
+)
+def test_gguf_file_with_something_unknown(
+    old: bytes, new: bytes, fragments: list[str], cli: Cli, gguf_file: Path, own_cache: Path
+) -> None:
+    file = own_cache / "other.gguf"
+    file.write_bytes(gguf_file.read_bytes().replace(old, new, 1))
+    assert_refused(cli("generate", "hello", "--target", file), *fragments)
+
+
+def test_gguf_file_with_a_type_that_nobody_knows(
+    cli: Cli, gguf_file: Path, own_cache: Path
+) -> None:
+    data = bytearray(gguf_file.read_bytes())
+    name = b"blk.1.attn_q.weight"
+    data[data.index(name) + len(name) + 4 + 2 * 8] = 39  # behind the shape: MXFP4
+    file = own_cache / "other.gguf"
+    file.write_bytes(data)
+    result = cli("generate", "hello", "--target", file)
+    assert_refused(result, "type of blk.1.attn_q.weight", "MXFP4", "Q4_0, Q4_1")
 
 
 def test_general_path_cannot_be_batch_invariant(cli: Cli, zoo: Path) -> None:

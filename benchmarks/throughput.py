@@ -497,7 +497,7 @@ def smollm2(precision: str, cache: Path) -> Path:
     from benchmarks.to_gguf import to_gguf
     from paceline import gguf_folder
     from paceline.model_names import resolve_model
-    from paceline.models.llama import read_gguf
+    from paceline.models.llama import read_weight
     from paceline.models.quants import Quantised
 
     file = resolve_model("smollm2")
@@ -508,7 +508,7 @@ def smollm2(precision: str, cache: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         source, weights = gguf_folder.folder_of(file), {}
         for name, tensor in gguf_folder.tensors(source).items():
-            found = read_gguf(tensor)
+            found = read_weight(tensor)
             numbers = torch.from_numpy(found.floats()) if isinstance(found, Quantised) else found
             weights[name] = numbers.bfloat16()
         for document in source.glob("*.json"):

@@ -72,9 +72,9 @@ class GgufFile:
             finally:
                 del self._data
 
-    def get(self, key: str) -> Any:
-        """The value of a key, None where there is none."""
-        return self.values.get(key)
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, ``default`` where there is none."""
+        return self.values.get(key, default)
 
     def value(self, key: str) -> Any:
         """The value of a key; ModelNotFound where there is none."""

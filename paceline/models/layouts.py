@@ -1,19 +1,22 @@
 """How the weights of a model folder are stored, and what of that Paceline understands.
 
 Nothing loads that is not understood: a folder is refused, with the name of a tensor or of a field
-of its config.json, when it holds codes instead of weights (quantised checkpoints), tensors that no
-layer takes, or shards that are not what their index says.
+of its config.json, when it holds codes instead of weights (quantised checkpoints other than those
+of :mod:`paceline.models.int4`), tensors that no layer takes, or shards that are not what their
+index says.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.errors import InvalidArgument, ModelNotFound
@@ -32,8 +35,9 @@ _DTYPES = {
 # Where config.json says how weights are quantised: transformers, older compressed-tensors, MLX.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 _UNQUANTIZED = (
-    "a checkpoint with float32, bfloat16, float16 or float64 weights: take the model's "
-    "unquantised version, or write its dequantised weights to a new folder"
+    "a checkpoint with float32, bfloat16, float16 or float64 weights, or with 4 bits of GPTQ or "
+    "AWQ for a model type of the fast path: take the model's unquantised version, a GGUF file, or "
+    "write its dequantised weights to a new folder"
 )
 
 
@@ -69,16 +73,19 @@ def check_quantization(config: dict[str, Any]) -> None:
     for where, values in (("", config), ("text_config.", text if isinstance(text, dict) else {})):
         for key in _QUANTIZATION_KEYS:
             if values.get(key):
-                raise InvalidArgument(where + key, _described(values[key]), _UNQUANTIZED)
+                raise InvalidArgument(where + key, described(values[key]), _UNQUANTIZED)
 
 
-def _described(quantization: Any) -> str:
+def described(quantization: Any) -> str:
     """One line about a quantization_config: its method, its format and how many bits."""
     if not isinstance(quantization, dict):
         return str(quantization)
     method = quantization.get("quant_method")
     parts = [f"quant_method {method}" if method else "no quant_method"]
-    for key in ("format", "fmt", "bits", "load_in_8bit", "load_in_4bit", "weight_block_size"):
+    for key in (
+        "format", "fmt", "checkpoint_format", "version", "bits", "group_size", "desc_act",
+        "load_in_8bit", "load_in_4bit", "weight_block_size",
+    ):  # fmt: skip
         value = quantization.get(key)
         if value not in (None, False):
             parts.append(f"{key} {value}")
@@ -106,7 +113,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, rows: slice = slice(None)) -> torch.Tensor:
+    def read_columns(self, columns: slice) -> npt.NDArray[Any]:
+        """Some columns of a matrix. Errors: as of :meth:`read`."""
+        return np.ascontiguousarray(self.read((slice(None), columns)).numpy())
+
+    def read(self, rows: slice | tuple[slice, slice] = slice(None)) -> torch.Tensor:
         """Some of its rows. They are mapped: who keeps them should copy them.
 
         Each call maps the file anew, so that its pages leave memory together with the rows.
@@ -127,8 +138,11 @@ class StoredTensor:
             raise ModelNotFound(f"{self.file} is damaged: {error}") from error
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, codes: Collection[str] = ()) -> dict[str, StoredTensor]:
     """All tensors of model.safetensors, or of the shards that its index names; none is read yet.
+
+    Args:
+        codes: dtypes that are fine beside ``WEIGHT_DTYPES``, of codes that are no weights.
 
     Raises:
         ModelNotFound: a file is missing or damaged, or the shards are not what the index says.
@@ -139,7 +153,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     stored = stored_dtypes(folder)
     for file, dtypes in stored.items():
         for name, dtype in sorted(dtypes.items()):
-            if dtype not in WEIGHT_DTYPES:
+            if dtype not in (*WEIGHT_DTYPES, *codes):
                 raise not_weights(f"{name} in {str(file)!r}", dtype)
     tensors: dict[str, StoredTensor] = {}
     for file, dtypes in stored.items():

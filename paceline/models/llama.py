@@ -36,12 +36,14 @@ from paceline.models import packed as packed_weights
 from paceline.models.base import ForwardResult, KVSequence, PseudoTokens, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
+from paceline.models.int4 import Int4Tensor, int4_format, int4_tensors
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.layouts import (
     StoredTensor,
     check_quantization,
     listed,
+    not_weights,
     read_config,
     stored_tensors,
 )
@@ -74,6 +76,7 @@ from paceline.types import FloatArray, IntArray, Need
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 Tensor = torch.Tensor
+Stored = StoredTensor | GgufTensor | Int4Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,8 @@ class LlamaConfig:
         model_type = raw["model_type"]
         if model_type not in MODEL_TYPES:
             raise InvalidArgument("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
-        check_quantization(raw)
+        if int4_format(raw) is None:
+            check_quantization(raw)
         for key, neutral in _NEUTRAL.items():
             if key in raw and raw[key] not in neutral:
                 allowed = f"{json.dumps(neutral[0])}, which is all that the fast path computes"
@@ -318,7 +322,8 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """The weights of a model: those of :func:`tensor_shapes`, all of them and no others.
 
-    Those of a GGUF file are the numbers that its blocks stand for. Two kinds of tensors may be
+    Those of a GGUF file, and those of 4 bits, are the numbers that codes and scales stand for. Two
+    kinds of tensors may be
     stored beside them if they say what config.json says: frequencies of the rotary embedding, and
     the output layer of a model that shares its embedding.
 
@@ -326,35 +331,29 @@ def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
         ModelNotFound: a tensor is missing or of another shape, or a file is damaged.
         InvalidArgument: a tensor that such a model does not have, or that holds no float weights.
     """
-    if gguf_folder.is_folder(folder):
-        stored = gguf_folder.tensors(folder)
-        _check_weights(folder, config, stored)
-        return {name: read_floats(tensor) for name, tensor in stored.items()}
-    tensors = _folder_weights(folder, config)
-    return {name: tensor.read() for name, tensor in tensors.items()}
+    return {name: read_floats(tensor) for name, tensor in stored_weights(folder, config).items()}
 
 
-def _folder_weights(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor]:
+def stored_weights(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
     """As :func:`load_weights`; they are not read yet."""
-    tensors = stored_tensors(folder)
-    _drop_copied_head(folder, config, tensors)
-    _drop_frequencies(folder, config, tensors)
+    tensors: dict[str, Stored]
+    if gguf_folder.is_folder(folder):
+        tensors = dict(gguf_folder.tensors(folder))
+    else:
+        form = int4_format(read_config(folder))
+        stored = stored_tensors(folder, ("int32",) if form else ())
+        _drop_copied_head(folder, config, stored)
+        _drop_frequencies(folder, config, stored)
+        tensors = dict(stored)
+        if form is not None:
+            tensors = dict(int4_tensors(form, stored))
+            _drop_zero_biases(config, tensors)
+            _check_no_codes(tensors)
     _check_weights(folder, config, tensors)
     return tensors
 
 
-def _weights(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor | GgufTensor]:
-    """As :func:`load_weights`, also those of a GGUF file; they are not read yet."""
-    if not gguf_folder.is_folder(folder):
-        return dict(_folder_weights(folder, config))
-    tensors = gguf_folder.tensors(folder)
-    _check_weights(folder, config, tensors)
-    return dict(tensors)
-
-
-def _check_weights(
-    folder: Path, config: LlamaConfig, tensors: Mapping[str, StoredTensor | GgufTensor]
-) -> None:
+def _check_weights(folder: Path, config: LlamaConfig, tensors: Mapping[str, Stored]) -> None:
     """That the weights are those of the model."""
     shapes = tensor_shapes(config)
     missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
@@ -384,12 +383,14 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def read_gguf(tensor: GgufTensor, rows: slice = slice(None)) -> Tensor | Quantised:
-    """A tensor of a GGUF file, or some of its rows, as it is there.  # [outputs, inputs] or [size]
+def read_weight(tensor: Stored, rows: slice = slice(None)) -> Tensor | Quantised:
+    """A tensor, or some of its rows, as it is stored.  # [outputs, inputs] or [size]
 
     Raises:
         InvalidArgument: a type that Paceline does not know.
     """
+    if not isinstance(tensor, GgufTensor):
+        return tensor.read(rows)
     raw = tensor.read(rows)
     if tensor.type == "BF16":
         return torch.from_numpy(raw).view(torch.bfloat16)
@@ -398,10 +399,17 @@ def read_gguf(tensor: GgufTensor, rows: slice = slice(None)) -> Tensor | Quantis
     return read_blocks(raw, tensor.type)
 
 
-def read_floats(tensor: GgufTensor) -> Tensor:
-    """As :func:`read_gguf`, but blocks of integers are multiplied out."""
-    found = read_gguf(tensor)
+def read_floats(tensor: Stored) -> Tensor:
+    """As :func:`read_weight`, but blocks of integers are multiplied out."""
+    found = read_weight(tensor)
     return torch.from_numpy(found.floats()) if isinstance(found, Quantised) else found
+
+
+def _in_blocks(tensor: Stored) -> bool:
+    """Whether it is read as blocks of integers."""
+    if isinstance(tensor, GgufTensor):
+        return tensor.type in QUANT_TYPES
+    return isinstance(tensor, Int4Tensor)
 
 
 def _in_pieces(count: int, size: int) -> Iterator[slice]:
@@ -428,6 +436,24 @@ def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Stor
             "false if lm_head.weight is the output layer; otherwise remove that tensor",
         )  # fmt: skip
     del tensors["lm_head.weight"]
+
+
+def _drop_zero_biases(config: LlamaConfig, tensors: dict[str, Stored]) -> None:
+    """Drop biases that add nothing: AutoGPTQ gave one to every layer."""
+    expected = tensor_shapes(config)
+    for name in list(tensors):
+        layer, _, part = name.rpartition(".")
+        if part == "bias" and name not in expected and f"{layer}.weight" in expected:
+            found = tensors[name]
+            if isinstance(found, StoredTensor) and not bool(found.read().any()):
+                del tensors[name]
+
+
+def _check_no_codes(tensors: Mapping[str, Stored]) -> None:
+    """That all codes belong to layers of 4 bits."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, StoredTensor) and not tensor.dtype.is_floating_point:
+            raise not_weights(f"{name} in {str(tensor.file)!r}", str(tensor.dtype).split(".")[-1])
 
 
 def _drop_frequencies(folder: Path, config: LlamaConfig, tensors: dict[str, StoredTensor]) -> None:
@@ -592,9 +618,10 @@ class LlamaRunner:
         self._rounded_to = blocks.lower() if blocks else "int8" if int8 and layout else ""
         if blocks and layout is None:
             raise InvalidArgument("dtype", blocks.lower(), "float32 or bfloat16 without kernels")
-        key = packed_weights.identity(weight_files(folder), layout, blocks) if layout else ""
+        read_as = layout, blocks, int4_format(read_config(folder))
+        key = packed_weights.identity(weight_files(folder), *read_as) if layout else ""
         with PackedWeights.of(key, config.num_weights if layout else 0) as store:
-            tensors = _weights(folder, config)
+            tensors = stored_weights(folder, config)
             if device.type == "cpu":
                 check_fits(self._least_bytes(tensors), folder)
             self._load(tensors, store)
@@ -617,7 +644,7 @@ class LlamaRunner:
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _least_bytes(self, tensors: Mapping[str, StoredTensor | GgufTensor]) -> int:
+    def _least_bytes(self, tensors: Mapping[str, Stored]) -> int:
         """What the weights take in memory, biases and norms left out."""
         native, table = isinstance(self._ops, NativeOps), "model.embed_tokens.weight"
         total = math.prod(tensors[table].shape) * self.dtype.itemsize
@@ -625,58 +652,53 @@ class LlamaRunner:
             is_head = self.config.tie_word_embeddings and native  # the table is packed, too
             if len(tensor.shape) != 2 or (name == table and not is_head):
                 continue
-            if native and isinstance(tensor, GgufTensor) and tensor.type in QUANT_TYPES:
+            if native and not isinstance(tensor, StoredTensor) and _in_blocks(tensor):
                 total += tensor.size
                 continue
             size: float = self.dtype.itemsize
             if native and self._rounded_to:
                 size = QUANT_TYPES["Q4_1"].size / 32 if self._blocks == "Q4_0" else 1
             elif native and size > 2:
-                some = (
-                    read_gguf(tensor, slice(1)) if isinstance(tensor, GgufTensor)
-                    else tensor.read(slice(1))
-                )  # fmt: skip
+                some = read_weight(tensor, slice(1))
                 if isinstance(some, Tensor) and bool(some.bfloat16().eq(some).all()):
                     size = 2  # probably: one row is known
             total += int(math.prod(tensor.shape) * size)
         return total
 
-    def _load(self, tensors: dict[str, StoredTensor | GgufTensor], store: PackedWeights) -> None:
+    def _load(self, tensors: dict[str, Stored], store: PackedWeights) -> None:
         """Read, convert and pack one tensor after the other, and each some rows at a time."""
         config = self.config
 
-        def find(name: str) -> StoredTensor | GgufTensor:
+        def find(name: str) -> Stored:
             tensor = tensors.pop(name)
             self.num_parameters += math.prod(tensor.shape)
             return tensor
-
-        def read(tensor: StoredTensor | GgufTensor, rows: slice) -> Tensor | Quantised:
-            return read_gguf(tensor, rows) if isinstance(tensor, GgufTensor) else tensor.read(rows)
 
         def as_floats(found: Tensor | Quantised) -> Tensor:
             if isinstance(found, Quantised):
                 found = torch.from_numpy(found.floats())
             return found.to(self.device, self.dtype)
 
-        def floats(*parts: StoredTensor | GgufTensor) -> Tensor:
+        def floats(*parts: Stored) -> Tensor:
             count, *size = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
             whole = torch.empty((count, *size), dtype=self.dtype, device=self.device)
             first = 0
             for part in parts:
                 for rows in _in_pieces(part.shape[0], math.prod(size)):
-                    whole[first + rows.start : first + rows.stop] = as_floats(read(part, rows))
+                    whole[first + rows.start : first + rows.stop] = as_floats(
+                        read_weight(part, rows)
+                    )
                 first += part.shape[0]
             return whole
 
         def take(name: str) -> Tensor:
             return floats(find(name))
 
-        def pack(parts: Sequence[StoredTensor | GgufTensor]) -> Weight:
+        def pack(parts: Sequence[Stored]) -> Weight:
             if not isinstance(self._ops, NativeOps):
                 is_embedding = parts == [embedding]
                 return self._ops.pack(self._embedding if is_embedding else floats(*parts))
-            types = [part.type if isinstance(part, GgufTensor) else "" for part in parts]
-            in_blocks = all(name in QUANT_TYPES for name in types)
+            in_blocks = all(_in_blocks(part) for part in parts)
             firsts = [0, *accumulate(part.shape[0] for part in parts)]
 
             def piece(rows: slice) -> Tensor | Quantised:
@@ -685,7 +707,7 @@ class LlamaRunner:
                 for part, first in zip(parts, firsts, strict=False):
                     start, stop = max(0, rows.start - first), min(part.shape[0], rows.stop - first)
                     if start < stop:
-                        found.append(read(part, slice(start, stop)))
+                        found.append(read_weight(part, slice(start, stop)))
                 if in_blocks:
                     return concatenate([part for part in found if isinstance(part, Quantised)])
                 whole = torch.cat([as_floats(part) for part in found])
@@ -693,7 +715,7 @@ class LlamaRunner:
 
             return self._ops.pack_rows(piece, firsts[-1], parts[0].shape[1])
 
-        def packed(name: str, parts: Sequence[StoredTensor | GgufTensor]) -> Weight:
+        def packed(name: str, parts: Sequence[Stored]) -> Weight:
             weight = store.weight(name, lambda: pack(parts))
             if isinstance(self._ops, NativeOps):
                 self._ops.packings.add(weight.packing)

@@ -23,7 +23,7 @@ from paceline.gguf_folder import folder_of, tensors
 from paceline.loading import load_engine
 from paceline.models.base import Segment
 from paceline.models.heads.base import Target
-from paceline.models.llama import LlamaRunner, read_gguf
+from paceline.models.llama import LlamaRunner, read_weight
 from paceline.models.quants import Quantised
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import IncrementalDecoder, chat_template, eos_token_ids, load_tokenizer
@@ -70,7 +70,7 @@ def floats(folder: Path) -> dict[str, torch.Tensor]:
     """The weights that a file's blocks stand for."""
     out = {}
     for name, tensor in tensors(folder).items():
-        found = read_gguf(tensor)
+        found = read_weight(tensor)
         numbers = torch.from_numpy(found.floats()) if isinstance(found, Quantised) else found
         out[name] = numbers.float().clone()
     return out

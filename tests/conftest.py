@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ for _name, _value in {
     "PACELINE_MEASURE": "off",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # its 5 s are too short on two busy cores
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_metrics_report_interval_ms": "1000",  # instead of 10 s, so that tests can read them
+    "RAY_metrics_report_interval_ms": "3000",  # instead of 10 s, so that tests can read them
+    "RAY_prestart_worker_first_driver": "0",  # workers start when a test needs them
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
 }.items():
     os.environ.setdefault(_name, _value)
@@ -73,6 +75,19 @@ def chromium() -> Iterator[Any]:
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where random checkpoints are written, once for each kind (tests/modelzoo.py)."""
     return tmp_path_factory.mktemp("zoo")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not nightly"` is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as nightly what ``one_of`` leaves to the night."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_of")
+        if mark is not None and item.get_closest_marker("nightly") is None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker("nightly")
+            seen[test] += 1
 
 
 def pytest_collection_finish() -> None:

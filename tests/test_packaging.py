@@ -223,6 +223,7 @@ def test_a_wheel_of_unknown_variants_is_refused(source: Path, tmp_path: Path) ->
         make_wheel(source, tmp_path, PACELINE_WHEEL_VARIANTS="portable avx3")
 
 
+@pytest.mark.nightly
 def test_wheel_of_a_machine_without_a_compiler_says_that_it_has_no_kernels(
     source: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +311,7 @@ def test_a_client_of_a_server_needs_no_torch() -> None:
     python("import sys; sys.modules.update(torch=None, transformers=None); import rpc.client")
 
 
+@pytest.mark.nightly
 def test_library_without_ray_and_grpc() -> None:
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -53,6 +53,7 @@ def verify(cli: Cli, file: Path, *options: Any) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("where", ["here", "server"])
 def test_what_was_generated_is_verified(

@@ -150,6 +150,7 @@ def examples(runner: LlamaRunner) -> int:
     return 3 if slow else 12
 
 
+@pytest.mark.one_of(5)
 def test_tree_logits_are_those_of_each_path_token_by_token(runner: LlamaRunner) -> None:
     @settings(max_examples=examples(runner))
     @given(cases())
@@ -167,6 +168,7 @@ def test_tree_logits_are_those_of_each_path_token_by_token(runner: LlamaRunner) 
     check()
 
 
+@pytest.mark.one_of(5)
 def test_tree_logits_are_those_of_each_path_as_a_chain(runner: LlamaRunner) -> None:
     @settings(max_examples=examples(runner))
     @given(cases())
@@ -184,6 +186,7 @@ def test_tree_logits_are_those_of_each_path_as_a_chain(runner: LlamaRunner) -> N
     check()
 
 
+@pytest.mark.one_of(5)
 def test_kv_after_commit_is_that_of_a_fresh_prefill(runner: LlamaRunner) -> None:
     @settings(max_examples=examples(runner))
     @given(cases(), st.data())
@@ -234,6 +237,7 @@ def test_two_forwards_may_grow_one_tree(runner: LlamaRunner) -> None:
     check()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["demo", "llama_gqa"])
 def test_large_batches(kind: str, dtype: str, runners: Runners) -> None:

@@ -31,6 +31,7 @@ def engine_with(folder: Path, strategy: BatchStrategy, size: int | None = None) 
     return small_engine(folder, limits=EngineLimits(batch_strategy=strategy, batch_size=size))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", ["ar", "draft_model", "draft_model_tree", "eagle", "layer_skip"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -208,6 +208,7 @@ def test_cancelling_another_session_from_an_event(tiny_folder: Path, reference: 
 # --- truncation ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_truncate_and_go_on(
@@ -258,6 +259,7 @@ def test_truncate_checks_its_arguments(tiny_folder: Path) -> None:
 # --- ends ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 @pytest.mark.parametrize("prompt_length", [40, 60, 63])
 def test_a_full_context_ends_with_length(method: str, prompt_length: int, zoo: Path) -> None:

@@ -143,6 +143,7 @@ def same_bits(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> bool:
 # --- C against NumPy ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(3)
 def test_c_and_numpy_agree_in_every_bit(library: Native, with_each: Callable) -> None:
     rng = np.random.default_rng(3)
     some = rng.permutation(151_936)[:1000]
@@ -165,6 +166,7 @@ def test_c_and_numpy_agree_in_every_bit(library: Native, with_each: Callable) ->
         assert same_bits(*with_each(library, function)), name
 
 
+@pytest.mark.one_of(3)
 def test_c_and_numpy_choose_the_same_tokens(library: Native, with_each: Callable) -> None:
     rng = np.random.default_rng(6)
     rows = [
@@ -183,6 +185,7 @@ def test_c_and_numpy_choose_the_same_tokens(library: Native, with_each: Callable
             assert mine == theirs, (number, way)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("scores", ["logits", "scores"])
 def test_the_best_token_of_unusual_rows(scores: str, library: Native, with_each: Callable) -> None:
     inf, nan = math.inf, math.nan

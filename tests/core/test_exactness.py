@@ -50,6 +50,7 @@ def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Su
     suite.check(method, variant, batch, count_for(batch, core=True))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
 def test_tokens_of_every_row_are_those_of_ar(
@@ -59,6 +60,7 @@ def test_tokens_of_every_row_are_those_of_ar(
     short_suite.check(method, variant, batch, count_for(batch))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_CASES)
 def test_rows_with_other_tokens_run_to_the_end(

@@ -196,6 +196,7 @@ def test_an_early_exit_is_not_committed(runner: LlamaRunner) -> None:
 # --- LayerSkip: drafting and verifying share layers -----------------------------------------------
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_tokens_and_kv_are_those_of_a_fresh_prefill(
@@ -221,6 +222,7 @@ def test_tokens_and_kv_are_those_of_a_fresh_prefill(
             assert session.output_ids == ar(session.token_ids[: session.prompt_length], params)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", RESUMED)
 def test_each_layer_computes_an_accepted_token_once(
@@ -331,6 +333,7 @@ def _replace(draft: Draft, round_number: int) -> Draft:
     return Draft(tokens, draft.parent_indices)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("change", [_drop, _clip, _prune, _replace])
 @pytest.mark.parametrize("name", ["chain", "tree", "spread"])
 def test_what_is_verified_need_not_be_what_was_drafted(

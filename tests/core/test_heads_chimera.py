@@ -84,6 +84,7 @@ def test_drafting_equals_the_training_forward(
     assert head.stack.pool.num_free == head.stack.pool.capacity
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("one_depth", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_predicted_states_get_better(one_depth: bool, tmp_path: Path) -> None:
     batch = read(demo_runner(), texts())

@@ -188,6 +188,7 @@ def test_glancing_shows_fewer_true_pairs_as_training_goes_on() -> None:
     assert shown[-1] == 1.0 and int(head.steps_seen) == 6
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_training_makes_drafts_right(block: int, tmp_path: Path) -> None:
     batch = read(demo_runner(), texts())
@@ -201,6 +202,7 @@ def test_training_makes_drafts_right(block: int, tmp_path: Path) -> None:
     assert accepted_length(decode(head, tmp_path, "falcon")) > 2.0
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_exact_to_the_end_of_the_context(block: int, zoo: Path, tmp_path: Path) -> None:
     options = FalconOptions(block=block)

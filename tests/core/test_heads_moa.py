@@ -208,6 +208,7 @@ def test_layers_that_the_target_does_not_give(count: int, allowed: str, target: 
         MixtureOfAttentions(replace(target, folder=None), MixtureOptions(target_layers=count))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_training_makes_drafts_right(count: int, tmp_path: Path) -> None:
     batch = read(demo_runner(), texts())
@@ -221,6 +222,7 @@ def test_training_makes_drafts_right(count: int, tmp_path: Path) -> None:
     assert accepted_length(decode(head, tmp_path, "moa")) > 2.5
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("count", [0, 1])
 def test_exact_to_the_end_of_the_context(count: int, zoo: Path, tmp_path: Path) -> None:
     check_end_of_context(

@@ -47,6 +47,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["floats", "halves"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -242,6 +243,7 @@ def test_a_library_that_computes_something_else_is_not_used(
             load(best, kernels._cache_dir())
 
 
+@pytest.mark.nightly
 def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
     """The compiler counts its calls: as many as one build makes, of a variant for short."""
     calls = tmp_path / "calls"

@@ -188,6 +188,7 @@ class Run:
         return sessions, ar / (self.clock.seconds - before)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "machine",
     [
@@ -232,6 +233,7 @@ class Elsewhere:
         return futures
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("machine", ["linear", "avx2"])
 @pytest.mark.parametrize("travel", [0.1, 1.0])
 def test_with_a_drafter_in_another_actor(

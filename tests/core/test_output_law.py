@@ -110,6 +110,7 @@ def test_a_chain_that_ends_early_has_the_targets_law_exactly(
     np.testing.assert_allclose(law, p.joint(), atol=5e-7)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("rule", TREE_RULES, ids=named)
 @pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
 @pytest.mark.parametrize(("vocab", "zeros"), [(3, 0), (4, 1)])
@@ -169,6 +170,7 @@ def test_decisions_have_the_chance_that_they_are_given() -> None:
 # --- seeded samples ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("vocab", [3, 4, 16, 64])
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_coupled_sampling_has_the_targets_law(vocab: int, over: str) -> None:
@@ -241,6 +243,7 @@ def tables(vocab: int, seed: int) -> tuple[Table, Table]:
     return p, q
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("method", "vocab", "support"),
     [
@@ -292,6 +295,7 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
         assert overlap / (2 - overlap) - slack < rate < overlap + slack
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("rule", "shape"),
     [
@@ -342,6 +346,7 @@ def test_rounds_one_after_another_keep_the_targets_law(rule: str, shape: str, su
     assert accepted / count > overlap + (-4 if rule in ("rejection", "block") else 2) * error
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive_rejection", "k_seq"])
 def test_rounds_with_drafts_that_end_early_keep_the_targets_law(rule: str) -> None:
     """A stop rule ends chains where the drafter is unsure: which tokens it drew decides."""
@@ -414,6 +419,7 @@ LAW_ROWS = [
 ]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", [*LAW_ROWS, "ar", "draft_model_tree"])
 def test_a_row_has_the_targets_law(method: str, tiny: LlamaRunner, tiny_folder: Path) -> None:
     """Three tokens of many seeds against probabilities computed from the model's own logits."""

@@ -123,6 +123,7 @@ def test_a_sub_model_is_the_first_layers_with_the_shared_norm_and_head(
     assert used == set(range(layers)), "no other layer was computed"
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("drafter", "exits", "threshold"),
     [
@@ -201,6 +202,7 @@ def test_no_layer_reads_keys_that_it_has_not_written(
         assert all(s.stats.num_accepted == s.stats.num_drafted for s in sessions)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("threshold", [0.06, 0.2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_entries_are_those_of_a_fresh_prefill(

@@ -70,6 +70,7 @@ def folder_of(kind: str, zoo: Path) -> Path:
     return TARGET_DIR if kind == "demo" else make_model(kind, zoo)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("numerics", ["portable", "fastest"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,6 +117,7 @@ def digest(parts: list[torch.Tensor]) -> str:
     return data.hexdigest()[:32]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("method", ["draft_model", "sequoia", "prompt_lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_ars_on_the_lowest_and_on_the_highest_variant(

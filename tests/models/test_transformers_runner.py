@@ -234,6 +234,7 @@ def test_cuda(kind: str, zoo: Path) -> None:
 # --- through the engine --------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_drafts_do_not_change_the_output(kind: str, load: Load) -> None:
     runner = load(kind)

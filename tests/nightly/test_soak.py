@@ -1,7 +1,7 @@
 """A server under all sorts of clients for an hour: nothing grows, nothing hangs, nothing is wrong.
 
-The short form (6 s, or until memory was short) runs with every test run. PACELINE_SOAK_S sets the length of the long
-one.
+The short form (6 s, or until memory was short) runs with every test run. PACELINE_SOAK_S sets the
+length of the long one.
 """
 
 from __future__ import annotations

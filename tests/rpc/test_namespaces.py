@@ -76,6 +76,7 @@ def test_nobody_else_reaches_the_server(target: ReplicaProcess, certs: Path) -> 
         client.get_model()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("temperature", "down"), [(0.0, False), (1.0, True)], ids=["link up", "link down for a while"]
 )

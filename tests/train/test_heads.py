@@ -38,6 +38,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", HEADS)
 def test_each_kind_of_head_can_be_trained(
     kind: str, target: Path, text: Text, tmp_path: Path

@@ -44,6 +44,7 @@ def batch(rows: list[int], step: int = 0, progress: float = 0.0) -> Batch:
 # --- draft models ---------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "divergence",
     [
@@ -60,6 +61,7 @@ def test_distilling_raises_the_acceptance(
     assert gain(result, "agreement") > 0.1
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "source", ["target", "on_policy", pytest.param("mixed", marks=pytest.mark.nightly)]
 )
@@ -72,6 +74,7 @@ def test_each_source_of_text_raises_the_acceptance(
     assert gain(result) > 0.1
 
 
+@pytest.mark.nightly
 def test_aligning_raises_the_acceptance(target: Path, text_file: Path, tmp_path: Path) -> None:
     task = build(
         "align", target=target, data=[text_file], length=LENGTH, held_out_rows=16, layers=1

@@ -87,6 +87,7 @@ def test_noise_that_both_sides_share_does_not_widen_the_interval() -> None:
     assert narrow.high - narrow.low < 0.02 * (wide.high - wide.low)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", ["draft_model", "prompt_lookup", "ar"])
 def test_a_measurement_covers_all_prompts_and_then_narrows(engine: Engine, method: str) -> None:
     checked = space(measurement={"repetitions": 3, "prompts_per_rung": 3})

@@ -129,6 +129,7 @@ def assert_same(
         assert not stats.drafter_lost
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("config", EXACT, ids=name_of)
 def test_rounds_are_those_of_the_engine(
     demo: Engine, prompts: list[list[int]], traces: Traces, config: SpeculationConfig
@@ -136,6 +137,7 @@ def test_rounds_are_those_of_the_engine(
     assert_same(Simulator(traces).rounds(config), demo, prompts, GREEDY, config)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("config", EXACT_SAMPLED, ids=name_of)
 def test_rounds_are_those_of_the_engine_with_coupled_sampling(
     demo: Engine, prompts: list[list[int]], sampled: Traces, config: SpeculationConfig
@@ -170,6 +172,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return small_engine(folder).engine
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.lossless])
 def test_every_row_is_simulated_exactly_or_says_why_not(small: Engine, method: str) -> None:
     config = fixed(method)

@@ -27,6 +27,7 @@ def test_the_spaces_that_ship() -> None:
     assert SHIPPED == ["demo", "everything", "exit_layers", "split", "trees", "vllm"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_point_of_a_shipped_space_can_work(name: str) -> None:
     checked = read_space(name)
@@ -84,6 +85,7 @@ def test_points_that_differ_in_spelling_only_are_one() -> None:
     assert len(checked.points) == 2
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_random_walk_ends_in_a_point_that_says_what_was_chosen(name: str) -> None:
     checked, rng = read_space(name), random.Random(1)

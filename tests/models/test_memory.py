@@ -42,8 +42,7 @@ def test_a_load_takes_little_more_than_it_keeps(tmp_path: Path, own_cache: Path)
     assert (cold.cache, warm.cache) == ("cold", "warm")
     # Two bytes for each of 110 million weights; the file has four.
     assert 200 * MB < warm.used < 260 * MB
-    assert cold.ratio < MOST
-    assert warm.ratio < MOST
+    assert warm.ratio < MOST  # of the first load, which packs: by night, for every dtype
     assert warm.used_anonymous < 40 * MB  # the rest is shared with other replicas
 
 

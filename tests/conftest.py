@@ -28,6 +28,10 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 
+BY_NIGHT = ("test_chat_exactness.py",)
+"""Files all of whose tests are marked ``nightly``."""
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Models this small are slower on several threads, and much slower on busy cores.
@@ -88,6 +92,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[test] % mark.args[0]:
                 item.add_marker("nightly")
             seen[test] += 1
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Thousands of cases that run by night alone take seconds to collect."""
+    expression = config.getoption("markexpr", "") or ""
+    return True if "not nightly" in expression and collection_path.name in BY_NIGHT else None
 
 
 def pytest_collection_finish() -> None:

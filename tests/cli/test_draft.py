@@ -32,6 +32,7 @@ def draft(cli: Cli, *arguments: Any) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", ["draft_model", "pearl", "draft_model_tree", "prompt_lookup"])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_tokens_are_those_of_the_target(

@@ -347,6 +347,7 @@ WITHOUT_VECTORS = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "environment",
     [

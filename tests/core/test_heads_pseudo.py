@@ -382,7 +382,7 @@ def measured(head: PseudoHead, batch: HeadBatch) -> torch.Tensor:
     return result / (len(logits) * len(places))
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_makes_guesses_right(kind: str, tmp_path: Path) -> None:
     """The loss falls, accuracies are kept with the head, and tokens are accepted."""

@@ -188,7 +188,7 @@ class Run:
         return sessions, ar / (self.clock.seconds - before)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize(
     "machine",
     [

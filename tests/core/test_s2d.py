@@ -183,6 +183,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.25, 1.0])
 @pytest.mark.parametrize("kind", KINDS)

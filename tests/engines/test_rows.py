@@ -108,6 +108,7 @@ def expected(tokens: Sequence[int]) -> list[int]:
     return draft.token_ids.tolist()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("told", [False, True], ids=["rows alone", "with request ids"])
 @pytest.mark.parametrize("seed", range(8))
 def test_each_row_is_drafted_for_from_its_own_tokens(seed: int, told: bool) -> None:

@@ -84,6 +84,7 @@ def test_float32_is_the_folder_it_was_made_of(files: Callable[[str], Path]) -> N
     assert runner.num_parameters == folder.num_parameters
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", ["BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_logits_are_near_those_of_the_weights_in_the_file(
     kind: str, files: Callable[[str], Path], tmp_path: Path
@@ -313,6 +314,7 @@ def renamed(old: str, new: str) -> Callable[[Any], None]:
     return edit
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

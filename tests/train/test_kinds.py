@@ -61,7 +61,7 @@ def test_distilling_raises_the_acceptance(
     assert gain(result, "agreement") > 0.1
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "source", ["target", "on_policy", pytest.param("mixed", marks=pytest.mark.nightly)]
 )

@@ -102,6 +102,7 @@ def test_a_resumed_training_equals_one_without_a_break(
     assert not again.seen, "a finished training is not repeated"
 
 
+@pytest.mark.nightly
 def test_a_kill_at_any_moment_changes_nothing(
     target: Path, text_file: Path, tmp_path: Path
 ) -> None:

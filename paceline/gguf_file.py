@@ -90,8 +90,10 @@ class GgufFile:
             raise self._damaged(f"it begins with {magic!r}, not with b'GGUF'")
         self._at = 4
         version = self._number("<I", "the version")
-        if version >= 1 << 16:
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3):
             raise InvalidArgument("byte order", "of another machine", "a little-endian GGUF file")
+        if version > 255:
+            raise self._damaged(f"its version is {version:,}")
         if version not in (2, 3):
             raise InvalidArgument("GGUF version", version, "2 or 3")
         num_tensors, num_values = self._number("<Q", "counts"), self._number("<Q", "counts")

@@ -181,12 +181,13 @@ def digest_tensors(
         for name, tensor in tensors:
             header = json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode()
             reading.append(pool.submit(bytes, header))
-            parts = tensor.parts if isinstance(tensor, InParts) else [tensor]
-            # Pieces of a tensor that is made take memory of their own.
-            most = 1 if isinstance(tensor, InParts) else _NUM_THREADS + 1
-            for piece in _pieces(parts):
-                reading.append(pool.submit(_digest, piece))
-                while len(reading) > most:
+            if isinstance(tensor, InParts):
+                reading.extend(_digest_parts(tensor.parts, pool))
+                continue
+            data = _bytes_of(tensor)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                reading.append(pool.submit(_digest, data[start : start + _CHUNK_BYTES]))
+                while len(reading) > _NUM_THREADS + 1:
                     whole.update(reading.popleft().result())
         for digest in reading:
             whole.update(digest.result())
@@ -194,26 +195,34 @@ def digest_tensors(
     return whole.hexdigest()
 
 
-def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[memoryview | bytearray]:
-    """The bytes of tensors that follow one another, cut every 16 MB."""
+def _digest_parts(
+    parts: Iterable[torch.Tensor], pool: ThreadPoolExecutor
+) -> Iterator[Future[bytes]]:
+    """As of one tensor, while its parts are made: two of them are in memory at a time."""
+    piece, left = hashlib.blake2b(), _CHUNK_BYTES
+    reading: Future[None] | None = None
+    for part in parts:
+        data = _bytes_of(part)
+        while data:
+            if reading is not None:
+                reading.result()
+            reading = pool.submit(piece.update, data[:left])
+            data, left = data[left:], left - min(left, len(data))
+            if not left:
+                reading.result()
+                yield pool.submit(piece.digest)
+                piece, left = hashlib.blake2b(), _CHUNK_BYTES
+    if reading is not None and left < _CHUNK_BYTES:
+        reading.result()
+        yield pool.submit(piece.digest)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    rest = bytearray()
-    for part in parts:
-        flat = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        data = flat.numpy().data
-        if rest:
-            rest += data[: (start := _CHUNK_BYTES - len(rest))]
-            if len(rest) < _CHUNK_BYTES:
-                continue
-            yield rest
-            data = data[start:]
-        while len(data) >= _CHUNK_BYTES:
-            yield data[:_CHUNK_BYTES]
-            data = data[_CHUNK_BYTES:]
-        rest = bytearray(data)
-    if rest:
-        yield rest
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data: memoryview = flat.numpy().data
+    return data
 
 
 def digest_files(files: Iterable[Path]) -> str:

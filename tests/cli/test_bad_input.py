@@ -211,7 +211,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda data: 10, "counts"),
         (lambda data: data.index(b"tokenizer.ggml.tokens") + 5, "the file has"),
         (lambda data: data.index(b"tokenizer.ggml.merges") + 500, "tokenizer.ggml.merges"),
-        (lambda data: data.index(b"blk.3.ffn_down.weight") + 24, "blk.3.ffn_down.weight"),
+        (lambda data: data.index(b"blk.1.ffn_down.weight") + 24, "blk.1.ffn_down.weight"),
         (lambda data: len(data) // 2, ".weight ends at byte"),
         (lambda data: len(data) - 1000, ".weight ends at byte"),
     ],

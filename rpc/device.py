@@ -194,7 +194,8 @@ class DeviceClient:
         offline_ok: decode on with the drafter alone while no server answers.
         numerics_mismatch: where a server is lost, and those that answer have other numerics:
             "refuse" ends the generation with NumericsMismatch, "allow" goes on and says so.
-        modes: ways to get tokens that may be used, the first to begin with.
+        modes: ways to get tokens that may be used, the first to begin with; "server" only where the
+            target can run its default method.
         max_in_flight: rounds under way at a time.
         on_unverified: called while no server answers, with all tokens after the committed ones that
             the drafter has decoded alone, each time that there are more of them. The rounds to come
@@ -232,6 +233,14 @@ class DeviceClient:
             raise InvalidArgument("tokenizer", "another one", f"that of the target {info.name!r}")
         self.info = info
         self.config = checked_speculation(speculation, catalogue)
+        if not info.drafts:
+            modes = [mode for mode in modes if mode is not Mode.SERVER]
+            if not modes:
+                raise InvalidArgument(
+                    "modes", "server",
+                    f"device or ar: the target's default method, {info.default_method!r}, is not "
+                    "one that it can run",
+                )  # fmt: skip
         self._ladder = Ladder(modes, clock=time.perf_counter, on_change=self._on_change)
         self._unverified: list[int] = []
         self._on_unverified = on_unverified

@@ -147,6 +147,7 @@ class TargetInfo:
     default_method: str = ""
     tokenizer: str = ""  # its fingerprint (paceline.tokenizer); empty: not known
     fingerprint: str = ""  # of its numerics (paceline.numerics); empty: not known
+    drafts: bool = True  # its default method is one that it can run
 
     @staticmethod
     def of(model: generate_pb2.Model) -> TargetInfo:
@@ -158,6 +159,7 @@ class TargetInfo:
             default_method=model.default_method,
             tokenizer=model.tokenizer,
             fingerprint=model.fingerprint,
+            drafts=model.default_method in model.methods,
         )
 
 

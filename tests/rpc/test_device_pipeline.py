@@ -13,6 +13,7 @@ import torch
 from benchmarks.netem import Link, Netem
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineThread
+from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthBounds, LengthContext
 from paceline.lengths.pearl import Pearl
 from paceline.lengths.round_trip import RoundCosts, RoundTrip, best_depth, expected_tokens
@@ -458,6 +459,21 @@ def test_the_ladder_in_the_field() -> None:
         assert [(c.old, c.new) for c in result.mode_changes][:1] == [(Mode.DEVICE, Mode.SERVER)]
         assert result.mode_changes[0].num_tokens < 60
         assert not result.statistics.drafter_lost
+
+
+def test_a_server_that_cannot_draft_is_never_asked_to() -> None:
+    """Its default method needs a drafter that it does not have."""
+    count = 160
+    with (
+        slow_server(0.004, "draft_model") as server,
+        Netem(server.address, Link(rtt=0.06)) as netem,
+    ):
+        with client_of(netem.address, count, rho=0.0, modes=LADDER) as client:
+            result = client.complete(PROMPT, params(count))
+        with pytest.raises(InvalidArgument, match=r"modes.*draft_model"):
+            client_of(netem.address, count, modes=(Mode.SERVER,))
+    assert result.token_ids == truth(count)
+    assert [(c.old, c.new) for c in result.mode_changes][:1] == [(Mode.DEVICE, Mode.AR)]
 
 
 @pytest.mark.parametrize("mode", [Mode.SERVER, Mode.AR])

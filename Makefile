@@ -77,11 +77,15 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 
 # Where Python may not write what it compiled, each of the processes compiles the packages anew: four
 # for the demo, hundreds for the tests.
-demo test test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
+demo test test-slow test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test
-test: $(STAMP) ## run the test suite (9 to 12 minutes on 2 cores)
+test: $(STAMP) ## run the test suite (TIME minutes on 2 cores)
 	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: $(STAMP) ## run what is left out of it: a wheel, a browser, a whole demo (SLOW minutes)
+	@$(BIN)/python tests/run.py --slow $(PYTEST_ARGS)
 
 # Arm's kernels run in an emulator where Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and
 # qemu-user are installed.

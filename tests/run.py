@@ -1,4 +1,4 @@
-"""What `make test` runs: tests that start a Ray and the others at the same time.
+"""What `make test` and `make test-slow` run: tests that start a Ray and the others at the same time.
 
 Tests with a Ray come one by one and wait for much of their time: for processes to start, and for
 Ray to notice things. The others, in several processes, use what that leaves of the machine, at a
@@ -6,7 +6,7 @@ lower priority, so that Ray's own limits on time are kept. Those that compare ti
 nothing beside them. The output of each part is shown when it has ended, that of the largest while
 it runs.
 
-    python tests/run.py [pytest's arguments, for all of them]
+    python tests/run.py [--slow] [pytest's arguments, for all of them]
 """
 
 from __future__ import annotations
@@ -26,22 +26,27 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
+NO_FILES = ["--collect-only", "tests/run.py"]
 NOTHING_COLLECTED = 5  # pytest's status; no error where the arguments name a file of another part
 BACKGROUND = 10  # niceness of the tests without a Ray
 # Ray's own limits are meant for a machine that does nothing else.
 PATIENT = {"RAY_raylet_start_wait_time_s": "180", "RAY_worker_niceness": "0"}
 
 
-def files_with(mark: str) -> list[str]:
+def files_with(*marks: str) -> list[str]:
     """The only ones to import for a part; sorted, so that those that share a Ray come together."""
-    files = (ROOT / "tests").rglob("test_*.py")
-    return sorted(str(p.relative_to(ROOT)) for p in files if f"mark.{mark}" in p.read_text())
+    files = {p: p.read_text() for p in (ROOT / "tests").rglob("test_*.py")}
+    return sorted(
+        str(path.relative_to(ROOT))
+        for path, text in files.items()
+        if all(f"mark.{mark}" in text for mark in marks)
+    )
 
 
-def chosen(mark: str, arguments: Sequence[str]) -> list[str]:
+def chosen(arguments: Sequence[str], *marks: str) -> list[str]:
     """The arguments for a part: with its files, unless they name others."""
     named = any((ROOT / argument.partition("::")[0]).exists() for argument in arguments)
-    return [*arguments, *([] if named else files_with(mark))]
+    return [*arguments, *([] if named or not marks else files_with(*marks) or NO_FILES)]
 
 
 def step_back() -> None:
@@ -68,9 +73,11 @@ def show(output: IO[str]) -> None:
     print(output.read(), flush=True)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, slow: bool = False) -> int:
     """Run all parts; the status of the worst."""
     begun = time.monotonic()
+    which = "slow and not nightly" if slow else "not slow and not nightly"
+    marks = ("slow",) if slow else ()
     # More than there are cores: many tests wait for processes, or for a network that is slow. Each
     # takes 20 s to import and collect.
     workers = os.environ.get("PYTEST_WORKERS") or str(len(os.sched_getaffinity(0)) + 1)
@@ -83,11 +90,11 @@ def main(arguments: Sequence[str]) -> int:
         environment = {**os.environ, "PACELINE_TEST_COUNTS": counts.name}
         many = subprocess.Popen(
             [*PYTEST, "-n", workers, "--dist", "loadfile",
-             "-m", "not serve and not nightly and not alone", *arguments],
+             "-m", f"not serve and not alone and {which}", *chosen(arguments, *marks)],
             cwd=ROOT, env=environment, preexec_fn=step_back,
         )  # fmt: skip
         serve = subprocess.Popen(
-            [*PYTEST, "-m", "serve and not nightly", *chosen("serve", arguments)],
+            [*PYTEST, "-m", f"serve and {which}", *chosen(arguments, "serve", *marks)],
             cwd=ROOT, env={**PATIENT, **environment}, start_new_session=True,
             stdout=held, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -95,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         ready, start = os.pipe()
         # It imports and collects while the rest of the others run, and then waits (conftest.py).
         alone = subprocess.Popen(
-            [*PYTEST, "-m", "alone and not nightly", *chosen("alone", arguments)],
+            [*PYTEST, "-m", f"alone and {which}", *chosen(arguments, "alone", *marks)],
             cwd=ROOT, env={**environment, "PACELINE_TEST_START": str(ready)}, pass_fds=[ready],
             start_new_session=True, stdout=held_last, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -123,4 +130,5 @@ def pytest_ended(codes: Sequence[int]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    given = sys.argv[1:]
+    sys.exit(main([word for word in given if word != "--slow"], slow="--slow" in given))

@@ -128,6 +128,7 @@ def kernels_in(wheel: Path) -> set[str]:
     return {path.name for path in libraries}
 
 
+@pytest.mark.slow
 def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     patterns = (
@@ -181,6 +182,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
 
 
+@pytest.mark.slow
 def test_installed_wheel_generates_without_ray_and_grpc(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
@@ -234,6 +236,7 @@ def test_wheel_of_a_machine_without_a_compiler_says_that_it_has_no_kernels(
     assert "/nonexistent/cc" in said
 
 
+@pytest.mark.slow
 def test_source_distribution_has_what_a_wheel_is_made_of(source: Path, tmp_path: Path) -> None:
     code = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run(
@@ -251,6 +254,7 @@ def test_source_distribution_has_what_a_wheel_is_made_of(source: Path, tmp_path:
     assert not [name for name in names if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_an_editable_install_brings_no_libraries(source: Path, tmp_path: Path) -> None:
     """They would be those of another day's sources."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
@@ -263,6 +267,7 @@ def test_an_editable_install_brings_no_libraries(source: Path, tmp_path: Path) -
     assert not [*source.rglob("*.so"), *tmp_path.rglob("*.so")]
 
 
+@pytest.mark.slow
 def test_installed_wheel_has_its_kernels_without_a_compiler(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -3,12 +3,13 @@
 The whole product (every lossless row, four precisions, batches of 1 and 8, temperatures 0 and 0.8,
 one process, actors, a device; 32 prompts of 128 tokens) takes days of a core:
 tests/nightly/test_chat_exactness.py, and tests/deployments/test_chat_exactness.py with a real
-cluster. Every day there is this, in about a minute of a core:
+cluster.
 
-* Each row once, in a case of its own. Precision, batch, temperature and place are chosen so that
-  every pair of their values is met, by a rule that depends on nothing but the catalogue
-  (:func:`tests.chat.suite.everyday_cases`). A batch is the four prompts together. Rows that copy
-  have 32 tokens of each prompt. The others compute a draft in every round, which costs several
+* Each row has a case of its own. Precision, batch, temperature and place are chosen so that every
+  pair of their values is met, by a rule that depends on nothing but the catalogue
+  (:func:`tests.chat.suite.everyday_cases`). Nothing lands without these cases in four prompts of 48
+  tokens (test_exactness_in_full.py, a slow one). Here every third of them is much shorter. Rows that
+  copy have 32 tokens of each prompt. The others compute a draft in every round, which costs several
   times as much on a CPU: they have 12 tokens of one prompt, or 6 of each of four.
 * Each row once more in the precision that people have, Q4_1, in a batch with sessions of other
   rows, at both temperatures.
@@ -70,6 +71,7 @@ def test_weights_stay_as_they_are(chat: Chat) -> None:
     assert 134e6 < runner.num_parameters < 136e6
 
 
+@pytest.mark.slow
 def test_the_precisions_are_what_they_say(chat: Chat) -> None:
     found = {precision: chat.target(precision).fingerprint for precision in PRECISIONS}
     assert [found[p].dtype for p in PRECISIONS] == ["float32", "q8_0", "bfloat16", "float32"]
@@ -105,6 +107,7 @@ def test_a_token_has_the_same_logits_however_many_are_verified_with_it(chat: Cha
 # --- tokens ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("case", EVERYDAY, ids=str)
 def test_tokens_are_those_of_ar(case: Case, chat: Chat) -> None:
     prompts: Sequence[int] = range(len(chat.prompts))

@@ -123,6 +123,7 @@ def test_who_names_no_model_talks_with_smollm2(cli: Cli) -> None:
     assert "suffix_decoding" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
     ours, theirs = pty.openpty()

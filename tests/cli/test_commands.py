@@ -154,6 +154,7 @@ def test_doctor_finds_missing_models_and_a_wrong_tokenizer(
     assert "tokenizer" in foreign.detail
 
 
+@pytest.mark.slow
 def test_doctor_without_the_serving_extra() -> None:
     result = paceline("doctor", "--json", code=BLOCK_SERVING)
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
@@ -189,6 +190,7 @@ def test_doctor_without_a_compiler(tmp_path: Path) -> None:
     assert said["mend"].startswith("install a C compiler")
 
 
+@pytest.mark.slow
 def test_doctor_names_the_variant_its_class_and_its_share_of_the_roofline() -> None:
     best = next(iter(kernels.runnable()))
     said = doctor_says("check_kernels")
@@ -206,6 +208,7 @@ def test_doctor_names_the_variant_its_class_and_its_share_of_the_roofline() -> N
     assert "sse9" in wrong["detail"]
 
 
+@pytest.mark.slow
 def test_doctor_tells_how_many_threads_and_why(own_cache: Path) -> None:
     first = doctor_says("check_threads", PACELINE_MEASURE="on")
     for part in ("costs: measured in", "processors:", "verify ms by rows:", "threads:", "rows:"):

@@ -43,6 +43,7 @@ def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", LIGHT)
 def test_a_start_imports_only_what_it_uses(code: str) -> None:
     done = _run(f"import sys; {code}; print('LOADED', *sys.modules)")
@@ -124,6 +125,7 @@ def test_kernels_are_built_ahead_without_torch(compiler: Path) -> None:
     assert compiler.exists()
 
 
+@pytest.mark.slow
 def test_kernels_that_are_there_are_not_built_again() -> None:
     def libraries() -> dict[str, int]:
         done = _run(

@@ -114,6 +114,7 @@ def test_exact_to_the_end_of_the_context(zoo: Path, tmp_path: Path) -> None:
     check_end_of_context(Dovetail, DovetailOptions(), zoo, tmp_path, num_speculative_tokens=6)
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_right_and_a_round_moves_one_feature_for_each_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

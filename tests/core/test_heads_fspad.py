@@ -98,6 +98,7 @@ def trained(seed: int, options: tuple[tuple[str, bool], ...]) -> Fspad:
     return head
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_right() -> None:
     batch = read(demo_runner(), texts())
     torch.manual_seed(0)

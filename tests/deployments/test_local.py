@@ -173,6 +173,7 @@ def test_a_model_that_cannot_be_loaded_says_so(ray_cluster: None, tmp_path: Path
         serve.delete("test-no-model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["smollm2", pytest.param("demo", marks=pytest.mark.nightly)])
 def test_demo(model: str) -> None:
     options = ["--model", model, "--max-tokens", "24"]
@@ -200,6 +201,7 @@ def test_demo(model: str) -> None:
     assert eventually(lambda: not _alive(target) and not _alive(drafter))
 
 
+@pytest.mark.slow
 def test_demo_cleans_up_after_ctrl_c() -> None:
     command = [sys.executable, "-m", "cluster.cli", "demo", "--model", "demo"]
     process = subprocess.Popen(

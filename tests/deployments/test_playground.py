@@ -431,6 +431,7 @@ def test_the_server_goes_away(opened: Open, target: EngineThread) -> None:
     page.complaints.clear()  # the browser's own about connections
 
 
+@pytest.mark.slow
 def test_a_key_for_servers_with_tenants(opened: Open, target: EngineThread, tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text(yaml.safe_dump({"tenants": {"alice": {"token": KEY}}}))
     with http_serving(target, MODEL, gate=Gate(tenants=Tenants(tmp_path / "tenants.yaml"))) as url:

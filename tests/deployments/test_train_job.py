@@ -51,6 +51,7 @@ def test_two_workers_follow_the_path_of_one(
     assert "step 12: acceptance" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_workers_than_the_cluster_has_room_for_are_refused(
     ray_cluster: None, job: TrainJob
 ) -> None:

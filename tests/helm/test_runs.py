@@ -105,6 +105,7 @@ def applications(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_served_configuration_generates(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(only(cluster.objects, "RayService")["spec"]["serveConfigV2"])

@@ -390,6 +390,7 @@ def plain(zoo: Path) -> dict[tuple[str, bool], tuple[dict[str, Any], dict[str, t
     return models
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @settings(
     derandomize=True, deadline=None, max_examples=200, database=None,

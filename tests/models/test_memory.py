@@ -36,6 +36,7 @@ def both(name: str, model: Path, dtype: str, path: str, cache: Path) -> list[Loa
     return [measure_load(name, model, dtype, path, cache) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_load_takes_little_more_than_it_keeps(tmp_path: Path, own_cache: Path) -> None:
     model = make_checkpoint("float32", tmp_path, SIZES | {"num_hidden_layers": 4})
     cold, warm = both("float32", model, "bfloat16", "fast", own_cache)

@@ -1,6 +1,6 @@
 """A server under all sorts of clients for an hour: nothing grows, nothing hangs, nothing is wrong.
 
-The short form (6 s, or until memory was short) runs with every test run. PACELINE_SOAK_S sets the
+The short form (6 s, or until memory was short) is one of the slow tests. PACELINE_SOAK_S sets the
 length of the long one.
 """
 
@@ -36,7 +36,7 @@ def check(result: Soak) -> None:
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(SHORT, marks=pytest.mark.timeout(200), id="short"),
+        pytest.param(SHORT, marks=[pytest.mark.slow, pytest.mark.timeout(200)], id="short"),
         pytest.param(HOUR, marks=[pytest.mark.nightly, pytest.mark.timeout(HOUR + 300)], id="long"),
     ],
 )

@@ -60,6 +60,7 @@ def test_each_kind_of_head_can_be_trained(
 
 
 # Medusa guesses without seeing the token before, of which this text has much use.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "gain", "tokens"),
     [("medusa", 0.02, 1.05), ("hydra", 0.1, 1.3), ("eagle", 0.1, 1.3), ("chimera", 0.1, 1.3)],

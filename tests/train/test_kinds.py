@@ -84,6 +84,7 @@ def test_aligning_raises_the_acceptance(target: Path, text_file: Path, tmp_path:
     assert gain(result) > 0.05, result.history.evaluations
 
 
+@pytest.mark.slow
 def test_sorted_training_raises_the_acceptance_of_every_sub_model(
     target: Path, text_file: Path, tmp_path: Path
 ) -> None:

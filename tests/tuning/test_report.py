@@ -467,6 +467,7 @@ def hostile_records() -> list[TrialRecord]:
     return [record(0, AR), one, failed, record(3, point("sequoia", num_speculative_tokens=4))]
 
 
+@pytest.mark.slow
 def test_nothing_that_a_token_or_a_reason_says_is_run(chromium: Any, tmp_path: Path) -> None:
     results = write_sweep(
         str(tmp_path), hostile_records(), name=HOSTILE, space={"space": {"x": HOSTILE}},

@@ -223,6 +223,7 @@ def sweep_command(result: Path, *changes: str) -> list[str]:
     return [sys.executable, str(script), "--space", "demo", "--result", str(result), *options]
 
 
+@pytest.mark.slow
 def test_no_room_on_the_storage(tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk: the same call fails."""
 
@@ -348,6 +349,7 @@ def _trial_processes(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     results = Results(str(tmp_path / "sweep"))
     process = start(sweep_command(tmp_path / "sweep", "search.trials=6"))

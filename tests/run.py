@@ -1,4 +1,4 @@
-"""What `make test` and `make test-slow` run: tests that start a Ray and the others at the same time.
+"""What `make test` and `make test-slow` run: tests that start a Ray, and the others beside them.
 
 Tests with a Ray come one by one and wait for much of their time: for processes to start, and for
 Ray to notice things. The others, in several processes, use what that leaves of the machine, at a

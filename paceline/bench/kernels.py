@@ -20,6 +20,7 @@ import torch
 
 from paceline.models import kernels
 from paceline.models.ops import NativeOps, Packing
+from paceline.models.quants import quantise
 
 ROWS = (1, 2, 4, 8, 16, 32)
 FOOTPRINT = 192e6  # bytes of weights that are read in turn, beyond what caches hold
@@ -49,8 +50,9 @@ MODELS = (
     Shapes("135M", 30, 576, 960, 576, 1536, 49152),
     Shapes("0.3B", 24, 1024, 3072, 1024, 2752, 32000),
 )
-DTYPES = "float32", "float32/2", "bfloat16", "int8"
-"""``float32/2``: float32 inputs, and weights that bfloat16 can hold."""
+DTYPES = "float32", "float32/2", "bfloat16", "int8", "Q8_0", "Q4_1"
+"""``float32/2``: float32 inputs, and weights that bfloat16 can hold. The last two: GGUF's blocks."""
+QUANTISED = "Q8_0", "Q4_1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class Products:
         narrow = dtype == "bfloat16"
         ops = NativeOps(torch.bfloat16 if narrow else torch.float32, int8=dtype == "int8")
         self._narrow = int(narrow)
-        size = {"float32": 4, "int8": 1}.get(dtype, 2)
+        size = {"float32": 4, "int8": 1, "Q8_0": 34 / 32, "Q4_1": 20 / 32}.get(dtype, 2)
         layer = sum(i * o for i, o in shapes.layer)
         copies = max(1, round(footprint / (size * layer * shapes.layers)))
         self._kept: list[torch.Tensor] = []
@@ -158,6 +160,10 @@ class Products:
         def pack(inputs: int, outputs: int) -> tuple[int, Packing, int]:
             """Address of a first one, packing and bytes; further ones are copies of its bytes."""
             weight = torch.randn(outputs, inputs, generator=generator)
+            if dtype in QUANTISED:
+                packed = ops.pack_quantised(quantise(weight.numpy(), dtype))
+                self._kept.append(packed.data)
+                return packed.data.data_ptr(), packed.packing, packed.data.nbytes
             weight = weight if dtype == "float32" else weight.bfloat16()
             packed = ops.pack(weight.to(torch.bfloat16 if narrow else torch.float32))
             self._kept.append(packed.data)

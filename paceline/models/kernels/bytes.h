@@ -12,14 +12,15 @@ struct byte_panel {
 };
 
 /* For each instruction set: the type of inputs and what is added to them; SUMS of a panel, each a native
- * vector of int32, the panels and rows whose sums the registers hold; step adds four k of 16 outputs, and
- * finish makes 16 sums of them. */
+ * vector of int32, the panels and rows whose sums the registers hold, and from how many rows on blocks
+ * fetch what comes next; step adds four k of 16 outputs, and finish makes 16 sums of them. */
 #if W == 16 && defined(__AVX512VNNI__)
 typedef uint8_t byte_in;
 #define BYTE_SHIFT 128
 #define SUMS 1
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) <= 3 ? 8 : 4)
+#define BYTE_FETCH_ROWS 9
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -40,6 +41,7 @@ typedef int16_t byte_in;
 #define SUMS 2
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) == 1 ? 1 : 2)
+#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -66,6 +68,7 @@ typedef uint8_t byte_in;
 #define SUMS 2
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -87,6 +90,7 @@ typedef int16_t byte_in;
 #define SUMS 4
 #define BYTE_ROWS 3
 #define BYTE_PANELS(rows) 1
+#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -115,10 +119,12 @@ typedef int8_t byte_in;
 #define SUMS 4
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) <= 2 ? 2 : 1)
+#define BYTE_FETCH_ROWS 2
 #else
 #define SUMS 8
 #define BYTE_ROWS 2
 #define BYTE_PANELS(rows) 1
+#define BYTE_FETCH_ROWS 2
 #endif
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
@@ -158,6 +164,7 @@ typedef int8_t byte_in;
 #define SUMS 4
 #define BYTE_ROWS 1
 #define BYTE_PANELS(rows) 1
+#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -236,9 +243,10 @@ ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const i
     put(t, row, first, out);
 }
 
+/* Each of `turns` blocks fetches a share of the weights that lie `ahead`, spread over its own steps. */
 ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, size_t bytes,
                               const float *scales, const struct target *t, int row, int first,
-                              size_t ahead, const int rows, const int panels)
+                              size_t ahead, int turn, int turns, const int rows, const int panels)
 {
     nat_int acc[BYTE_ROWS][GROUP][SUMS];
     UNROLL for (int r = 0; r < rows; r++)
@@ -246,9 +254,11 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
             UNROLL for (int i = 0; i < SUMS; i++) acc[r][p][i] = (nat_int){0};
     const int8_t *w = ((const struct byte_panel *)panel)->weights, *next = w + ahead;
     for (int k = 0; k < inputs; k += 4) {
-        if (ahead)
+        if (turn-- == 0) {
+            turn = turns - 1;
             UNROLL for (int p = 0; p < panels; p++)
-                FETCH(next + p * bytes + (size_t)k * WIDTH, rows);
+                FETCH(next + p * bytes + (size_t)k * WIDTH);
+        }
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int p = 0; p < panels; p++)
                 byte_step(acc[r][p], w + p * bytes + (size_t)k * WIDTH, x + (size_t)r * inputs + k);
@@ -263,8 +273,8 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
 }
 
 #define BLOCK(rows, count)                                                                        \
-    byte_block(x, inputs, panel + p * bytes, bytes, scales, t, row, first + p * WIDTH, ahead, rows,  \
-               count)
+    byte_block(x, inputs, panel + p * bytes, bytes, scales, t, row, first + p * WIDTH, ahead, turn,  \
+               turns, rows, count)
 #define CASE(rows)                                                                                \
     case rows:                                                                                    \
         for (; p + BYTE_PANELS(rows) <= panels; p += BYTE_PANELS(rows))                           \
@@ -283,7 +293,7 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
 
 static void byte_rows(const byte_in *x, int inputs, const char *panel, size_t bytes,
                       const float *scales, const struct target *t, int row, int first, size_t ahead,
-                      int rows, int panels)
+                      int turn, int turns, int rows, int panels)
 {
     int p = 0;
     switch (rows) {
@@ -345,9 +355,10 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
                 const byte_in *from = in + (size_t)r * inputs;
                 if (tiles)
                     byte_tiles(from, inputs, w, panel, scales + r, t, r, p * WIDTH, count, panels);
-                else /* the first block fetches the next group's weights */
-                    byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, b ? 0 : group * panel,
-                              rows * (b + 1) / blocks - r, panels);
+                else
+                    byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, group * panel,
+                              FETCH_TURN(b, rows >= BYTE_FETCH_ROWS), blocks, rows * (b + 1) / blocks - r,
+                              panels);
             }
         }
         if (tiles)

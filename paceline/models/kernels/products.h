@@ -32,11 +32,12 @@ ALWAYS_INLINE int group_size(int rows)
     return rows <= 3 ? GROUP : 4;
 }
 
-/* With several rows there is time to fetch what comes next; for one row the processor does it better
- * itself. */
-#define FETCH(from, rows)                                                                         \
-    if ((rows) > 1)                                                                               \
-    __builtin_prefetch(from, 0, 3)
+/* Blocks of several rows fetch what comes next. Not where they read four panels or more and arithmetic takes
+ * less time than memory: there the processor reads faster by itself, since instructions that fetch wait in
+ * the same few places as loads do. */
+#define FETCH(from) __builtin_prefetch(from, 0, 3)
+#define FETCH_TURN(block, fetches) ((fetches) ? (block) : -1) /* -1: never */
+#define MANY_STREAMS(rows) (W == 16 ? (rows) : 2) /* so many rows take longer than reading the weights */
 
 /* Where results go: `width` of the panels' outputs are real. */
 struct target {

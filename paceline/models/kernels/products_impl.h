@@ -1,10 +1,11 @@
 /* Products of rows with panels of weights; included once for each kind of weights, with
- * NAME(f), X (of inputs), SUBSTEPS (inputs that 64 bytes of a panel hold), VALUE(x) (a vec of one input)
- * and STEP(sums, from, substep, value) set. */
+ * NAME(f), X (of inputs), SUBSTEPS (inputs that 64 bytes of a panel hold), VALUE(x) (a vec of one input),
+ * WEIGHTS(from, substep), STEP(sums, weights, value) and FETCH_ROWS (from how many rows on blocks fetch
+ * what comes next) set. */
 
 /* Steps [from, to) of k for a block of rows and panels, whose sums so far, [rows][GROUP][WIDTH], are in
  * memory. Each of `turns` such blocks fetches a share of the chunk that comes next, spread over its own
- * steps, so that memory and arithmetic are busy at the same time. */
+ * steps, so that memory and arithmetic are busy at the same time; with turn -1 none does. */
 ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, size_t panel,
                                const char *next, float *sums, int from, int to, int turn, int turns,
                                const int rows, const int panels)
@@ -18,7 +19,7 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
     for (int k = from; k < to; k++) {
         if (turn-- == 0) {
             turn = turns - 1;
-            UNROLL for (int p = 0; p < panels; p++) FETCH(next + p * panel, rows);
+            UNROLL for (int p = 0; p < panels; p++) FETCH(next + p * panel);
         }
         UNROLL for (int s = 0; s < SUBSTEPS; s++) {
             vec w[GROUP];
@@ -92,7 +93,7 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
             /* Shared out evenly: 7 rows as 4 + 3 cost less than as 6 + 1. */
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
             NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
-                       b, blocks, end - r, panels);
+                       FETCH_TURN(b, rows >= FETCH_ROWS), blocks, end - r, panels);
         }
     }
 }
@@ -103,3 +104,4 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
 #undef VALUE
 #undef WEIGHTS
 #undef STEP
+#undef FETCH_ROWS

@@ -265,60 +265,76 @@ static void quant_round(const void *x, size_t at, struct quant_inputs *out, int 
     }
 }
 
-/* Panels that are taken together: with one row memory is what takes time, and several streams are read
- * faster than one. */
-#define QUANT_PANELS(rows) ((rows) == 1 ? 4 : 1)
+/* Panels that a block of rows takes together. Memory reads several streams faster than one, and sums that do
+ * not wait for each other hide what an addition takes; beyond, registers run out. */
+#if W == 16
+#define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : (rows) <= 4 || (bits) == 8 ? 4 : 2)
+#elif HAS_FMA
+#define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : 4)
+#else
+#define QUANT_PANELS(rows, bits) 4
+#endif
+#define MOST_PANELS QUANT_PANELS(1, 8)
 
-/* Up to QUANT_ROWS rows and some neighbouring panels, `size` bytes each. */
+/* Up to QUANT_ROWS rows and some neighbouring panels, `size` bytes each. Each of `turns` such calls fetches
+ * a share of the panels that come next, spread over its own blocks. */
 ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *panel, size_t size,
-                               const char *next, const struct target *t, int row, int first,
+                               int turn, int turns, const struct target *t, int row, int first,
                                const int rows, const int panels, const struct quant_kind kind)
 {
     const int blocks = k / kind.block, inputs = k / QUANT_INPUTS, step = kind.bits == 4 ? 8 : 4;
-    const size_t to_lines = quant_headers(kind, k), to_next = next ? next - panel : 0;
-    vec acc[QUANT_ROWS][4];
+    const size_t to_lines = quant_headers(kind, k), to_next = panels * size;
+    vec acc[QUANT_ROWS][MOST_PANELS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int p = 0; p < panels; p++) acc[r][p] = set_(0.0f);
     for (int b = 0; b < blocks; b++) {
         const int half = kind.block == QUANT_INPUTS ? 0 : b & 1;
         const struct quant_inputs *in = x + (kind.block == QUANT_INPUTS ? b : b / 2);
-        UNROLL for (int p = 0; p < panels; p++) {
-            const char *header = panel + p * size + b * quant_header(kind);
-            const char *line = panel + p * size + to_lines + b * (kind.block * WIDTH * kind.bits / 8);
-            vec whole[QUANT_ROWS];
-            UNROLL for (int n = 0; n < NATS; n++) {
-                nat_int sums[QUANT_ROWS];
-                UNROLL for (int r = 0; r < rows; r++) sums[r] = (nat_int){0};
-                /* Unrolled, compilers add up late and run out of registers. */
-                _Pragma("GCC unroll 1") for (int i = 0; i < kind.block / step; i++) {
-                    const quant_part w = PART_LOAD(line + i * LINE + n * (LINE / NATS));
-                    const int at = half * 16 + i * step;
+        const int fetches = turn-- == 0;
+        if (fetches)
+            turn = turns - 1;
+        const char *headers = panel + b * quant_header(kind);
+        const char *lines = panel + to_lines + b * (kind.block * WIDTH * kind.bits / 8);
+        vec whole[QUANT_ROWS][MOST_PANELS];
+        UNROLL for (int n = 0; n < NATS; n++) {
+            nat_int sums[QUANT_ROWS][MOST_PANELS];
+            UNROLL for (int r = 0; r < rows; r++) {
+                nat_int start = {0};
+                if (QUANT_SHIFTS && kind.bits == 8) {
+                    const int32_t *shifts = in[r * inputs].shifts;
+                    start -= kind.block == 16 ? shifts[half] : shifts[0] + shifts[1];
+                }
+                UNROLL for (int p = 0; p < panels; p++) sums[r][p] = start;
+            }
+            /* Unrolled, compilers add up late and run out of registers. */
+            _Pragma("GCC unroll 1") for (int i = 0; i < kind.block / step; i++) {
+                const char *line = lines + i * LINE + n * (LINE / NATS);
+                const int at = half * 16 + i * step;
+                if (fetches && n == 0)
+                    UNROLL for (int p = 0; p < panels; p++) FETCH(line + to_next + p * size);
+                UNROLL for (int p = 0; p < panels; p++) {
+                    const quant_part w = PART_LOAD(line + p * size);
                     UNROLL for (int r = 0; r < rows; r++) {
                         const int8_t *q = in[r * inputs].q + at;
                         if (kind.bits == 4) {
-                            sums[r] = quant_step(sums[r], PART_LOW(w), PART_INPUTS(q), 4);
-                            sums[r] = quant_step(sums[r], PART_HIGH(w), PART_INPUTS(q + 4), 4);
+                            sums[r][p] = quant_step(sums[r][p], PART_LOW(w), PART_INPUTS(q), 4);
+                            sums[r][p] = quant_step(sums[r][p], PART_HIGH(w), PART_INPUTS(q + 4), 4);
                         } else
-                            sums[r] = quant_step(sums[r], w, PART_INPUTS(q), 8);
+                            sums[r][p] = quant_step(sums[r][p], w, PART_INPUTS(q), 8);
                     }
-                }
-                UNROLL for (int r = 0; r < rows; r++) {
-                    nat_int all = quant_finish(sums[r], kind.bits);
-                    if (QUANT_SHIFTS && kind.bits == 8) {
-                        const int32_t *shifts = in[r * inputs].shifts;
-                        all -= kind.block == 16 ? shifts[half] : shifts[0] + shifts[1];
-                    }
-                    whole[r].n[n] = __builtin_convertvector(all, nat);
                 }
             }
-            if (next)
-                UNROLL for (int i = 0; i < kind.block / step; i++)
-                    __builtin_prefetch(line + to_next + i * LINE, 0, 3);
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int p = 0; p < panels; p++)
+                    whole[r][p].n[n] = __builtin_convertvector(quant_finish(sums[r][p], kind.bits), nat);
+        }
+        UNROLL for (int p = 0; p < panels; p++) {
+            const char *header = headers + p * size;
             const vec scale = kind.wide ? load_((const float *)header)
                                         : float16_((const uint16_t *)header);
             UNROLL for (int r = 0; r < rows; r++) {
                 const struct quant_inputs *from = in + r * inputs;
-                acc[r][p] = fma_(whole[r], mul_(scale, set_(from->scale)), acc[r][p]);
+                acc[r][p] = fma_(whole[r][p], mul_(scale, set_(from->scale)), acc[r][p]);
                 if (kind.least) {
                     const float *leasts = (const float *)header + WIDTH;
                     const vec least = kind.wide ? load_(leasts)
@@ -334,20 +350,20 @@ ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *
 }
 
 #define BLOCK(rows, count)                                                                        \
-    quant_block(x, k, panel + p * size, size, next, t, row, first + p * WIDTH, rows, count, kind)
+    quant_block(x, k, panel + p * size, size, turn, turns, t, row, first + p * WIDTH, rows, count, kind)
 #define CASE(rows)                                                                                \
     case rows:                                                                                    \
         if ((rows) > QUANT_MOST(kind)) /* which takes no code */                                  \
             break;                                                                                \
-        for (; p + QUANT_PANELS(rows) <= panels; p += QUANT_PANELS(rows))                         \
-            BLOCK(rows, QUANT_PANELS(rows));                                                      \
-        if (QUANT_PANELS(rows) > 1)                                                               \
+        for (; p + QUANT_PANELS(rows, kind.bits) <= panels; p += QUANT_PANELS(rows, kind.bits))   \
+            BLOCK(rows, QUANT_PANELS(rows, kind.bits));                                           \
+        if (QUANT_PANELS(rows, kind.bits) > 1)                                                    \
             for (; p < panels; p++)                                                               \
                 BLOCK(rows, 1);                                                                   \
         break;
 
 ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *panel, size_t size,
-                              const char *next, const struct target *t, int row, int first, int rows,
+                              int turn, int turns, const struct target *t, int row, int first, int rows,
                               int panels, const struct quant_kind kind)
 {
     int p = 0;
@@ -379,9 +395,8 @@ ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *p
         const int most = QUANT_MOST(kind), blocks = (rows + most - 1) / most;                     \
         for (int b = 0; b < blocks; b++) {                                                        \
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;                       \
-            quant_rows(x + (size_t)r * (k / QUANT_INPUTS), k, from, size,                         \
-                       b ? NULL : from + QUANT_PANELS(rows) * size, t, r, first * WIDTH, end - r, \
-                       panels, kind);                                                             \
+            quant_rows(x + (size_t)r * (k / QUANT_INPUTS), k, from, size, b, blocks, t, r,        \
+                       first * WIDTH, end - r, panels, kind);                                     \
         }                                                                                         \
     }
 
@@ -395,7 +410,10 @@ int quant_product(const void *x, const char *weight, int packing, int rows, int 
                   const struct target *t)
 {
     const int panels = (int)(t->outputs + WIDTH - 1) / WIDTH, inputs = k / QUANT_INPUTS;
-    const int together = QUANT_PANELS(rows);
+    const int most = packing <= OCTETS ? QUANT_ROWS : QUANT_MOST(WIDE_OCTET_KIND);
+    const int blocks = (rows + most - 1) / most;
+    const int bits = packing == OCTETS || packing == WIDE_OCTETS ? 8 : 4;
+    const int together = QUANT_PANELS(rows / blocks, bits);
     struct quant_inputs *in = aligned_alloc(64, (size_t)rows * inputs * sizeof *in);
     if (!in)
         return 1;

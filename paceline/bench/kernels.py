@@ -51,7 +51,7 @@ MODELS = (
     Shapes("0.3B", 24, 1024, 3072, 1024, 2752, 32000),
 )
 DTYPES = "float32", "float32/2", "bfloat16", "int8", "Q8_0", "Q4_1"
-"""``float32/2``: float32 inputs, and weights that bfloat16 can hold. The last two: GGUF's blocks."""
+"""``float32/2``: float32 inputs, and weights that bfloat16 can hold; Q8_0, Q4_1: GGUF's blocks."""
 QUANTISED = "Q8_0", "Q4_1"
 
 

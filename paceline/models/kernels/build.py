@@ -169,11 +169,13 @@ def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
     """The sources of a variant's library with the flags of each."""
     vectors = variant.vectors
     integers = *vectors, *variant.integers
+    # What these two look for, the source has not, and with many copies of a loop they take long.
+    quick = "-fno-gcse", "-fno-tree-pre"
     about = f"-DFEATURES={variant.features}", f"-DRANK={variant.rank}"
     return [
         ("decode.c", (*vectors, "-fpeel-loops")), ("products.c", vectors),
-        ("quants.c", integers), ("matmul.c", (*integers, *variant.products)), ("variant.c", about),
-        ("noise.c", (*vectors, "-O3")),  # its loops are left to the compiler
+        ("quants.c", (*integers, *quick)), ("matmul.c", (*integers, *variant.products)),
+        ("variant.c", about), ("noise.c", (*vectors, "-O3")),  # its loops are left to the compiler
     ]  # fmt: skip
 
 

@@ -349,17 +349,19 @@ ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *
         UNROLL for (int p = 0; p < panels; p++) put(t, row + r, first + p * WIDTH, acc[r][p]);
 }
 
-#define BLOCK(rows, count)                                                                        \
-    quant_block(x, k, panel + p * size, size, turn, turns, t, row, first + p * WIDTH, rows, count, kind)
+#define BLOCK(r, rows, count)                                                                     \
+    quant_block(x + (size_t)(r) * (k / QUANT_INPUTS), k, panel + p * size, size, turn, turns, t,   \
+                row + (r), first + p * WIDTH, rows, count, kind)
 #define CASE(rows)                                                                                \
     case rows:                                                                                    \
         if ((rows) > QUANT_MOST(kind)) /* which takes no code */                                  \
             break;                                                                                \
         for (; p + QUANT_PANELS(rows, kind.bits) <= panels; p += QUANT_PANELS(rows, kind.bits))   \
-            BLOCK(rows, QUANT_PANELS(rows, kind.bits));                                           \
-        if (QUANT_PANELS(rows, kind.bits) > 1)                                                    \
-            for (; p < panels; p++)                                                               \
-                BLOCK(rows, 1);                                                                   \
+            BLOCK(0, rows, QUANT_PANELS(rows, kind.bits));                                        \
+        if (QUANT_PANELS(rows, kind.bits) > 4 && p + 4 <= panels) {                               \
+            BLOCK(0, rows, 4);                                                                    \
+            p += 4;                                                                               \
+        }                                                                                         \
         break;
 
 ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *panel, size_t size,
@@ -381,6 +383,9 @@ ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *p
         CASE(8)
 #endif
     }
+    for (; p < panels; p++) /* few matrices have any left, so code for all numbers of rows is not worth it */
+        for (int r = 0; r < rows; r++)
+            BLOCK(r, 1, 1);
 }
 
 #undef CASE

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.bench.prompts import builtin_prompts, limit_per_category
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.engine import Engine
 from paceline.loading import limit_threads, load_engine
 from paceline.sampling import SamplingParams
@@ -57,7 +58,7 @@ def copies(
     return found
 
 
-class PerfectCopier:
+class PerfectCopier(Drafter):
     """Stands in for ``prompt_lookup``."""
 
     needs: frozenset[Need] = frozenset()

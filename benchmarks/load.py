@@ -25,6 +25,7 @@ from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.engine import Engine, EngineLimits
 from paceline.loading import limit_threads
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -59,7 +60,7 @@ def closed_loop(
     while waiting or running:
         while waiting and len(running) < concurrency:
             i, prompt = waiting.pop(0)
-            running[i] = engine.submit(prompt, params, config)
+            running[i] = engine.submit(Request(prompt, params, config))
         engine.step()
         for i in [i for i, session in running.items() if session.finished]:
             done[i] = running.pop(i)
@@ -123,14 +124,14 @@ def prefill(engine: Engine, options: argparse.Namespace) -> None:
     for chunk, stretch in [(chunk, s) for chunk in options.chunks for s in (None, 4.0)]:
         fresh = sibling(engine, prefill_chunk=chunk, prefill_stretch=stretch)
         params = SamplingParams(max_tokens=1200, ignore_eos=True)
-        running = [fresh.submit(p, params, AR) for p in prompts_of(engine, 4)]
+        running = [fresh.submit(Request(p, params, AR)) for p in prompts_of(engine, 4)]
         while any(s.stats.num_tokens < 20 for s in running):
             fresh.step()
         gaps: dict[str, list[float]] = {"before": [], "during": []}
         for _ in range(100):
             gaps["before"].append(_timed(fresh))
         one = SamplingParams(max_tokens=1, ignore_eos=True)
-        session = fresh.submit(long, one, AR)
+        session = fresh.submit(Request(long, one, AR))
         while not session.finished:
             assert not all(s.finished for s in running), "more tokens are needed"
             gaps["during"].append(_timed(fresh))

@@ -31,6 +31,7 @@ from paceline.loading import limit_threads, load_engine
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner, Segment
 from paceline.profile import LoadCosts
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 
 
@@ -86,7 +87,7 @@ def measure(
         prediction = tuple(prompt) if METHODS[method].reads_prediction else ()
         started = time.thread_time()
         session = engine.submit(
-            prompt, params, SpeculationConfig(method=method), prediction=prediction
+            Request(prompt, params, SpeculationConfig(method=method), prediction=prediction)
         )
         while not session.finished:
             engine.step()

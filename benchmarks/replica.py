@@ -18,7 +18,7 @@ from typing import Self
 
 from benchmarks.scripted import SlowMix, scripted_row
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.loading import limit_threads, load_drafter, load_runner
 from paceline.methods import METHODS
@@ -70,7 +70,7 @@ class Replica:
 def _engine(options: argparse.Namespace) -> tuple[Engine, SpeculationConfig]:
     """The engine, and what a request gets that names no method."""
     runner = load_runner(options.target, kv_tokens=options.kv_tokens)
-    drafters: dict[str, Drafter | AsyncDrafter] = {}
+    drafters: dict[str, Drafter] = {}
     speculation = SpeculationConfig(method="ar")
     if options.drafter:
         drafters["draft_model"] = load_drafter(

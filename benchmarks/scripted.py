@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.drafters.base import Drafter
 from paceline.methods import Method
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Continuations = Mapping[tuple[int, ...], Sequence[int]]
 
 
-class Mix:
+class Mix(Drafter):
     """Right with probability ``rho`` at each token, decided by (seed, prompt, position) alone.
 
     Attributes:

@@ -33,7 +33,7 @@ from paceline.bench.environment import describe_environment
 from paceline.bench.prompts import builtin_prompts, limit_per_category
 from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
-from paceline.drafters.base import is_local
+from paceline.drafters.base import at_once
 from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
@@ -106,7 +106,6 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         drafter = engine.drafters["draft_model"]
-        assert is_local(drafter)
         self._propose = drafter.propose
         self.drafts: Drafts = {}
         self.seconds: list[float] = []
@@ -114,7 +113,7 @@ class Recorder:
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         begun = time.perf_counter()
-        drafts = self._propose(sessions, budgets)
+        drafts = at_once(self._propose(sessions, budgets))
         elapsed = time.perf_counter() - begun
         for session, draft in zip(sessions, drafts, strict=True):
             self.drafts[session.length] = draft

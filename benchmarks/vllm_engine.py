@@ -38,6 +38,7 @@ from deployments.config import parse_config
 from deployments.engines.vllm import VllmEngine
 from paceline.bench.prompts import builtin_prompts, limit_per_category
 from paceline.config import SpeculationConfig
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,11 +144,14 @@ class Engines:
             if system.kind == "Paceline":  # its rows share drafters, and may not share answers
                 await engine.forget()
             session = engine.submit(
-                prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-                SpeculationConfig(**system.speculation),
-                session_id=f"{system.name}-{time.perf_counter()}",
+                Request(
+                    prompt,
+                    SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                    SpeculationConfig(**system.speculation),
+                    session_id=f"{system.name}-{time.perf_counter()}",
+                ),
                 on_event=lambda event: event.finished and done.set(),
-            ).result()  # fmt: skip
+            ).result()
             await done.wait()
         finally:
             self._signal(system.engine, signal.SIGSTOP)

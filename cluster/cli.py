@@ -266,7 +266,7 @@ def generate(
     """
     from cluster import cli_generate
 
-    request = cli_generate.Request(
+    request = cli_generate.GenerateOptions(
         prompt=cli_generate.read_prompt(prompt),
         params=cli_generate.sampling_params(
             temperature=temperature,

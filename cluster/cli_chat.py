@@ -84,6 +84,7 @@ class Chat:
                 it was before.
         """
         from paceline.chat import encode_chat
+        from paceline.request import Request
 
         engine, template, tokenizer = self._engine, self._template, self._engine.tokenizer
         assert tokenizer is not None  # load_engine always has one
@@ -91,9 +92,7 @@ class Chat:
         splitter = PieceSplitter(tokenizer)
         pieces: list[Piece] = []
         self.last = session = engine.submit(
-            encode_chat(tokenizer, template, asked),
-            self._params,
-            self.config,
+            Request(encode_chat(tokenizer, template, asked), self._params, self.config),
             on_event=lambda event: pieces.extend(
                 splitter.split(event.token_ids, event.num_accepted, event.text)
             ),

@@ -14,9 +14,9 @@ from rich.text import Text
 from cluster.cli_generate import (
     ACCEPTED_STYLE,
     OWN_STYLE,
+    GenerateOptions,
     Piece,
     PieceSplitter,
-    Request,
     check_address,
     finish,
     read_prompt,
@@ -171,7 +171,7 @@ def draft(
     - `paceline draft - --server a:50051 --method prompt_lookup < code.py`
     """
     require("serve", "grpc")
-    request = Request(
+    request = GenerateOptions(
         prompt=read_prompt(prompt),
         params=sampling_params(
             temperature=temperature,
@@ -210,7 +210,7 @@ def draft(
 
 
 def _run(
-    request: Request,
+    request: GenerateOptions,
     servers: Sequence[str],
     *,
     drafter: str | None,

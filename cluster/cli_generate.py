@@ -33,7 +33,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerateOptions:
     """``speculation`` holds the keys that were given; what is absent has its default."""
 
     prompt: str
@@ -169,7 +169,7 @@ def refuse_local_options(**options: Any) -> None:
 
 
 def run_here(
-    request: Request,
+    request: GenerateOptions,
     *,
     target: str | None,
     drafter: str | None,
@@ -191,6 +191,7 @@ def run_here(
     """
     from paceline.methods import METHODS
     from paceline.plan import resolve
+    from paceline.request import Request
 
     paired = target is None or drafter is not None
     config = request.config("draft_model" if paired else "prompt_lookup", METHODS)
@@ -219,13 +220,15 @@ def run_here(
     pieces: list[Piece] = []
 
     session = engine.submit(
-        engine.tokenizer.encode(request.prompt),
-        request.params,
-        config,
+        Request(
+            engine.tokenizer.encode(request.prompt),
+            request.params,
+            config,
+            prediction=engine.tokenizer.encode(request.prediction, False),
+        ),
         on_event=lambda event: pieces.extend(
             splitter.split(event.token_ids, event.num_accepted, event.text)
         ),
-        prediction=engine.tokenizer.encode(request.prediction, False),
     )
     try:
         while engine.has_work:
@@ -275,7 +278,7 @@ def check_address(server: str) -> str:
 
 
 def run_on_server(
-    request: Request,
+    request: GenerateOptions,
     server: str,
     *,
     timeout: float,

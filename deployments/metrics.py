@@ -13,12 +13,15 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.counters import EngineCounters
 from paceline.session import SessionState
 from rpc.access import Gate
-from rpc.bridge import Serving, on_engine
+from rpc.bridge import on_engine
+
+if TYPE_CHECKING:
+    from paceline.engine import Serving
 
 logger = logging.getLogger(__name__)
 

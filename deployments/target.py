@@ -16,14 +16,14 @@ from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, ope
 from deployments.metrics import report_engine
 from paceline.tokenizer import chat_template
 from rpc.access import Gate
-from rpc.bridge import Serving, on_engine
+from rpc.bridge import on_engine
 from rpc.generate_service import ModelInfo
 from rpc.remote_drafter import RemoteDrafter
 from rpc.server import start_server
 
 if TYPE_CHECKING:
     from deployments.engines.vllm import VllmEngine
-    from paceline.engine import Engine, EngineThread
+    from paceline.engine import Engine, EngineThread, Serving
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.demo import DRAFTER_DIR, HEADS_DIR, TARGET_DIR
-from paceline.drafters.base import AsyncDrafter, Drafter, DrafterContext
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
@@ -246,7 +246,7 @@ def load_engine(
             "tokenizer", f"{target}, with {tokenizer.vocab_size} entries",
             f"at most {runner.vocab_size} entries, which is vocab_size in config.json",
         )  # fmt: skip
-    drafters: dict[str, Drafter | AsyncDrafter] = {}
+    drafters: dict[str, Drafter] = {}
     if drafter is not None:
         where = drafter_device or device
         if translate and tokenizer.vocabulary() != load_tokenizer(drafter).vocabulary():

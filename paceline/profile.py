@@ -39,7 +39,7 @@ from paceline.sampling import argmax_rows
 from paceline.types import Budget
 
 if TYPE_CHECKING:
-    from paceline.drafters.base import AsyncDrafter, Drafter
+    from paceline.drafters.base import Drafter
     from paceline.engine import Engine
     from paceline.models.base import ModelRunner, Segment
     from paceline.session import Session
@@ -261,8 +261,6 @@ def measure(
     Raises:
         InvalidArgument: a list is not increasing from 1 on, or its sizes do not fit in KV memory.
     """
-    from paceline.drafters.base import is_local
-
     for name, values in (("batches", batches), ("nodes", nodes), ("depths", depths)):
         if list(values) != sorted(set(values)) or not values or values[0] < 1:
             raise InvalidArgument(name, list(values), "increasing numbers from 1 on")
@@ -274,7 +272,7 @@ def measure(
     if context < 1 or needed > runner.num_free:
         raise InvalidArgument("batches", list(batches), f"{runner.num_free} KV entries at most")
     drafter = engine.drafters.get("draft_model")
-    drafter = drafter if drafter is not None and is_local(drafter) else None
+    drafter = None if drafter is None or drafter.elsewhere else drafter
     threads, draft_threads = choose_threads(runner), choose_threads(_runner_of(drafter))
     total = len(batches) * (len(nodes) + (len(depths) if drafter else 0))
     done = 0
@@ -401,7 +399,7 @@ class LoadCosts:
     def __init__(
         self, key: Callable[[], dict[str, str]], runner: ModelRunner, drafter: Drafter | None
     ) -> None:
-        self.remote: AsyncDrafter | None = None
+        self.remote: Drafter | None = None
         self._try_remote_at = 0.0
         self._key = key
         self._runner = runner
@@ -417,7 +415,7 @@ class LoadCosts:
             self._profile = self._with_remote(self._profile, self.remote)
         return self._profile
 
-    def _with_remote(self, profile: CostProfile, remote: AsyncDrafter) -> CostProfile:
+    def _with_remote(self, profile: CostProfile, remote: Drafter) -> CostProfile:
         """The profile with the costs of drafts from elsewhere; as it is where none come."""
         if not _measures() or time.monotonic() < self._try_remote_at:
             return profile
@@ -556,17 +554,18 @@ def _measure_load(
     )
 
 
-def _measure_remote(remote: AsyncDrafter, session: Session) -> tuple[tuple[float, ...], float]:
+def _measure_remote(remote: Drafter, session: Session) -> tuple[tuple[float, ...], float]:
     """Seconds of drafts by depth, and of each token that the drafter has not read.
 
     Raises:
         PacelineError, TimeoutError: no draft comes.
     """
+    from paceline.drafters.base import at_once
 
     def propose(depth: int) -> None:
-        (future,) = remote.propose_async([session], [Budget(depth, depth)])
-        future.result(REMOTE_TIMEOUT_S)
-        session.token_ids += future.result().token_ids.tolist()[:1] or [0]  # a draft each
+        proposed = remote.propose([session], [Budget(depth, depth)])
+        (draft,) = at_once(proposed, REMOTE_TIMEOUT_S)
+        session.token_ids += draft.token_ids.tolist()[:1] or [0]  # a draft each
 
     remote.open(session)
     try:

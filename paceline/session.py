@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import InvalidArgument
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import IncrementalDecoder
+from paceline.tree import height
+from paceline.types import Outcome
 
 if TYPE_CHECKING:
     from paceline.constraints import Constraint
@@ -55,6 +57,26 @@ class SessionStatistics:
     finished_at: float | None = None
     accepted_by_depth: list[int] = field(default_factory=list)
     drafted_by_depth: list[int] = field(default_factory=list)
+
+    def count(self, outcome: Outcome, draft_s: float, verify_s: float) -> None:
+        """Add a round."""
+        draft = outcome.draft
+        depth = height(draft.parent_indices)
+        self.num_rounds += 1
+        self.num_target_forwards += 1
+        self.num_draft_nodes += draft.num_nodes
+        self.num_drafted += depth
+        self.num_accepted += outcome.num_accepted
+        self.draft_seconds += draft_s
+        self.verify_seconds += verify_s
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        while len(self.drafted_by_depth) < depth:
+            self.drafted_by_depth.append(0)
+            self.accepted_by_depth.append(0)
+        for level in range(depth):
+            self.drafted_by_depth[level] += 1
+            self.accepted_by_depth[level] += level < outcome.num_accepted
 
     @property
     def mean_accepted_length(self) -> float:

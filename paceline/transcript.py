@@ -20,6 +20,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument, NumericsMismatch
 from paceline.numerics import Fingerprint, mismatch
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.types import Draft
 
@@ -181,12 +182,18 @@ def verify(engine: Engine, transcript: Transcript) -> Check:
     client.expect(session_id)
     try:
         session = engine.submit(
-            transcript.prompt_token_ids, transcript.params, SpeculationConfig(method="client"),
-            session_id=session_id,
-        )  # fmt: skip
+            Request(
+                transcript.prompt_token_ids,
+                transcript.params,
+                SpeculationConfig(method="client"),
+                session_id=session_id,
+            )
+        )
         done = 0
         while done < len(written) and not session.finished:
-            rest = engine.checked_tokens("transcript.token_ids", written[done : done + MAX_NODES])
+            rest = engine.intake.checked_tokens(
+                "transcript.token_ids", written[done : done + MAX_NODES]
+            )
             client.offer(session_id, Draft.chain(rest))
             while len(session.output_ids) == done and not session.finished:
                 engine.step()

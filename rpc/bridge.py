@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from paceline.config import SpeculationConfig
-from paceline.sampling import SamplingParams
-from paceline.session import Session
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from paceline.engine import EventHandler, RoundEvent
+    from paceline.engine import RoundEvent, Serving
 
 T = TypeVar("T")
-
-
-class Serving(Protocol):
-    """What serves prompts: an EngineThread, or another engine with the same face.
-
-    ``engine`` has of :class:`paceline.engine.Engine` what the services and the metrics ask for.
-    """
-
-    @property
-    def engine(self) -> Any: ...
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        speculation: SpeculationConfig | None = None,
-        *,
-        session_id: str | None = None,
-        on_event: EventHandler | None = None,
-        traceparent: str = "",
-        cache_scope: str = "",
-        prediction: Sequence[int] = (),
-        committed: Sequence[int] = (),
-    ) -> Future[Session]: ...
-
-    def cancel(self, session_id: str) -> Future[bool]: ...
-
-    def call(self, function: Callable[[Any], T]) -> Future[T]: ...
-
-    def stop(self, timeout: float = 10.0) -> None: ...
 
 
 def hand_over(

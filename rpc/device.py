@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Self
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import Drafter, checks_knobs
+from paceline.drafters.base import Drafter, at_once
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS, Method
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionStatistics
 from paceline.tokenizer import Tokenizer, fingerprint
@@ -40,7 +41,7 @@ LADDER = (Mode.DEVICE, Mode.SERVER, Mode.AR)
 _LONGEST_COPY = 256  # tokens
 
 
-class CopyAhead:
+class CopyAhead(Drafter):
     """Lets a drafter that copies go ahead, although it cannot take a guess back.
 
     It is asked for more than a draft and never sees a guess: while what was guessed is what it had
@@ -62,10 +63,8 @@ class CopyAhead:
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         wanted = [min(budget.depth, budget.nodes) for budget in budgets]
-        drafts = self._drafter.propose(
-            sessions,
-            [Budget(_LONGEST_COPY, _LONGEST_COPY) if n > 0 else Budget(0, 0) for n in wanted],
-        )
+        asked = [Budget(_LONGEST_COPY, _LONGEST_COPY) if n > 0 else Budget(0, 0) for n in wanted]
+        drafts = at_once(self._drafter.propose(sessions, asked))
         for i, (session, draft, count) in enumerate(zip(sessions, drafts, wanted, strict=True)):
             tokens = draft.token_ids.tolist()
             self._found[session.session_id] = session.length, tokens
@@ -84,7 +83,7 @@ class CopyAhead:
         self._drafter.observe(sessions, outcomes)
 
 
-class DeviceDrafter:
+class DeviceDrafter(Drafter):
     """A drafter of a remote target: does not draft again what has been sent ahead."""
 
     needs: frozenset[Need] = frozenset()
@@ -94,9 +93,8 @@ class DeviceDrafter:
         self._target = target
 
     def check_knobs(self, config: SpeculationConfig) -> None:
-        """As the drafter's own, where it has one."""
-        if checks_knobs(self._drafter):
-            self._drafter.check_knobs(config)
+        """As the drafter's own."""
+        self._drafter.check_knobs(config)
 
     def open(self, session: Session) -> None:
         self._drafter.open(session)
@@ -111,7 +109,7 @@ class DeviceDrafter:
             made = self._drafter.propose(
                 [sessions[i] for i in asking], [budgets[i] for i in asking]
             )
-            for i, draft in zip(asking, made, strict=True):
+            for i, draft in zip(asking, at_once(made), strict=True):
                 drafts[i] = draft
         return [EMPTY_DRAFT if draft is None else draft for draft in drafts]
 
@@ -263,11 +261,11 @@ class DeviceClient:
         name = resolve(self.config, catalogue).method.drafter
         if name != "none":
             own = self._engine.local_drafter(name)
-            if getattr(own, "rewinds", False):
-                self.target.draft_ahead = lambda session, budget: own.propose([session], [budget])[
-                    0
-                ]
-            elif getattr(own, "copies", False):
+            if own.rewinds:
+                self.target.draft_ahead = lambda session, budget: at_once(
+                    own.propose([session], [budget])
+                )[0]
+            elif own.copies:
                 own = copier = CopyAhead(own)
                 self.target.draft_ahead = copier.draft_ahead
             self._engine.drafters[name] = DeviceDrafter(own, self.target)
@@ -293,7 +291,9 @@ class DeviceClient:
         self._unverified = []
         events: list[RoundEvent] = []
         engine = self._engine
-        session = engine.submit(prompt_ids, params, self.config, on_event=events.append)
+        session = engine.submit(
+            Request(prompt_ids, params or SamplingParams(), self.config), on_event=events.append
+        )
         result.statistics = session.stats
         try:
             while not session.finished:

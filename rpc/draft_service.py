@@ -18,13 +18,12 @@ import grpc
 import torch
 
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
-from paceline.drafters.base import Drafter, DrafterContext, checks_knobs
+from paceline.drafters.base import Drafter, at_once
+from paceline.engine.drafting import DrafterSet
 from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
 from paceline.methods import DRAFTERS, METHODS, Method
-from paceline.models.heads.base import Head
 from paceline.plan import Plan, resolve
 from paceline.session import Session
-from paceline.target import ModelTarget
 from paceline.tree import accepted_path, clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 from rpc.errors import PrefixDiverged, to_status
@@ -106,7 +105,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 f"a drafter that needs only tokens (this one needs {needs}: host it in the "
                 "target's process)",
             )
-        self._drafters: dict[str | None, Drafter] = {name: drafter}
+        self._drafter = drafter
+        self._drafters = DrafterSet({} if name is None else {name: drafter}, vocab_size)
         self._name = name
         self._vocab_size = vocab_size
         self._context_length = context_length
@@ -194,7 +194,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 drafter.observe([s for s, _ in told], [o for _, o in told])
             for drafter, members in self._by_drafter(asking, lambda item: item[1].session):
                 sessions = [mirror.session for _, mirror, _ in members]
-                drafts = drafter.propose(sessions, [budget for _, _, budget in members])
+                drafts = at_once(drafter.propose(sessions, [b for _, _, b in members]))
                 for (i, mirror, budget), draft in zip(members, drafts, strict=True):
                     mirror.draft, mirror.asked = draft, budget
                     results[i] = draft
@@ -220,7 +220,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         guesses: list[tuple[_Mirror, Budget]] = []
         for mirror in mirrors:
             draft, asked = mirror.draft, mirror.asked
-            if not getattr(self._drafter_of(mirror.session), "rewinds", False):
+            if not self._drafter_of(mirror.session).rewinds:
                 continue
             if asked is None or not draft.num_nodes or mirror.session.plan.rule.draws.needs_q:
                 continue  # a draft with q is not made before its time: it would be large
@@ -234,7 +234,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             for drafter, members in self._by_drafter(guesses, lambda item: item[0].session):
                 sessions = [mirror.session for mirror, _ in members]
-                drafts = drafter.propose(sessions, [budget for _, budget in members])
+                drafts = at_once(drafter.propose(sessions, [b for _, b in members]))
                 for (mirror, _), draft in zip(members, drafts, strict=True):
                     mirror.ahead = draft
         except Exception:  # the next propose meets it again, and tells the target
@@ -434,15 +434,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 "method", config.method, f"one that this drafter serves: {', '.join(here)}"
             )
         for row in (plan.method, *plan.parts):
-            drafter = self._local(row.drafter)
-            if checks_knobs(drafter):
-                drafter.check_knobs(plan.config)
+            self._drafters.make(row.drafter).check_knobs(plan.config)
         return plan
 
     # --- drafters ---------------------------------------------------------------------------------
 
     def _drafter_of(self, session: Session) -> Drafter:
-        return self._drafters[None if self._name is None else session.plan.method.drafter]
+        return self._drafter if self._name is None else self._drafters[session.plan.method.drafter]
 
     def _by_drafter(
         self, items: Sequence[T], session_of: Callable[[T], Session]
@@ -453,13 +451,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             groups.setdefault(id(drafter), (drafter, []))[1].append(item)
         return list(groups.values())
 
-    def _local(self, name: str) -> Drafter:
-        """A drafter by name; those that are not here yet are made."""
-        if name not in self._drafters:
-            context = DrafterContext(self._vocab_size, self._local, _no_target, _no_head)
-            self._drafters[name] = DRAFTERS[name](context)
-        return self._drafters[name]
-
 
 def _ahead_of(frame: draft_pb2.ProposeFrame, mirrors: _Mirrors) -> draft_pb2.ProposeReply:
     """The second reply to a frame: the drafts ahead of its sessions."""
@@ -468,14 +459,6 @@ def _ahead_of(frame: draft_pb2.ProposeFrame, mirrors: _Mirrors) -> draft_pb2.Pro
         mirror = mirrors.get(item.session_id)
         fill_draft(EMPTY_DRAFT if mirror is None else mirror.ahead, reply.results.add().draft)
     return reply
-
-
-def _no_target() -> ModelTarget:
-    raise InvalidArgument("method", "one that drafts with the target", "a drafter of its own")
-
-
-def _no_head(kind: str) -> Head:
-    raise InvalidArgument("method", kind, "a method without a head: those are where the target is")
 
 
 def served_with(method: Method, name: str) -> bool:

@@ -16,11 +16,12 @@ from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint, check_mismatch
+from paceline.request import Request
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
 from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
 from rpc.access import Admission, Gate
-from rpc.bridge import Serving, hand_over
+from rpc.bridge import hand_over
 from rpc.errors import InternalError
 from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from rpc.messages import (
@@ -33,7 +34,7 @@ from rpc.round_drafts import RoundDrafts
 from rpc.tracing import Span, Tracing, traceparent_of
 
 if TYPE_CHECKING:
-    from paceline.engine import RoundEvent
+    from paceline.engine import RoundEvent, Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -137,15 +138,17 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         loop = asyncio.get_running_loop()
         first, finished = True, False
         submitted = self._thread.submit(
-            prompt_ids,
-            params,
-            speculation,
-            session_id=session_id,
+            Request(
+                prompt_ids,
+                params,
+                speculation,
+                session_id=session_id,
+                traceparent="" if span is None else span.traceparent,
+                cache_scope=scope,
+                prediction=prediction,
+                committed=request.committed_token_ids,
+            ),
             on_event=hand_over(loop, events.put_nowait),
-            traceparent="" if span is None else span.traceparent,
-            cache_scope=scope,
-            prediction=prediction,
-            committed=request.committed_token_ids,
         )
         try:
             session = await asyncio.wrap_future(submitted)

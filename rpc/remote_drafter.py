@@ -1,4 +1,4 @@
-"""The target's side of DraftService: a drafter in another process behind the AsyncDrafter face.
+"""The target's side of DraftService: a drafter in another process behind the face of every drafter.
 
 One long-lived stream, one frame for all sessions of a propose, and only the tokens that the drafter
 has not seen. A round must not wait for anything else, so frames go out straight from the engine's
@@ -6,7 +6,7 @@ thread, and a thread that blocks on the stream completes the futures.
 
 gRPC's blocking stub and its asyncio API were both measured with an echo drafter (asyncio server in
 another process, one session, 1,300 rounds on a 2-core machine that was also training a model): from
-``propose_async`` to the future's result the blocking stub took 0.19 ms (p50) and 0.24 ms (p90), an
+``propose`` to the future's result the blocking stub took 0.19 ms (p50) and 0.24 ms (p90), an
 asyncio loop in its own thread 0.22 ms and 0.29 ms. The blocking stub it is.
 """
 
@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from paceline.drafters.base import Drafter
 from paceline.errors import DrafterUnavailable, PacelineError, SessionNotFound
 from paceline.tree import clip, height
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need
 from rpc.errors import PrefixDiverged, from_rpc_error, from_status
 from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
 from rpc.messages import (
@@ -132,7 +133,7 @@ class _Connection:
         self.channel.close()
 
 
-class RemoteDrafter:
+class RemoteDrafter(Drafter):
     """Drafts from a DraftService replica, for all sessions of an engine.
 
     Never blocks and never hangs: while there is no live drafter, and for as long as it owes an
@@ -151,6 +152,7 @@ class RemoteDrafter:
     """
 
     needs: frozenset[Need] = frozenset()
+    elsewhere = True
     shadows = True  # the tokens of later frames tell the drafter what became of its draft
 
     def __init__(
@@ -209,10 +211,7 @@ class RemoteDrafter:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    # --- AsyncDrafter -----------------------------------------------------------------------------
-
-    def open(self, session: Session) -> None:
-        """Nothing to do: the first frame of a session opens it."""
+    # --- Drafter ----------------------------------------------------------------------------------
 
     def close(self, session: Session) -> None:
         """Tell the drafter to free the session's state."""
@@ -225,7 +224,7 @@ class RemoteDrafter:
             frame.items.add(session_id=session.session_id, close=True)
             self._send(connection, frame, [])
 
-    def propose_async(
+    def propose(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
         """One future for each session; all of them in one frame."""
@@ -239,9 +238,6 @@ class RemoteDrafter:
         if asks:
             self._ask(asks, retried=False)
         return futures
-
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        """Nothing to do: the next frame carries the new tokens."""
 
     # --- frames -----------------------------------------------------------------------------------
 

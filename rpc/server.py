@@ -15,7 +15,6 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import InvalidArgument, PacelineError
 from rpc.access import AccessInterceptor, Gate
-from rpc.bridge import Serving
 from rpc.errors import ErrorInterceptor
 from rpc.gen.paceline.v1 import (
     draft_pb2,
@@ -32,6 +31,7 @@ from rpc.tracing import Tracing
 from rpc.verify_service import NoVerifyServicer, VerifyServicer
 
 if TYPE_CHECKING:
+    from paceline.engine import Serving
     from rpc.draft_service import DraftServicer
 
 logger = logging.getLogger(__name__)

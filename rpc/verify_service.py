@@ -21,6 +21,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.client import ClientDrafter
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.numerics import Fingerprint, check_mismatch
+from paceline.request import Request
 from paceline.sampling import CONSTRAINTS, SamplingParams
 from paceline.session import Session
 from paceline.tree import depths, height
@@ -338,12 +339,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
         self._drafter.expect(session_id)  # its first draft may come before its turn does
         submitted = self._thread.submit(
-            prompt_ids,
-            params,
-            speculation,
-            session_id=session_id,
+            Request(prompt_ids, params, speculation, session_id=session_id, cache_scope=scope),
             on_event=hand_over(loop, on_event),
-            cache_scope=scope,
         )
         try:
             session = await asyncio.wrap_future(submitted)

@@ -30,6 +30,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.plan import resolve
 from paceline.profile import CostProfile, measure
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from tuning.families import Part, is_ar, parts_of, why_not, with_budget
 from tuning.results import Results
@@ -309,7 +310,7 @@ def _run(
     for prompts in groups:
         started = time.perf_counter()
         try:
-            sessions = [sibling.submit(prompt, params, config) for prompt in prompts]
+            sessions = [sibling.submit(Request(prompt, params, config)) for prompt in prompts]
         except InvalidArgument:
             return None
         first = 0.0

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from paceline.bench.backends import Backend, BatchRun
 from paceline.config import SpeculationConfig
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.types import Outcome
 from tuning.results import ExampleDraft, Interval, Metrics, Point
@@ -230,7 +231,7 @@ def example_draft(
     engine, name = engine.sibling(), resolve(point.speculation).method.drafter
     if name == "none":
         return None
-    session = engine.submit(prompt, params, point.speculation)
+    session = engine.submit(Request(prompt, params, point.speculation))
     watch = _Watch(engine.drafters[name])
     engine.drafters[name] = watch  # type: ignore[assignment]
     while not session.finished:

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.acceptance.base import AcceptanceRule, PathLogits
 from paceline.config import MAX_NODES, SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter, LookupDrafter, is_remote
+from paceline.drafters.base import Drafter, LookupDrafter
 from paceline.errors import InvalidArgument
 from paceline.plan import Plan, resolve
 from paceline.session import Session
@@ -77,9 +77,9 @@ class Recorder(ABC):
         self._drafter: Any = None
         self._fallback: Drafter | None = None
 
-    def wrap(self, drafter: Drafter | AsyncDrafter) -> None:
+    def wrap(self, drafter: Drafter) -> None:
         """Take the place of a drafter that has no sessions, until :meth:`release`."""
-        if is_remote(drafter):
+        if drafter.elsewhere:
             raise InvalidArgument("engine", "a drafter elsewhere", "drafters in this process")
         self._drafter = drafter
         if isinstance(drafter, LookupDrafter):

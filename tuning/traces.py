@@ -26,6 +26,7 @@ from paceline.errors import InvalidArgument
 from paceline.model_names import resolve_model
 from paceline.plan import Plan, resolve
 from paceline.profile import fingerprint
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from tuning.families import COMPOSITE, REMEMBERING, Family, Part, is_ar, parts_of, why_not
@@ -289,7 +290,7 @@ def _submit(
     engine: Engine, prompt: Sequence[int], params: SamplingParams, config: SpeculationConfig
 ) -> Session:
     try:
-        return engine.submit(prompt, params, config)
+        return engine.submit(Request(prompt, params, config))
     except InvalidArgument as error:
         raise _RefusedError from error
 

@@ -23,6 +23,7 @@ from paceline.bench.environment import describe_environment
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import limit_threads, load_drafter, load_engine
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from rpc.draft_service import DraftServicer, served_with
 from rpc.remote_drafter import RemoteDrafter
@@ -192,7 +193,7 @@ class Models:
         if isinstance(backend, VllmBackend):
             backend.check(point.speculation)
         else:
-            session = backend.engine.submit(prompt, params, point.speculation)
+            session = backend.engine.submit(Request(prompt, params, point.speculation))
             backend.engine.cancel(session.session_id)
 
     def example(self, point: Point) -> ExampleDraft | None:

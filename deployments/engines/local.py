@@ -12,6 +12,7 @@ from deployments.config import DeploymentConfig
 from deployments.engines.vllm import VllmEngine
 from paceline.config import SpeculationConfig
 from paceline.engine import RoundEvent
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 
@@ -93,10 +94,15 @@ class LocalVllm:
 
                     self._num_sessions += 1
                     session = self.engine.submit(
-                        prompts[i], params, speculation[i % len(speculation)],
-                        session_id=f"local-{self._num_sessions}", on_event=listen,
-                        prediction=predictions[i] if predictions else (),
-                    ).result()  # fmt: skip
+                        Request(
+                            prompts[i],
+                            params,
+                            speculation[i % len(speculation)],
+                            session_id=f"local-{self._num_sessions}",
+                            prediction=predictions[i] if predictions else (),
+                        ),
+                        on_event=listen,
+                    ).result()
                     await ended.wait()
                     count += 1
                     await asyncio.to_thread(on_done, count)

@@ -34,7 +34,7 @@ from paceline.errors import FailedPrecondition
 from paceline.loading import limit_threads, load_drafter
 from paceline.methods import METHODS
 from paceline.session import Session
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft
 from rpc.draft_service import served_with
 from rpc.remote_drafter import RemoteDrafter
 from rpc.tls import ClientTls
@@ -96,7 +96,7 @@ class Settings(BaseModel):
     tls: Mapping[str, str | None] | None = None
 
 
-class RemotePool:
+class RemotePool(Drafter):
     """Drafter replicas behind the face of a drafter that never keeps its caller waiting for long.
 
     Sessions are spread over the replicas that answer; one whose replica is gone moves on. Replicas
@@ -105,8 +105,6 @@ class RemotePool:
     Args:
         deadline_s: a step waits for at most so long, whatever the number of rows.
     """
-
-    needs: frozenset[Need] = frozenset()
 
     def __init__(
         self,
@@ -141,9 +139,6 @@ class RemotePool:
         """Addresses of the replicas that answer."""
         return [address for address, remote in self._remotes.items() if remote.connected]
 
-    def open(self, session: Session) -> None:
-        """The first draft opens it where it is placed."""
-
     def close(self, session: Session) -> None:
         remote = self._remotes.get(self._places.pop(session.session_id, ""))
         if remote is not None:
@@ -158,7 +153,7 @@ class RemotePool:
                 groups.setdefault(address, []).append(i)
         futures: dict[int, Future[Draft]] = {}
         for address, members in groups.items():
-            asked = self._remotes[address].propose_async(
+            asked = self._remotes[address].propose(
                 [sessions[i] for i in members], [budgets[i] for i in members]
             )
             futures |= zip(members, asked, strict=True)
@@ -171,9 +166,6 @@ class RemotePool:
             elif future.exception() is None:
                 drafts[i] = future.result()
         return drafts
-
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        """The next frame carries the new tokens."""
 
     def _place(self, session: Session) -> str:
         """The address of the session's replica; "" while none answers."""

@@ -20,18 +20,16 @@ import numpy.typing as npt
 
 from paceline.acceptance.exact_match import Coupled
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.base import Drafter
 from paceline.drafters.none import NoDrafter
+from paceline.engine.drafting import DrafterSet, Drafting, round_budget
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
-from paceline.loop import count_round, observe_with, propose_with, round_budget
-from paceline.methods import DRAFTERS, METHODS, Method
-from paceline.models.heads.base import Head
+from paceline.methods import METHODS, Method
 from paceline.plan import AR_PLAN, Plan, resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.shapes.kary import chain
-from paceline.target import ModelTarget
 from paceline.tree import accepted_path, children, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome
 from rpc.draft_service import NO_VERIFICATION
@@ -114,8 +112,8 @@ class RowDrafting:
         self._max_length = max_length
         self._max_depth = max_depth
         self._catalogue = catalogue
-        self._given: dict[str, Drafter] = {"none": NoDrafter(), **(drafters or {})}
-        self._drafters = dict(self._given)
+        self._given = drafters or {}
+        self._begin_anew()
         self._context = LengthContext(vocab_size=vocab_size)
         self._plans: dict[SpeculationConfig, Plan] = {}
         self._default = default
@@ -137,24 +135,17 @@ class RowDrafting:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             plan = chain_plan(config, self._max_depth, self._catalogue)
-            given = plan.method.drafter in self._drafters
-            wanted = plan.drafters[:1] if given else plan.drafters
-            missing = [n for n in wanted if n not in self._drafters and n not in DRAFTERS]
-            if missing:
-                raise InvalidArgument(
-                    "method", config.method, f"a method whose drafter is loaded here "
-                    f"({', '.join(missing)} is not)",
-                )  # fmt: skip
-            for name in wanted:
-                self._drafter(name)
+            self._drafters.ensure(
+                plan,
+                lambda: [n for n, m in self._catalogue.items() if not self._drafters.refusal(m)],
+            )
             self._plans[config] = plan
         return self._plans[config]
 
-    def _drafter(self, name: str) -> Drafter:
-        if name not in self._drafters:
-            context = DrafterContext(self._vocab_size, self._drafter, _no_target, _no_head)
-            self._drafters[name] = DRAFTERS[name](context)
-        return self._drafters[name]
+    def _begin_anew(self) -> None:
+        """With drafters that have learnt nothing."""
+        self._drafters = DrafterSet({"none": NoDrafter(), **self._given}, self._vocab_size)
+        self._drafting = Drafting(self._drafters, self._vocab_size)
 
     # --- after each step --------------------------------------------------------------------------
 
@@ -251,11 +242,7 @@ class RowDrafting:
         buffer = np.empty(self._max_length + 1, np.int32)
         buffer[: len(held)] = held
         row = _Row(session, owner, buffer)
-        drafter = self._drafters[plan.method.drafter]
-        try:
-            drafter.open(session)
-        except Exception:
-            session.lose_drafter()
+        self._drafting.open(session)
         return row
 
     def _commit(self, row: _Row, held: Tokens) -> Outcome:
@@ -277,35 +264,24 @@ class RowDrafting:
         )
 
     def _observe(self, outcomes: Sequence[tuple[_Row, Outcome]], verify_s: float) -> None:
-        told: dict[str, list[tuple[_Row, Outcome]]] = {}
         for row, outcome in outcomes:
-            session = row.session
-            count_round(session, outcome, row.draft_seconds, verify_s)
-            session.length_controller.observe(outcome, row.draft_seconds, verify_s)
-            told.setdefault(session.plan.method.drafter, []).append((row, outcome))
-        for name, members in told.items():
-            observe_with(
-                self._drafters[name],
-                [row.session for row, _ in members],
-                [outcome for _, outcome in members],
-            )
+            row.session.stats.count(outcome, row.draft_seconds, verify_s)
+            row.session.length_controller.observe(outcome, row.draft_seconds, verify_s)
+        self._drafting.observe([row.session for row, _ in outcomes], [o for _, o in outcomes])
 
     def _draft(self, rows: Sequence[_Row], started: float) -> None:
         load = Load(len(rows), 0, sum(row.session.length for row in rows))
-        asked: dict[str, list[tuple[_Row, Budget]]] = {}
+        asked: list[tuple[_Row, Budget]] = []
         for row in rows:
             row.draft = EMPTY_DRAFT
             budget = round_budget(row.session, load)
             depth = min(budget.depth, self._max_depth)
             if depth > 0:
-                members = asked.setdefault(row.session.plan.method.drafter, [])
-                members.append((row, Budget(depth, min(budget.nodes, depth))))
-        for name, pairs in asked.items():
-            sessions, budgets = [row.session for row, _ in pairs], [b for _, b in pairs]
-            drafts = propose_with(self._drafters[name], sessions, budgets)
-            for (row, budget), draft in zip(pairs, drafts, strict=True):
-                if draft.is_sound(self._vocab_size):
-                    row.draft = first_path(draft, budget.depth)
+                asked.append((row, Budget(depth, min(budget.nodes, depth))))
+        drafts = self._drafting.propose([row.session for row, _ in asked], [b for _, b in asked])
+        for (row, budget), draft in zip(asked, drafts, strict=True):
+            if draft.is_sound(self._vocab_size):
+                row.draft = first_path(draft, budget.depth)
         seconds = time.perf_counter() - started
         for row in rows:
             row.draft_seconds = seconds
@@ -319,7 +295,7 @@ class RowDrafting:
             row.absent += 1
             if row.absent <= ABSENT_STEPS and not (row.owner and is_over(row.owner)):
                 return True
-            self._drafters[row.session.plan.method.drafter].close(row.session)
+            self._drafting.close(row.session)
             return False
 
         self._rows = {i: row for i, row in self._rows.items() if i in held or stays(row)}
@@ -328,9 +304,9 @@ class RowDrafting:
     def forget(self) -> None:
         """Close all sessions, and drop what drafters have learnt from earlier ones."""
         for row in (*self._rows.values(), *self._parked):
-            self._drafters[row.session.plan.method.drafter].close(row.session)
+            self._drafting.close(row.session)
         self._rows, self._parked = {}, []
-        self._drafters = dict(self._given)
+        self._begin_anew()
         self._context = LengthContext(vocab_size=self._vocab_size)
         self._plans.clear()
 
@@ -392,11 +368,3 @@ def first_path(draft: Draft, depth: int) -> Draft:
         node = followers[node][0]
         path.append(node)
     return Draft.chain(draft.token_ids[path])
-
-
-def _no_target() -> ModelTarget:
-    raise InvalidArgument("method", "one that drafts with the target", "a drafter of its own")
-
-
-def _no_head(kind: str) -> Head:
-    raise InvalidArgument("method", kind, "a method without a head: vLLM keeps its states")

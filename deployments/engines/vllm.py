@@ -39,7 +39,8 @@ from paceline.models.kernels import NUMERICS_VERSION
 from paceline.models.layouts import read_config
 from paceline.numerics import Fingerprint, class_name, digest_files, torch_class
 from paceline.plan import Plan, resolve
-from paceline.sampling import SamplingParams, TokenLogprobs
+from paceline.request import Request
+from paceline.sampling import TokenLogprobs
 from paceline.session import Session, SessionState
 from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from paceline.types import Load
@@ -265,39 +266,17 @@ class VllmEngine:
             )  # fmt: skip
         return plan
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        speculation: SpeculationConfig | None = None,
-        *,
-        session_id: str | None = None,
-        on_event: EventHandler | None = None,
-        traceparent: str = "",
-        cache_scope: str = "",
-        prediction: Sequence[int] = (),
-        committed: Sequence[int] = (),
-    ) -> Future[Session]:
+    def submit(self, request: Request, on_event: EventHandler | None = None) -> Future[Session]:
         """As :meth:`paceline.engine.Engine.submit`."""
-        return self.call(
-            lambda engine: engine._submit(
-                list(prompt_ids), params or SamplingParams(), speculation, session_id or "",
-                on_event, cache_scope, tuple(prediction), tuple(committed),
-            )
-        )  # fmt: skip
+        return self.call(lambda engine: engine._submit(request, on_event))
 
-    def _submit(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        speculation: SpeculationConfig | None,
-        session_id: str,
-        on_event: EventHandler | None,
-        cache_scope: str,
-        prediction: tuple[int, ...],
-        committed: tuple[int, ...],
-    ) -> Session:
-        speculation = speculation or self._config.speculation
+    def _submit(self, request: Request, on_event: EventHandler | None) -> Session:
+        prompt_ids, committed = list(request.prompt_ids), tuple(request.committed)
+        params, prediction = request.params, tuple(request.prediction)
+        speculation, session_id = (
+            request.speculation or self._config.speculation,
+            request.session_id or "",
+        )
         plan = self.plan(speculation)
         target, limits = self.target, self.limits
         if not prompt_ids:
@@ -330,7 +309,7 @@ class VllmEngine:
             eos_token_ids=self.eos_token_ids, max_length=target.context_length,
             tokenizer=self.tokenizer, prediction=prediction,
         )  # fmt: skip
-        session.cache_scope = cache_scope
+        session.cache_scope = request.cache_scope
         if committed:
             session.resume(committed)
         self.sessions[session_id] = session

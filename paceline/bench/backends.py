@@ -17,6 +17,7 @@ from typing import Protocol
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.models.base import ModelRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.tokenizer import Tokenizer
@@ -156,7 +157,7 @@ class LocalBackend:
             self._engines[speculation] = self.engine.sibling()
         engine = self._engines[speculation]
         started = time.perf_counter()
-        sessions = [engine.submit(prompt, params, speculation) for prompt in prompts]
+        sessions = [engine.submit(Request(prompt, params, speculation)) for prompt in prompts]
         while not all(session.finished for session in sessions):
             decoding = [s for s in sessions if not s.finished]
             # A step with prefill in it is no plain round.

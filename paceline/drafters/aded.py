@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.drafters.base import Drafter
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
@@ -92,10 +93,8 @@ class _State:
         self.random = random.Random(seed)
 
 
-class Aded:
+class Aded(Drafter):
     """A token tree from a search over trigrams; deterministic for a request and a table."""
-
-    needs: frozenset[Need] = frozenset()
 
     def __init__(self, table: TrigramTable) -> None:
         self.table = table

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.drafters.base import Drafter
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
@@ -32,10 +33,8 @@ class _State:
     place: int | None = 0
 
 
-class AggressiveDecoding:
+class AggressiveDecoding(Drafter):
     """A chain copied from the prompt; state is an n-gram index of it for each session."""
-
-    needs: frozenset[Need] = frozenset()
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -26,36 +26,99 @@ if TYPE_CHECKING:
     from paceline.target import ModelTarget
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes token trees. Batch-first: it gets all sessions of a step at once.
+
+    A drafter declares what it can do; the desk (:mod:`paceline.engine.drafting`) reads nothing else
+    of it, and the loop does not know where it lives.
 
     Attributes:
         needs: what it wants from the target; the engine computes just that.
-        rewinds: (optional) whether ``propose`` may find other tokens in a session than it or
-            ``observe`` saw before: such a drafter can draft ahead on a guess.
-        shadows: (optional) whether drafts may stay unverified: `observe` then tells of a round
-            with an empty draft. See :class:`paceline.types.ShadowDraft`.
-        copies: (optional) whether its drafts are chains of tokens that it has found, so that more
-            of them cost nothing: what follows a guess can be asked for along with the draft.
+        elsewhere: its drafts are made in another process, from tokens alone: they are asked for
+            before they are wanted, and nothing waits for them but their own session.
+        from_client: its drafts come from the client of the session, who sends one after hearing
+            of the last round. It keeps nothing of a session's tokens.
+        rewinds: ``propose`` may find other tokens in a session than it or ``observe`` saw before:
+            such a drafter can draft ahead on a guess.
+        shadows: drafts may stay unverified: `observe` then tells of a round with an empty draft.
+            See :class:`paceline.types.ShadowDraft`.
+        copies: its drafts are chains of tokens that it has found, so that more of them cost
+            nothing: what follows a guess can be asked for along with the draft.
     """
 
-    needs: frozenset[Need]
+    needs: frozenset[Need] = frozenset()
+    elsewhere: bool = False
+    from_client: bool = False
+    rewinds: bool = False
+    shadows: bool = False
+    copies: bool = False
 
-    def open(self, session: Session) -> None:
+    def check_knobs(self, config: SpeculationConfig) -> None:  # noqa: B027
+        """Check the knobs that depend on the models that are loaded.
+
+        Raises:
+            InvalidArgument: its model cannot serve the request.
+        """
+
+    def open(self, session: Session) -> None:  # noqa: B027
         """Prepare state for a session, which holds its prompt. Called once, before any round."""
-        ...
 
-    def close(self, session: Session) -> None:
+    def close(self, session: Session) -> None:  # noqa: B027
         """Free the state of a session; unknown sessions are ignored."""
-        ...
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
-        """One draft for each session, at most as deep and large as its budget."""
-        ...
+    def read_prompt(self, session: Session, read: Verification) -> None:  # noqa: B027
+        """Take what the target computed for the next prompt tokens, chunk by chunk after ``open``.
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+        What it computed for the last of them comes with a round.
+
+        Args:
+            read: without logits; a row of each extra for each prompt token of the chunk.
+        """
+
+    @abstractmethod
+    def propose(
+        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+    ) -> Sequence[Draft | Future[Draft]]:
+        """One draft for each session, at most as deep and large as its budget; or its future.
+
+        A future that fails turns its session to AR. A drafter elsewhere with ``shadows`` is told of
+        shadow drafts: see :attr:`Budget.asked`.
+        """
+
+    def pseudo_tokens(self, session: Session, draft: Draft) -> PseudoTokens | None:
+        """Rows that the target computes along with ``draft``, the one that is verified.
+
+        Parents count as in a verification: 0 is the last committed token, ``i + 1`` is node i, and
+        from ``num_nodes + 1`` on it is the pseudo tokens. What comes of them is in the outcome's
+        :attr:`Verification.pseudo_logits`.
+        """
+        return None
+
+    def observe(  # noqa: B027
+        self, sessions: Sequence[Session], outcomes: Sequence[Outcome]
+    ) -> None:
         """Learn what became of the last drafts; the sessions hold the new tokens already."""
-        ...
+
+    def suspend(self, session: Session, draft: Draft | Future[Draft] | None) -> None:
+        """The session gives up its place, and is opened again later.
+
+        Args:
+            draft: one that was asked for and that no round will verify.
+        """
+        self.close(session)
+        if isinstance(draft, Future):
+            draft.cancel()
+
+
+def at_once(
+    proposed: Sequence[Draft | Future[Draft]], timeout_s: float | None = None
+) -> list[Draft]:
+    """Drafts without futures: of a drafter in this process as they are, of others when they come.
+
+    Raises:
+        TimeoutError: one did not come in time.
+    """
+    return [each.result(timeout_s) if isinstance(each, Future) else each for each in proposed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,88 +143,6 @@ class DrafterContext:
     def target(self) -> ModelTarget:
         """The target in this process."""
         return self.find_target()
-
-
-class AsyncDrafter(Protocol):
-    """A drafter that lives elsewhere: drafts arrive later, and the target does not wait for them.
-
-    Everything else is as in :class:`Drafter`.
-    """
-
-    needs: frozenset[Need]
-
-    def open(self, session: Session) -> None: ...
-
-    def close(self, session: Session) -> None: ...
-
-    def propose_async(
-        self, sessions: Sequence[Session], budgets: Sequence[Budget]
-    ) -> list[Future[Draft]]:
-        """One future for each session. A future that fails turns its session to AR.
-
-        A drafter with ``shadows`` is told of shadow drafts: see :attr:`Budget.asked`.
-        """
-        ...
-
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None: ...
-
-
-def is_remote(drafter: Drafter | AsyncDrafter) -> TypeGuard[AsyncDrafter]:
-    """Whether drafts arrive later. (``isinstance`` with a Protocol costs 25 µs a call.)"""
-    return hasattr(drafter, "propose_async")
-
-
-class KnobChecker(Protocol):
-    """A drafter whose knobs depend on the models that are loaded."""
-
-    def check_knobs(self, config: SpeculationConfig) -> None:
-        """Raises InvalidArgument for a request that its model cannot serve."""
-        ...
-
-
-def checks_knobs(drafter: object) -> TypeGuard[KnobChecker]:
-    """Whether a drafter has :meth:`KnobChecker.check_knobs`."""
-    return hasattr(drafter, "check_knobs")
-
-
-class PromptReader(Drafter, Protocol):
-    """A drafter that uses what the target computes for a prompt, chunk by chunk, after ``open``."""
-
-    def read_prompt(self, session: Session, read: Verification) -> None:
-        """Take the extras of the next prompt tokens; those of the last come with a round.
-
-        Args:
-            read: without logits; a row of each extra for each prompt token of the chunk.
-        """
-        ...
-
-
-def reads_prompts(drafter: object) -> TypeGuard[PromptReader]:
-    """Whether a drafter has :meth:`PromptReader.read_prompt`."""
-    return hasattr(drafter, "read_prompt")
-
-
-class PseudoDrafter(Drafter, Protocol):
-    """A drafter whose guesses are computed by the target, beside the draft that it verifies."""
-
-    def pseudo_tokens(self, session: Session, draft: Draft) -> PseudoTokens | None:
-        """Rows to compute along with ``draft``, the one that is verified; None for none.
-
-        Parents count as in a verification: 0 is the last committed token, ``i + 1`` is node i, and
-        from ``num_nodes + 1`` on it is the pseudo tokens. What comes of them is in the outcome's
-        :attr:`Verification.pseudo_logits`.
-        """
-        ...
-
-
-def has_pseudo_tokens(drafter: object) -> TypeGuard[PseudoDrafter]:
-    """Whether a drafter has :meth:`PseudoDrafter.pseudo_tokens`."""
-    return hasattr(drafter, "pseudo_tokens")
-
-
-def is_local(drafter: Drafter | AsyncDrafter) -> TypeGuard[Drafter]:
-    """Whether drafts are made on the spot."""
-    return hasattr(drafter, "propose")
 
 
 def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
@@ -243,7 +224,7 @@ def target_tokens(session: Session, outcome: Outcome, nodes: Iterable[int]) -> l
 State = TypeVar("State")
 
 
-class LookupDrafter(ABC, Generic[State]):
+class LookupDrafter(Drafter, Generic[State]):
     """Finds whole drafts in tokens it has seen; where it finds none, another drafter drafts.
 
     Args:
@@ -259,14 +240,10 @@ class LookupDrafter(ABC, Generic[State]):
 
     def __init__(self, fallback: Drafter | None = None) -> None:
         self.fallback = fallback
-        self.needs: frozenset[Need] = fallback.needs if fallback else frozenset()
+        self.needs = fallback.needs if fallback else frozenset()
+        self.copies = self.finds_chains and fallback is None  # a fallback's tokens are not for free
         self._states: dict[str, State] = {}
         self._fell_back: set[str] = set()
-
-    @property
-    def copies(self) -> bool:
-        """As in :class:`Drafter`; a fallback's tokens are not for free."""
-        return self.finds_chains and self.fallback is None
 
     @abstractmethod
     def start(self, session: Session) -> State:
@@ -316,7 +293,7 @@ class LookupDrafter(ABC, Generic[State]):
         members = [sessions[i] for i in without]
         self._fell_back.update(session.session_id for session in members)
         shallow = [_shallow(sessions[i], budgets[i]) for i in without]
-        found = self.fallback.propose(members, shallow)
+        found = at_once(self.fallback.propose(members, shallow))
         for i, draft, limit in zip(without, found, shallow, strict=True):
             drafts[i] = self._relayed(sessions[i], draft, limit, budgets[i])
         return drafts

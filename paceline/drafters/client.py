@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from paceline.drafters.base import Drafter
 from paceline.errors import FailedPrecondition, SessionNotFound
-from paceline.types import Budget, Draft, Need, Outcome
+from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
     from paceline.session import Session
 
 
-class ClientDrafter:
+class ClientDrafter(Drafter):
     """Holds at most one draft for each session until the engine asks for it, or the reverse."""
 
-    needs: frozenset[Need] = frozenset()
+    elsewhere = True
+    from_client = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,14 +51,14 @@ class ClientDrafter:
         if future is not None:
             future.cancel()
 
-    def take_back(self, session_id: str, future: Future[Draft] | None, draft: Draft | None) -> None:
-        """Nobody wants a draft now: keep one that came, or comes, until it is asked for again."""
+    def suspend(self, session: Session, draft: Draft | Future[Draft] | None) -> None:
+        """Keep a draft that came, or comes, until it is asked for again."""
         with self._lock:
-            self._waiting.pop(session_id, None)
-            if future is not None and future.done():
-                draft = future.result()
+            self._waiting.pop(session.session_id, None)
+            if isinstance(draft, Future):
+                draft = draft.result() if draft.done() else None
             if draft is not None:
-                self._offered[session_id] = draft
+                self._offered[session.session_id] = draft
 
     def open(self, session: Session) -> None:
         self.expect(session.session_id)
@@ -82,7 +84,7 @@ class ClientDrafter:
             else:
                 self._offered[session_id] = draft
 
-    def propose_async(
+    def propose(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
         futures = []
@@ -96,6 +98,3 @@ class ClientDrafter:
                 future.set_result(draft)
             futures.append(future)
         return futures
-
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        pass

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import Drafter, part_outcome
+from paceline.drafters.base import Drafter, at_once, part_outcome
 from paceline.tree import merge
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
 
 
-class Combined:
+class Combined(Drafter):
     """Opens, asks and tells its parts; state is what each of them proposed last.
 
     Rules that verify chains only get the first draft that a part finds, with its q.
@@ -32,8 +32,6 @@ class Combined:
     Args:
         part: another drafter of the engine by name.
     """
-
-    needs: frozenset[Need] = frozenset()
 
     def __init__(self, part: Callable[[str], Drafter]) -> None:
         self._part = part
@@ -73,7 +71,7 @@ class Combined:
                         left = 0
                     nodes = -(-left // (len(states[i]) - turn))
                     shares.append(Budget(budgets[i].depth if nodes else 0, nodes))
-                drafts = self._part(name).propose([sessions[i] for i in members], shares)
+                drafts = at_once(self._part(name).propose([sessions[i] for i in members], shares))
                 for i, draft in zip(members, drafts, strict=True):
                     states[i][name] = draft
                     if not merged[i].num_nodes:

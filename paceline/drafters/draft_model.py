@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.drafters.base import greedy_chain_depth, stop_below
+from paceline.drafters.base import Drafter, greedy_chain_depth, stop_below
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.models.llama import LlamaRunner
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
@@ -45,7 +45,7 @@ class _State:
         self.first_like: dict[int, int] = {-1: -1}  # node -> the first one with the same path
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Expands nodes with a small model that shares the target's tokenizer.
 
     Args:
@@ -57,7 +57,6 @@ class DraftModel:
             controller of its sessions wants them.  # [rows, hidden_size]
     """
 
-    needs: frozenset[Need] = frozenset()
     rewinds = True
     shadows = True
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.drafters.base import greedy_chain_depth, grow
+from paceline.drafters.base import Drafter, greedy_chain_depth, grow
 from paceline.models.heads.base import Head, State
 from paceline.sampling import argmax_rows
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
@@ -25,7 +25,7 @@ class _Reading:
         self.features: list[torch.Tensor] = []
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Runs a head in the loop: collects features, and expands nodes with it."""
 
     def __init__(self, head: Head) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from paceline.config import MAX_DEPTH
-from paceline.drafters.base import target_tokens
+from paceline.drafters.base import Drafter, target_tokens
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Blocks = Literal["whole", "blocks", "hybrid"]
 
 
-class Jacobi:
+class Jacobi(Drafter):
     """A chain of guesses; state is the list of those after the last committed token.
 
     A draft of ``n`` guesses is an iteration over ``n + 1`` positions, the first of which depends

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.drafters.base import Drafter
 from paceline.sampling import argmax_rows
 from paceline.tree import merge
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
@@ -75,7 +76,7 @@ class _State:
             yield self.levels[0][: j + 1] + [level[j] for level in self.levels[1:]]
 
 
-class Lookahead:
+class Lookahead(Drafter):
     """A tree of pool n-grams and window columns; state is both of them for each session."""
 
     needs = frozenset({Need.TREE_LOGITS})

@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.drafters.base import Drafter
+from paceline.types import EMPTY_DRAFT, Budget, Draft
 
 if TYPE_CHECKING:
     from paceline.session import Session
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Proposes nothing."""
-
-    needs: frozenset[Need] = frozenset()
-
-    def open(self, session: Session) -> None:
-        pass
-
-    def close(self, session: Session) -> None:
-        pass
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         return [EMPTY_DRAFT] * len(sessions)
-
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        pass

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from paceline.drafters.base import Drafter
 from paceline.sampling import gumbel_at
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel
@@ -140,7 +141,7 @@ class _Mirror:
         self.num_learned = 0  # target tokens that the cache has seen
 
 
-class OmniDraft:
+class OmniDraft(Drafter):
     """Drafts in its own tokens and proposes the target's.
 
     Args:
@@ -148,7 +149,6 @@ class OmniDraft:
         translator: None where both have the same tokenizer: the plain draft model.
     """
 
-    needs: frozenset[Need] = frozenset()
     rewinds = True
 
     def __init__(self, model: DraftModel, translator: Translator | None = None) -> None:

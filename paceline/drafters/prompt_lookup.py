@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.drafters.base import Drafter
+from paceline.types import EMPTY_DRAFT, Budget, Draft
 
 if TYPE_CHECKING:
     from paceline.session import Session
@@ -42,10 +43,9 @@ class _SuffixIndex:
         return None
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """A chain copied from the session's own tokens; state is one index for each session."""
 
-    needs: frozenset[Need] = frozenset()
     copies = True
 
     def __init__(self) -> None:
@@ -73,6 +73,3 @@ class PromptLookup:
         if place is None:
             return EMPTY_DRAFT
         return Draft.chain(session.token_ids[place : place + count])
-
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        pass

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from paceline.drafters.base import Drafter
 from paceline.models.base import PseudoTokens
 from paceline.models.heads.base import Head, State
 from paceline.models.heads.pseudo import PseudoHead
@@ -36,7 +37,7 @@ class _Round:
         self.counts: list[int] = []  # pseudo tokens of the last committed token and each node
 
 
-class PseudoTokenDrafter:
+class PseudoTokenDrafter(Drafter):
     """Drafts trees of the last guesses, and has new guesses computed along with them."""
 
     needs = frozenset({Need.SHARED_MODEL})

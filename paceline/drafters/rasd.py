@@ -21,7 +21,7 @@ import torch
 from paceline.drafters.base import Drafter, DrafterContext, grow, part_outcome
 from paceline.errors import InvalidArgument
 from paceline.tree import merge, subset
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.session import Session
@@ -172,15 +172,13 @@ def prune(tree: Draft, known: dict[Path, torch.Tensor], threshold: float) -> Dra
     return subset(tree, np.asarray([node for node in paths if node >= 0], np.int64))
 
 
-class Rasd:
+class Rasd(Drafter):
     """The draft model with retrieval; state is each session's own text and its last base draft.
 
     Retrieval may have up to half of the node budget when the draft model grows its tree, and what
     that leaves afterwards. Rules that verify chains only get the draft model's own draft, or the
     best retrieved chain where it has none.
     """
-
-    needs: frozenset[Need] = frozenset()
 
     def __init__(self, context: DrafterContext) -> None:
         model = context.drafter("draft_model")

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.drafters.base import DrafterContext, grow
+from paceline.drafters.base import Drafter, DrafterContext, grow
 from paceline.errors import InvalidArgument
 from paceline.models.base import KVSequence, Segment
 from paceline.models.exits import check_exits
 from paceline.models.llama import LlamaRunner
-from paceline.types import Budget, Draft, Need, Outcome
+from paceline.types import Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
@@ -93,7 +93,7 @@ class _State:
         return sorted(entry for entry in found if self.reached[entry] < layers)
 
 
-class S2D:
+class S2D(Drafter):
     """Expands nodes with the sub-models of the engine's draft model; any shape, any target.
 
     It has KV of its own in the draft model's runner.
@@ -101,8 +101,6 @@ class S2D:
     Raises:
         InvalidArgument: the draft model is not on the fast path.
     """
-
-    needs: frozenset[Need] = frozenset()
 
     def __init__(self, context: DrafterContext) -> None:
         runner = getattr(context.drafter("draft_model"), "runner", None)

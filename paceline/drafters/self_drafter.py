@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.drafters.base import greedy_chain_depth, grow, stop_below
+from paceline.drafters.base import Drafter, greedy_chain_depth, grow, stop_below
 from paceline.models.exits import check_exits, layers_of
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.target import ModelTarget
 
 
-class SelfDrafter:
+class SelfDrafter(Drafter):
     """Expands nodes with layers of the target that verifies them."""
 
     needs = frozenset({Need.SHARED_MODEL})

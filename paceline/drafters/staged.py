@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.drafters.base import DrafterContext, grow
+from paceline.drafters.base import Drafter, DrafterContext, grow
 from paceline.errors import InvalidArgument
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.types import Budget, Draft, Need, Outcome
@@ -80,15 +80,13 @@ class _State:
         self.entries, self.rows, self.path_of = {}, {}, {-1: ()}
 
 
-class Staged:
+class Staged(Drafter):
     """The draft model with an n-gram stage in front of it; expanded by any shape.
 
     It has KV of its own in the draft model's runner. Only chains are guessed ahead; trees are
     expanded as the draft model does it alone. What is guessed in a round stays within the node
     budget, so a budget of the depth alone leaves little room for it.
     """
-
-    needs: frozenset[Need] = frozenset()
 
     def __init__(self, context: DrafterContext) -> None:
         runner = getattr(context.drafter("draft_model"), "runner", None)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.drafters.base import grow
+from paceline.drafters.base import Drafter, grow
 from paceline.shapes.base import SparseRows
 from paceline.types import Budget, Draft, FloatArray, IntArray, Need, Outcome
 
@@ -112,7 +112,7 @@ class NGramTable:
         self._probs[slot_of, rank] = sums / self._counts[slot_of]
 
 
-class Stand:
+class Stand(Drafter):
     """Expands a node with the averaged distribution of the longest known n-gram that ends in it.
 
     The table belongs to the engine and learns from every verified node, accepted or not. The

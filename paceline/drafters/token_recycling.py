@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.drafters.base import grow
+from paceline.drafters.base import Drafter, grow
 from paceline.shapes.base import SparseRows
 from paceline.types import Budget, Draft, Need, Outcome
 
@@ -29,7 +29,7 @@ UNKNOWN = -1
 MAX_UNREAD = 32  # rows of logits that wait to be written
 
 
-class TokenRecycling:
+class TokenRecycling(Drafter):
     """Expands a node into the tokens that the target last found most likely after its token.
 
     The matrix holds ids in order of rank and no scores. Where a shape or the noise of a sampled

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.loading import load_engine
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 
@@ -183,7 +184,7 @@ class Writer:
             logprobs=TOP_K if answering else None,
         )  # fmt: skip
         session = self._engine.submit(
-            talk.tokens, params, SpeculationConfig(method="ar"), on_event=self._hear
+            Request(talk.tokens, params, SpeculationConfig(method="ar")), on_event=self._hear
         )
         self._running[session.session_id] = talk
 

@@ -27,6 +27,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from paceline.config import SpeculationConfig
 from paceline.engine import EngineLimits
 from paceline.loading import load_engine
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.train.pretrain import (
@@ -133,7 +134,7 @@ def let_target_write(
                 max_tokens=half - len(given[i]), temperature=palette[i % len(palette)], seed=i,
                 ignore_eos=True,
             )  # fmt: skip
-            sessions.append(engine.submit(given[i], params, speculation))
+            sessions.append(engine.submit(Request(given[i], params, speculation)))
         if not in_time:
             order.clear()
         engine.step()

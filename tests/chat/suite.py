@@ -21,7 +21,7 @@ import pytest
 from benchmarks.throughput import smollm2
 from paceline.cache import cache_folder, locked
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, ModelNotFound
@@ -30,6 +30,7 @@ from paceline.loading import load_runner, make_drafter
 from paceline.methods import METHODS
 from paceline.model_names import resolve_model
 from paceline.models.llama import LlamaRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
 from paceline.target import ModelTarget
@@ -253,9 +254,7 @@ class Chat:
             self._device_drafters.append(DraftModel(self._load("q4_0", kv_tokens=2048)))
         return self._device_drafters[:count]
 
-    def engine(
-        self, precision: str, batch: int, drafters: dict[str, Drafter | AsyncDrafter]
-    ) -> Engine:
+    def engine(self, precision: str, batch: int, drafters: dict[str, Drafter]) -> Engine:
         """A fresh engine over a target."""
         return Engine(
             ModelTarget(self.target(precision)), drafters,
@@ -298,10 +297,12 @@ class Chat:
         engine = self.engine(case.precision, case.batch, {"draft_model": DraftModel(self.drafter)})
         sessions = [
             engine.submit(
-                self.prompts[i],
-                params[i],
-                speculation(case.row),
-                prediction=self.prediction(case, i),
+                Request(
+                    self.prompts[i],
+                    params[i],
+                    speculation(case.row),
+                    prediction=self.prediction(case, i),
+                )
             )
             for i in prompts
         ]
@@ -312,9 +313,7 @@ class Chat:
         return [Answer(s.output_ids, s.finish_reason, s.stats) for s in sessions]
 
     @contextmanager
-    def _served(
-        self, case: Case, drafters: dict[str, Drafter | AsyncDrafter]
-    ) -> Iterator[RpcServer]:
+    def _served(self, case: Case, drafters: dict[str, Drafter]) -> Iterator[RpcServer]:
         """A target replica."""
         thread = EngineThread(self.engine(case.precision, case.batch, drafters)).start()
         try:
@@ -337,7 +336,7 @@ class Chat:
         self, case: Case, prompts: Sequence[int], params: Sequence[SamplingParams]
     ) -> list[Answer]:
         method, hosted = METHODS[case.row], self.hosted(case.row)
-        drafters: dict[str, Drafter | AsyncDrafter] = {}
+        drafters: dict[str, Drafter] = {}
         drafts_from = ""
         with ExitStack() as stack:
             if hosted is not None:

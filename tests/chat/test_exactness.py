@@ -35,6 +35,7 @@ from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.models.base import Segment
 from paceline.models.ops import Packing
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from rpc.device import checked_speculation
 from tests.chat.suite import (
@@ -129,9 +130,13 @@ def test_rows_that_share_a_batch_have_the_tokens_of_ar(turn: int, chat: Chat) ->
         prompt = (i // 4) % len(chat.prompts)
         case = Case(row, "q4_1", 8, temperature, "process")
         session = engine.submit(
-            chat.prompts[prompt], chat.params(temperature, MIXED)[prompt], speculation(row),
-            prediction=chat.prediction(case, prompt),
-        )  # fmt: skip
+            Request(
+                chat.prompts[prompt],
+                chat.params(temperature, MIXED)[prompt],
+                speculation(row),
+                prediction=chat.prediction(case, prompt),
+            )
+        )
         sessions.append((case, prompt, session))
     while not all(session.finished for _, _, session in sessions):
         engine.step()

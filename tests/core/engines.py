@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
 from paceline.methods import METHODS, Method
@@ -88,10 +88,10 @@ class Small:
         engine = self.engine
         assert not engine.sessions
         assert not engine.has_work
-        for name in ("_waiting", "_futures", "_arrived", "_handlers", "_text_sent"):
-            assert not getattr(engine, name), name
-        assert not engine._draft_started
-        assert not engine._admission.num_admitted
+        assert engine.scheduler.is_idle
+        assert not engine.drafting._asked
+        for name in ("_handlers", "_num_sent"):
+            assert not getattr(engine.events, name), name
         assert self.target.num_free == self.target.kv_capacity
         assert self.drafter.num_free == self.drafter.kv_capacity
         for name, drafter in engine.drafters.items():
@@ -105,7 +105,7 @@ def small_engine(
     *,
     kv_tokens: int = 4000,
     limits: EngineLimits | None = None,
-    drafters: Mapping[str, Drafter | AsyncDrafter] | None = None,
+    drafters: Mapping[str, Drafter] | None = None,
     catalogue: Mapping[str, Method] = WITH_FAKES,
     eos_token_ids: Sequence[int] = (),
 ) -> Small:

@@ -13,6 +13,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.models.base import ForwardResult, Segment
 from paceline.numerics import Fingerprint
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -113,7 +114,7 @@ def run(
         options: of :meth:`Engine.submit`.
     """
     events: list[RoundEvent] = []
-    session = engine.submit(prompt, params, config, on_event=events.append, **options)
+    session = engine.submit(Request(prompt, params, config, **options), on_event=events.append)
     while engine.has_work:
         engine.step()
     assert not session.stats.drafter_lost

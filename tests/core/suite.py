@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
-from paceline.drafters.base import AsyncDrafter, Drafter
+from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits
 from paceline.methods import METHODS, Method
 from paceline.models.heads import HeadLibrary
@@ -98,9 +98,7 @@ class Suite:
             self._expected[variant] = [session.output_ids for session in sessions]
         return self._expected[variant]
 
-    def engine(
-        self, method: str, variant: str, batch: int, **drafters: Drafter | AsyncDrafter
-    ) -> Engine:
+    def engine(self, method: str, variant: str, batch: int, **drafters: Drafter) -> Engine:
         """A fresh engine over the demo target that has ``method``; ``drafters`` replace its own."""
         catalogue = dict(WITH_FAKES) | {
             name: replace(WITH_FAKES["mix"], name=name, drafter=name) for name in ("mix_3", "mix_8")
@@ -130,7 +128,7 @@ class Suite:
         engine = self.engine(method, variant, batch)
         return engine.generate(prompts, params, self.speculation(method))
 
-    def fakes(self, variant: str) -> dict[str, Drafter | AsyncDrafter]:
+    def fakes(self, variant: str) -> dict[str, Drafter]:
         size = self.demo.target.vocab_size
         truth = {
             tuple(prompt): tokens

@@ -17,6 +17,7 @@ from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import MAX_SEED, SamplingParams
 from paceline.types import Draft, DraftProbs
 from tests.core.engines import Small, small_engine
@@ -58,12 +59,12 @@ def small(tiny_folder: Path) -> Iterator[Small]:
 )
 def test_prompts(small: Small, prompt: Any, field: str, value: object) -> None:
     with pytest.raises(InvalidArgument) as info:
-        small.engine.submit(prompt)
+        small.engine.submit(Request(prompt))
     assert_clear(info.value, field, value)
 
 
 def test_prompts_from_arrays_become_plain_integers(small: Small) -> None:
-    session = small.engine.submit(np.array([5, 6], np.int32))
+    session = small.engine.submit(Request(np.array([5, 6], np.int32)))
     assert [type(token) for token in session.token_ids] == [int, int]
     small.engine.cancel(session.session_id)
 
@@ -76,9 +77,9 @@ def test_a_refused_prompt_leaves_nothing_behind(small: Small) -> None:
 
 
 def test_a_session_id_in_use(small: Small) -> None:
-    session = small.engine.submit([1], session_id="mine")
+    session = small.engine.submit(Request([1], session_id="mine"))
     with pytest.raises(InvalidArgument) as info:
-        small.engine.submit([1], session_id="mine")
+        small.engine.submit(Request([1], session_id="mine"))
     assert_clear(info.value, "session_id", "mine")
     small.engine.cancel(session.session_id)
 
@@ -121,14 +122,14 @@ def test_unknown_sampling_parameters_are_not_ignored() -> None:
 def test_token_ids_beyond_the_vocabulary(field: str, small: Small) -> None:
     value: Any = {VOCAB_SIZE: 1.0} if field == "logit_bias" else (VOCAB_SIZE,)
     with pytest.raises(InvalidArgument) as info:
-        small.engine.submit([1], SamplingParams(**{field: value}))
+        small.engine.submit(Request([1], SamplingParams(**{field: value})))
     assert_clear(info.value, field, VOCAB_SIZE)
 
 
 def test_stop_strings_without_a_tokenizer(small: Small) -> None:
     engine = Engine(small.engine.target)
     with pytest.raises(InvalidArgument, match="tokenizer") as info:
-        engine.submit([1], SamplingParams(stop=("x",)), SpeculationConfig(method="ar"))
+        engine.submit(Request([1], SamplingParams(stop=("x",)), SpeculationConfig(method="ar")))
     assert info.value.field == "stop"
 
 
@@ -146,7 +147,7 @@ def test_engine_limits(field: str, value: Any) -> None:
 
 def test_an_unknown_method_lists_the_known_ones(small: Small) -> None:
     with pytest.raises(InvalidArgument) as info:
-        small.engine.submit([1], speculation=SpeculationConfig(method="eagle9"))
+        small.engine.submit(Request([1], speculation=SpeculationConfig(method="eagle9")))
     assert_clear(info.value, "method", "eagle9")
     for name in METHODS:
         assert name in str(info.value)
@@ -155,7 +156,7 @@ def test_an_unknown_method_lists_the_known_ones(small: Small) -> None:
 def test_a_method_without_its_drafter_lists_those_that_work(small: Small) -> None:
     engine = Engine(small.engine.target)
     with pytest.raises(InvalidArgument) as info:
-        engine.submit([1], speculation=SpeculationConfig(method="draft_model"))
+        engine.submit(Request([1], speculation=SpeculationConfig(method="draft_model")))
     assert_clear(info.value, "method", "draft_model")
     assert "prompt_lookup" in str(info.value)
 
@@ -238,7 +239,7 @@ def test_combinations_that_cannot_work(config: dict[str, Any], field: str) -> No
 def test_greedy_acceptance_above_temperature_0(small: Small) -> None:
     config = SpeculationConfig(method="draft_model", acceptance="greedy")
     with pytest.raises(InvalidArgument) as info:
-        small.engine.submit([1], SamplingParams(temperature=1.0), config)
+        small.engine.submit(Request([1], SamplingParams(temperature=1.0), config))
     assert_clear(info.value, "acceptance", "greedy")
     assert "coupled" in str(info.value)
 

@@ -14,6 +14,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument
 from paceline.models.base import Segment
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.types import Draft
@@ -54,7 +55,7 @@ def test_pad_and_split_give_the_same_logits(tiny_folder: Path) -> None:
     drafts.append(Draft.checked([7, 8, 9], [-1, 0, 0], 256))
     for strategy in STRATEGIES:
         small = engine_with(tiny_folder, strategy)  # type: ignore[arg-type]
-        sessions = [small.engine.submit(tokens(5 + i, i), PARAMS) for i in range(4)]
+        sessions = [small.engine.submit(Request(tokens(5 + i, i), PARAMS)) for i in range(4)]
         while any(s.stats.first_token_at is None for s in sessions):
             small.engine.step()
         target = small.engine.local_target
@@ -86,11 +87,16 @@ def test_ragged_batches_process_the_real_tokens_and_no_others(
         lengths = (1, 3, 5)
         sessions = [
             small.engine.submit(
-                [1 + n], PARAMS,
-                SpeculationConfig(method="draft_model", num_speculative_tokens=n, length="fixed"),
+                Request(
+                    [1 + n],
+                    PARAMS,
+                    SpeculationConfig(
+                        method="draft_model", num_speculative_tokens=n, length="fixed"
+                    ),
+                )
             )
             for n in lengths
-        ]  # fmt: skip
+        ]
         while small.engine.has_work:
             small.engine.step()
         real = sum(s.stats.num_rounds + s.stats.num_draft_nodes for s in sessions)
@@ -105,11 +111,11 @@ def test_ragged_batches_process_the_real_tokens_and_no_others(
 def run_pool(folder: Path, window: int, strategy: BatchStrategy = "same_length") -> Batching:
     """Thirty sessions of six lengths, four at a time."""
     small = engine_with(folder, strategy, 4)
-    small.engine.batching = Batching(strategy, 4, window)
+    small.engine.scheduler.batching = Batching(strategy, 4, window)
     prompts = [tokens(3 + i % 6, seed=i) for i in range(30)]
     sessions = small.engine.generate(prompts, PARAMS, SpeculationConfig(method="ar"))
     assert all(session.finished for session in sessions)
-    return small.engine.batching
+    return small.engine.scheduler.batching
 
 
 def test_exspec_groups_more_in_a_larger_window_and_realigns_less(tiny_folder: Path) -> None:

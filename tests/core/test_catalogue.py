@@ -14,6 +14,7 @@ from paceline.config import SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
 from paceline.methods import COMMON_KNOBS, LENGTH_KNOBS, METHODS, SHAPE_KNOBS
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from tests.combinations import BAD_VALUES, IMPOSSIBLE, POSSIBLE, Combination
 from tests.core.engines import Reference, small_engine
@@ -26,7 +27,7 @@ def test_impossible_combinations_are_refused(combination: Combination, tiny_fold
     small = small_engine(tiny_folder)
     config = parse_speculation(combination.speculation)
     with pytest.raises(InvalidArgument) as caught:
-        small.engine.submit(PROMPT, combination.params, config)
+        small.engine.submit(Request(PROMPT, combination.params, config))
     assert caught.value.field == combination.field
     for word in combination.words:
         assert word in str(caught.value)
@@ -99,7 +100,7 @@ def test_an_engine_says_which_rows_it_cannot_run(tiny_folder: Path) -> None:
             assert "draft_model" in reason
             config = SpeculationConfig(method=name, allow_lossy=not method.lossless)
             with pytest.raises(InvalidArgument, match="draft_model"):
-                engine.submit(PROMPT, None, config)
+                engine.submit(Request(PROMPT, speculation=config))
 
 
 def test_a_list_is_a_list_however_it_comes() -> None:
@@ -131,4 +132,4 @@ def test_limits_of_sampling_are_kept_apart_from_knobs(tiny_folder: Path) -> None
     params = SamplingParams(max_tokens=4)
     assert small.engine.generate([PROMPT], params, config)[0].finish_reason == "length"
     with pytest.raises(InvalidArgument, match="temperature"):
-        small.engine.submit(PROMPT, replace(params, temperature=1.0), config)
+        small.engine.submit(Request(PROMPT, replace(params, temperature=1.0), config))

@@ -18,6 +18,7 @@ from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_engine
 from paceline.methods import METHODS
 from paceline.models.base import Segment
+from paceline.request import Request
 from paceline.sampling import SamplingParams, coupled_sample, process_logits, token_logprobs
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -97,7 +98,7 @@ def generate(
     """With every method, all of them in the same steps."""
     engine = demo.sibling()
     sessions = {
-        m: engine.submit(prompt, params, SpeculationConfig(length="fixed", method=m))
+        m: engine.submit(Request(prompt, params, SpeculationConfig(length="fixed", method=m)))
         for m in methods
     }
     while engine.has_work:
@@ -184,7 +185,8 @@ def test_log_probabilities_are_the_targets_own(
     )
     events: list[RoundEvent] = []
     session = demo.submit(
-        prompt, params, SpeculationConfig(length="fixed", method=method), on_event=events.append
+        Request(prompt, params, SpeculationConfig(length="fixed", method=method)),
+        on_event=events.append,
     )
     while demo.has_work:
         demo.step()
@@ -200,7 +202,7 @@ def test_log_probabilities_are_the_targets_own(
 
 def test_nothing_is_computed_when_nobody_asks(demo: Engine, prompt: list[int]) -> None:
     events: list[RoundEvent] = []
-    demo.submit(prompt, SamplingParams(max_tokens=4), on_event=events.append)
+    demo.submit(Request(prompt, SamplingParams(max_tokens=4)), on_event=events.append)
     while demo.has_work:
         demo.step()
     assert all(event.logprobs == () for event in events)
@@ -210,7 +212,7 @@ def test_cut_and_go_on(demo: Engine, prompt: list[int]) -> None:
     """Truncated tokens are taken back in the grammar as well."""
     params = SamplingParams(max_tokens=40, **CONSTRAINTS["schema"])
     engine = demo.sibling()
-    session = engine.submit(prompt, params, SpeculationConfig(method="draft_model"))
+    session = engine.submit(Request(prompt, params, SpeculationConfig(method="draft_model")))
     while session.length < len(prompt) + 8:
         engine.step()
     engine.truncate(session.session_id, len(prompt) + 3)
@@ -266,7 +268,7 @@ def test_paths_and_commits_in_any_order(demo: Engine) -> None:
 )
 def test_bad_grammars(demo: Engine, given: dict[str, str], field: str, allowed: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        demo.submit([5], SamplingParams(**given))
+        demo.submit(Request([5], SamplingParams(**given)))
     assert caught.value.field == field
     assert allowed in str(caught.value)
     assert not demo.sessions
@@ -294,7 +296,7 @@ def test_bad_parameters(given: dict[str, object], field: str) -> None:
 def test_without_a_tokenizer(demo: Engine) -> None:
     engine = Engine(ModelTarget(demo.local_target.runner))
     with pytest.raises(InvalidArgument) as caught:
-        engine.submit([5], SamplingParams(regex="a"), SpeculationConfig(method="ar"))
+        engine.submit(Request([5], SamplingParams(regex="a"), SpeculationConfig(method="ar")))
     assert "tokenizer" in str(caught.value)
 
 

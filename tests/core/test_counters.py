@@ -9,6 +9,7 @@ import pytest
 
 from paceline.config import SpeculationConfig
 from paceline.counters import MAX_KEPT, MethodCounters
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
 from tests.core.engines import small_engine
@@ -20,7 +21,7 @@ def test_totals_are_the_sums_of_statistics_and_never_fall(tiny_folder: Path) -> 
     engine = small_engine(tiny_folder).engine
     methods = ["ar", "draft_model", "draft_model_tree", "draft_model"]
     sessions = [
-        engine.submit([1 + i] * (3 + i), PARAMS, SpeculationConfig(method=m))
+        engine.submit(Request([1 + i] * (3 + i), PARAMS, SpeculationConfig(method=m)))
         for i, m in enumerate(methods)
     ]
     last, requests, steps = -1, [], 0
@@ -53,7 +54,7 @@ def test_a_session_that_lost_its_drafter_counts_for_the_method_that_it_asked_for
     tiny_folder: Path,
 ) -> None:
     engine = small_engine(tiny_folder).engine
-    session = engine.submit([1, 2, 3], PARAMS, SpeculationConfig(method="draft_model"))
+    session = engine.submit(Request([1, 2, 3], PARAMS, SpeculationConfig(method="draft_model")))
     engine.step()
     session.lose_drafter()
     while engine.has_work:
@@ -65,7 +66,7 @@ def test_a_session_that_lost_its_drafter_counts_for_the_method_that_it_asked_for
 
 def test_a_session_that_never_ran_has_no_times(tiny_folder: Path) -> None:
     engine = small_engine(tiny_folder).engine
-    session = engine.submit([1], PARAMS)
+    session = engine.submit(Request([1], PARAMS))
     engine.cancel(session.session_id)
     (ended,) = engine.take_counters().requests
     assert ended.queue_seconds is None and ended.first_token_seconds is None
@@ -83,7 +84,7 @@ def test_lengths_come_from_depths() -> None:
 def test_nobody_looks_and_nothing_grows(tiny_folder: Path, count: int) -> None:
     engine = small_engine(tiny_folder).engine
     for _ in range(count):
-        session = engine.submit([1], replace(PARAMS, max_tokens=1))
+        session = engine.submit(Request([1], replace(PARAMS, max_tokens=1)))
         engine.cancel(session.session_id)
     counters = engine.take_counters()
     assert len(counters.requests) == MAX_KEPT

@@ -29,6 +29,7 @@ from paceline.lengths.del_ import (
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -133,7 +134,7 @@ def generate(engine: Engine, prompt: list[int], params: SamplingParams, **knobs:
         sizes.append(len(event.outcome.path) + 1)
 
     config = SpeculationConfig.model_validate({"method": "del", "length": "del", **knobs})
-    session = engine.submit(prompt, params, config, on_event=note)
+    session = engine.submit(Request(prompt, params, config), on_event=note)
     while engine.has_work:
         engine.step()
     assert not session.stats.drafter_lost
@@ -366,7 +367,7 @@ def test_drafts_end_where_the_exit_is_unsure(
 
         engine = Engine(target)
         for prompt in PROMPTS:
-            engine.submit(prompt, GREEDY, config, on_event=note)
+            engine.submit(Request(prompt, GREEDY, config), on_event=note)
         while engine.has_work:
             engine.step()
     assert drafts[True] == drafts[False]

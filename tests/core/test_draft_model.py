@@ -11,6 +11,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, RoundEvent
 from paceline.models.llama import LlamaRunner
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.types import Budget, Draft
@@ -87,9 +88,11 @@ def test_a_chain_in_one_call_ends_where_the_drafter_is_unsure(
         engine = demo.sibling()
         sessions = [
             engine.submit(
-                prompt,
-                SamplingParams(max_tokens=40, ignore_eos=True, stop=(f"<none {i}>",)),
-                speculation,
+                Request(
+                    prompt,
+                    SamplingParams(max_tokens=40, ignore_eos=True, stop=(f"<none {i}>",)),
+                    speculation,
+                ),
                 on_event=note,
             )
             for i, prompt in enumerate(prompts)

@@ -7,6 +7,7 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from tests.core.scripted import run, scripted_engine
@@ -111,7 +112,7 @@ def test_reopened_after_truncation_it_finds_its_place() -> None:
     events: list[RoundEvent] = []
     params = SamplingParams(max_tokens=30)
     config = SpeculationConfig(method="aggressive", length="fixed", num_speculative_tokens=8)
-    session = engine.submit(source, params, config, on_event=events.append)
+    session = engine.submit(Request(source, params, config), on_event=events.append)
     while not events:
         engine.step()
     engine.truncate(session.session_id, session.prompt_length + 5)
@@ -128,4 +129,4 @@ def test_ngram_bounds_are_checked() -> None:
     engine = scripted_engine(lambda ids: 0, 100)
     config = SpeculationConfig(method="aggressive", length="fixed", ngram_min=5, ngram_max=3)
     with pytest.raises(InvalidArgument, match="ngram_min"):
-        engine.submit([1], SamplingParams(), config)
+        engine.submit(Request([1], SamplingParams(), config))

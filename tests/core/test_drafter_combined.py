@@ -18,6 +18,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.tree import align, is_chain, merge
@@ -33,7 +34,7 @@ PROMPTS = [[65, 66, 67], [70] * 9, [80, 81, 82] * 12]
 LOGITS = frozenset({Need.TREE_LOGITS})
 
 
-class Recorder:
+class Recorder(Drafter):
     """A part that remembers what it was asked, what it proposed and what it was told."""
 
     def __init__(self, inner: Drafter, needs: frozenset[Need] = LOGITS) -> None:
@@ -187,7 +188,7 @@ def test_accepted_is_the_best_of_the_parts(
         node_budget=40,
     )
     for prompt in PROMPTS:
-        small.engine.submit(prompt, params, config, on_event=check)
+        small.engine.submit(Request(prompt, params, config), on_event=check)
     while small.engine.has_work:
         small.engine.step()
     assert any(better), "the first part was never helped"
@@ -204,7 +205,7 @@ def test_no_part_starves_another(tiny_folder: Path, reference: Reference) -> Non
     config = SpeculationConfig(
         method="combined", drafters=("a", "b", "c"), num_speculative_tokens=2, node_budget=9
     )
-    session = small.engine.submit(PROMPTS[0], GREEDY, config)
+    session = small.engine.submit(Request(PROMPTS[0], GREEDY, config))
     while not parts["c"].budgets:
         small.engine.step()
     first, second, third = (part.budgets[0].nodes for part in parts.values())
@@ -265,7 +266,7 @@ def test_the_draft_model_keeps_the_kv_of_what_was_accepted(tiny_folder: Path) ->
         config = SpeculationConfig(
             length="fixed", method="combined", shape="kary", branching=2, node_budget=40
         )
-        small.engine.submit(prompt, GREEDY, config, on_event=look)
+        small.engine.submit(Request(prompt, GREEDY, config), on_event=look)
     while small.engine.has_work:
         small.engine.step()
     assert behind
@@ -279,11 +280,13 @@ def test_sessions_with_other_parts_share_steps(tiny_folder: Path, reference: Ref
     choices = [("prompt_lookup",), ("draft_model", "prompt_lookup"), ("prompt_lookup", "suffix")]
     sessions = [
         small.engine.submit(
-            p, SAMPLED, SpeculationConfig(length="fixed", method="combined", drafters=names)
+            Request(
+                p, SAMPLED, SpeculationConfig(length="fixed", method="combined", drafters=names)
+            )
         )
         for p, names in zip(PROMPTS, choices, strict=True)
     ]
-    sessions.append(small.engine.submit(PROMPTS[0], SAMPLED, SpeculationConfig()))
+    sessions.append(small.engine.submit(Request(PROMPTS[0], SAMPLED, SpeculationConfig())))
     small.engine.step()
     small.engine.step()
     small.engine.truncate(sessions[1].session_id, sessions[1].prompt_length + 1)
@@ -304,9 +307,7 @@ def test_a_rule_for_chains_gets_the_first_draft_that_is_found(
     config = SpeculationConfig(length="fixed", method="combined", acceptance="rejection")
     for params in (GREEDY, SAMPLED):
         session = small.engine.submit(
-            PROMPTS[2],
-            params,
-            config,
+            Request(PROMPTS[2], params, config),
             on_event=lambda event: seen.append(event.outcome) if event.outcome else None,
         )
         while small.engine.has_work:
@@ -318,7 +319,7 @@ def test_a_rule_for_chains_gets_the_first_draft_that_is_found(
     small.assert_nothing_is_left()
 
 
-class Broken:
+class Broken(Drafter):
     """A part that fails where a test wants it."""
 
     needs: frozenset[Need] = frozenset()
@@ -397,9 +398,10 @@ def test_what_cannot_be_combined(options: dict[str, object], field: str, allowed
     assert allowed in str(caught.value)
 
 
-class Elsewhere:
+class Elsewhere(Drafter):
     """A draft model in another process."""
 
+    elsewhere = True
     needs: frozenset[Need] = frozenset()
 
     def open(self, session: Session) -> None:
@@ -408,7 +410,7 @@ class Elsewhere:
     def close(self, session: Session) -> None:
         raise AssertionError("nobody closes it")
 
-    def propose_async(
+    def propose(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
         raise AssertionError("nobody asks it")
@@ -428,7 +430,7 @@ def test_parts_that_are_not_loaded_or_live_elsewhere(
 ) -> None:
     engine = without_draft_model(tiny_folder).engine
     with pytest.raises(InvalidArgument, match="draft_model"):
-        engine.submit([1], GREEDY, chosen())
+        engine.submit(Request([1], GREEDY, chosen()))
     alone = chosen(drafters=["prompt_lookup"])
     assert engine.generate([PROMPTS[2]], GREEDY, alone)[0].output_ids == reference(
         PROMPTS[2], GREEDY
@@ -436,5 +438,5 @@ def test_parts_that_are_not_loaded_or_live_elsewhere(
 
     engine.drafters["draft_model"] = Elsewhere()
     with pytest.raises(InvalidArgument, match="in this process"):
-        engine.submit([1], GREEDY, chosen())
+        engine.submit(Request([1], GREEDY, chosen()))
     assert not engine.sessions

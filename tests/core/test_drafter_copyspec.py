@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.drafters.copyspec import CopySpec, FirstOccurrences
 from paceline.engine import Engine, RoundEvent
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -112,7 +114,7 @@ def test_without_a_match_the_trace_is_that_of_the_fallback(
 
         engine = Engine(ModelTarget(demo.target.runner), demo.drafters)
         config = SpeculationConfig(length="fixed", method=method, **knobs)
-        session = engine.submit(prompt, params, config, on_event=note)
+        session = engine.submit(Request(prompt, params, config), on_event=note)
         while engine.has_work:
             engine.step()
         assert not session.stats.drafter_lost
@@ -123,7 +125,7 @@ def test_without_a_match_the_trace_is_that_of_the_fallback(
     assert trace("copyspec", min_match=64) == trace("ar")
 
 
-class Fallback:
+class Fallback(Drafter):
     """Drafts the same tokens always, as many as it may."""
 
     needs = frozenset[Need]()

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.errors import DrafterUnavailable
 from paceline.methods import METHODS
 from paceline.models.llama import LlamaRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.types import Budget, Draft, Need, Outcome
@@ -37,7 +39,7 @@ CATALOGUE = dict(WITH_FAKES) | {
 }
 
 
-class Faulty:
+class Faulty(Drafter):
     """Drafts well for some rounds, then does what ``fault`` says."""
 
     needs: frozenset[Need] = frozenset()
@@ -121,9 +123,11 @@ def test_a_faulty_local_drafter(fault: str, tiny_folder: Path, reference: Refere
         tiny_folder, catalogue=CATALOGUE, drafters={"faulty": Faulty(fault, truth)}
     )
     engine = small.engine
-    faulty = [engine.submit(p, PARAMS, SpeculationConfig(method="faulty")) for p in PROMPTS]
+    faulty = [
+        engine.submit(Request(p, PARAMS, SpeculationConfig(method="faulty"))) for p in PROMPTS
+    ]
     mates = [
-        engine.submit(p, PARAMS, SpeculationConfig(length="fixed", method="draft_model"))
+        engine.submit(Request(p, PARAMS, SpeculationConfig(length="fixed", method="draft_model")))
         for p in PROMPTS
     ]
     while engine.has_work:
@@ -141,9 +145,10 @@ def test_a_faulty_local_drafter(fault: str, tiny_folder: Path, reference: Refere
     small.assert_nothing_is_left()
 
 
-class Remote:
+class Remote(Drafter):
     """A drafter that lives elsewhere; ``fault`` is what goes wrong in the third round."""
 
+    elsewhere = True
     needs: frozenset[Need] = frozenset()
 
     def __init__(self, fault: str, truth: dict[tuple[int, ...], list[int]]) -> None:
@@ -160,7 +165,7 @@ class Remote:
         self.rounds.pop(session.session_id, None)
         self.local.close(session)
 
-    def propose_async(
+    def propose(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
         return [self._one(s, b) for s, b in zip(sessions, budgets, strict=True)]
@@ -196,9 +201,11 @@ def test_a_faulty_remote_drafter(fault: str, tiny_folder: Path, reference: Refer
     remote = Remote(fault, truth)
     small = small_engine(tiny_folder, catalogue=CATALOGUE, drafters={"faulty": remote})
     engine = small.engine
-    faulty = [engine.submit(p, PARAMS, SpeculationConfig(method="faulty")) for p in PROMPTS]
+    faulty = [
+        engine.submit(Request(p, PARAMS, SpeculationConfig(method="faulty"))) for p in PROMPTS
+    ]
     mates = [
-        engine.submit(p, PARAMS, SpeculationConfig(length="fixed", method="draft_model"))
+        engine.submit(Request(p, PARAMS, SpeculationConfig(length="fixed", method="draft_model")))
         for p in PROMPTS
     ]
     while engine.has_work:
@@ -230,9 +237,9 @@ def test_sessions_without_a_draft_do_not_hold_up_the_others(
             return never[-1]
 
     small = small_engine(tiny_folder, catalogue=CATALOGUE, drafters={"faulty": Silent("", {})})
-    waiting = small.engine.submit(PROMPTS[0], PARAMS, SpeculationConfig(method="faulty"))
+    waiting = small.engine.submit(Request(PROMPTS[0], PARAMS, SpeculationConfig(method="faulty")))
     other = small.engine.submit(
-        PROMPTS[1], PARAMS, SpeculationConfig(length="fixed", method="draft_model")
+        Request(PROMPTS[1], PARAMS, SpeculationConfig(length="fixed", method="draft_model"))
     )
     while not other.finished:
         small.engine.step(0)
@@ -298,7 +305,7 @@ def test_a_drafter_with_a_padded_or_shorter_vocabulary(
     config = SpeculationConfig(length="fixed", method=method)
     sessions = [
         small.engine.submit(
-            p, params, config, on_event=lambda event: drafts.append(event.outcome.draft)
+            Request(p, params, config), on_event=lambda event: drafts.append(event.outcome.draft)
         )
         for p in prompts
     ]

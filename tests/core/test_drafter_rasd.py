@@ -18,6 +18,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.rasd import MAX_MATCH, MAX_PLACES, Rasd, Store, prune, retrieve
 from paceline.engine import RoundEvent
 from paceline.models.llama import LlamaRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.tree import is_chain
 from paceline.types import Draft
@@ -166,7 +167,7 @@ def test_the_fused_tree_is_the_union_and_accepts_the_best_of_both(
         prune_threshold=0.0,
     )
     for prompt in (PROMPTS[2], PROMPTS[2]):  # the second run finds the first one's output
-        session = small.engine.submit(prompt, params, config, on_event=check)
+        session = small.engine.submit(Request(prompt, params, config), on_event=check)
         while small.engine.has_work:
             small.engine.step()
         assert session.output_ids == reference(prompt, params)
@@ -216,7 +217,9 @@ def test_a_batch_with_other_methods(
     methods = ["rasd", "rasd", "draft_model", "rasd"]
     prompts = [*PROMPTS, PROMPTS[2]]
     sessions = [
-        small.engine.submit(prompt, params, SpeculationConfig(method=method, length="fixed"))
+        small.engine.submit(
+            Request(prompt, params, SpeculationConfig(method=method, length="fixed"))
+        )
         for prompt, method in zip(prompts, methods, strict=True)
     ]
     for _ in range(3):
@@ -236,9 +239,7 @@ def test_a_rule_for_chains(tiny_folder: Path, reference: Reference) -> None:
     drafts: list[Draft] = []
     config = SpeculationConfig(method="rasd", length="fixed", shape="chain", acceptance="rejection")
     session = small.engine.submit(
-        PROMPTS[2],
-        GREEDY,
-        config,
+        Request(PROMPTS[2], GREEDY, config),
         on_event=lambda event: drafts.append(event.outcome.draft) if event.outcome else None,
     )
     while small.engine.has_work:

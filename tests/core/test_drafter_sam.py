@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.drafters.sam import Cursor, SamDecoding, SuffixAutomaton
 from paceline.drafters.token_recycling import TokenRecycling
 from paceline.engine import RoundEvent
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.types import Budget, Draft, Need
@@ -241,7 +243,7 @@ def test_the_second_run_of_a_prompt_copies_from_the_first(
 # --- the fallback ---------------------------------------------------------------------------------
 
 
-class Watched:
+class Watched(Drafter):
     """A fallback that notes for which sessions it drafts and learns."""
 
     def __init__(self, needs: frozenset[Need]) -> None:
@@ -320,7 +322,7 @@ def test_exact_in_both_branches(
         rounds.append((event.session, event.session.token_ids[:length]))
 
     sessions = [
-        small.engine.submit(prompt, params, config, session_id=name, on_event=note)
+        small.engine.submit(Request(prompt, params, config, session_id=name), on_event=note)
         for name, prompt in zip(("copies", "cannot"), prompts, strict=True)
     ]
     while small.engine.has_work:

@@ -16,6 +16,7 @@ from paceline.engine import RoundEvent
 from paceline.lengths.base import DraftStep
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.llama import LlamaRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.types import Budget, IntArray
 from tests.core.engines import Reference, Small, small_engine
@@ -81,7 +82,7 @@ def generate(
     config = SpeculationConfig(**{"length": "fixed", **options})
     with monkeypatch.context() as patch:
         watch(small.drafter, run, patch)
-        sessions = [small.engine.submit(p, params, config, on_event=note) for p in prompts]
+        sessions = [small.engine.submit(Request(p, params, config), on_event=note) for p in prompts]
         names = [session.session_id for session in sessions]
         while small.engine.has_work:
             small.engine.step()
@@ -168,7 +169,7 @@ def test_a_draft_that_is_asked_for_twice(tiny_folder: Path) -> None:
     """Its first outcome was lost: the second is the same, and no KV is left behind."""
     small = small_engine(tiny_folder)
     session = small.engine.submit(
-        PROMPTS[2], REPETITIVE, SpeculationConfig(length="fixed", method="staged")
+        Request(PROMPTS[2], REPETITIVE, SpeculationConfig(length="fixed", method="staged"))
     )
     for _ in range(3):
         small.engine.step()
@@ -216,7 +217,7 @@ def test_length_controllers_get_the_hidden_states_of_each_token(
 
     for method in ("draft_model", "staged"):
         config = SpeculationConfig(length="fixed", method=method, num_speculative_tokens=6)
-        session = small.engine.submit([80, 81] * 12, REPETITIVE, config)
+        session = small.engine.submit(Request([80, 81] * 12, REPETITIVE, config))
         monkeypatch.setattr(type(session.length_controller), "stop_rule", Watch(method))
         while small.engine.has_work:
             small.engine.step()

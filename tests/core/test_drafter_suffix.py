@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.drafters.suffix import MAX_DEPTH, Node, Place, SuffixDecoding, SuffixTree
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
@@ -353,7 +354,7 @@ def test_states_are_freed(tiny_folder: Path) -> None:
     small.assert_nothing_is_left()
 
 
-class Watched:
+class Watched(Drafter):
     """A fallback that notes what it is asked."""
 
     needs = frozenset[Any]()

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.errors import FailedPrecondition, ResourceExhausted, SessionNotFound
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.target import ModelTarget
@@ -61,7 +63,7 @@ def test_small_kv_memory_serves_everybody_in_turn(
     small = small_engine(tiny_folder, kv_tokens=150)
     engine, config = small.engine, SpeculationConfig(method=method)
     prompts = [tokens(5 + 7 * i % 40, seed=i) for i in range(14)]
-    sessions = [engine.submit(prompt, GREEDY, config) for prompt in prompts]
+    sessions = [engine.submit(Request(prompt, GREEDY, config)) for prompt in prompts]
     most = 0
     while engine.has_work:
         engine.step()
@@ -79,7 +81,7 @@ def test_small_kv_memory_serves_everybody_in_turn(
 def test_a_request_that_can_never_fit_is_refused(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder, kv_tokens=60)
     with pytest.raises(ResourceExhausted, match="60"):
-        small.engine.submit(tokens(40), replace(GREEDY, max_tokens=40), AR)
+        small.engine.submit(Request(tokens(40), replace(GREEDY, max_tokens=40), AR))
     small.assert_nothing_is_left()
 
 
@@ -87,13 +89,13 @@ def test_the_queue_is_bounded(tiny_folder: Path) -> None:
     """One runs, three wait (whoever can run does not count as waiting), the fifth is refused."""
     small = small_engine(tiny_folder, limits=EngineLimits(max_sessions=1, max_waiting=3))
     for _ in range(4):
-        small.engine.submit([1], GREEDY, AR)
+        small.engine.submit(Request([1], GREEDY, AR))
     for _ in range(3):
         with pytest.raises(ResourceExhausted, match="3 sessions are waiting"):
-            small.engine.submit([1], GREEDY, AR)
+            small.engine.submit(Request([1], GREEDY, AR))
     while len(small.engine.sessions) == 4:
         small.engine.step()
-    small.engine.submit([1], GREEDY, AR)  # one has ended, so there is room for one
+    small.engine.submit(Request([1], GREEDY, AR))  # one has ended, so there is room for one
     finish(small.engine)
     small.assert_nothing_is_left()
 
@@ -108,11 +110,15 @@ def test_a_long_request_is_not_overtaken_for_ever(tiny_folder: Path) -> None:
             order.append(event.session.session_id)
 
     engine = small.engine
-    engine.submit(tokens(20), replace(GREEDY, max_tokens=30), AR, session_id="a", on_event=note)
+    engine.submit(
+        Request(tokens(20), replace(GREEDY, max_tokens=30), AR, session_id="a"), on_event=note
+    )
     engine.step()
-    engine.submit(tokens(60), replace(GREEDY, max_tokens=30), AR, session_id="b", on_event=note)
+    engine.submit(
+        Request(tokens(60), replace(GREEDY, max_tokens=30), AR, session_id="b"), on_event=note
+    )
     for i in range(8):
-        engine.submit(tokens(3), GREEDY, AR, session_id=f"c{i}", on_event=note)
+        engine.submit(Request(tokens(3), GREEDY, AR, session_id=f"c{i}"), on_event=note)
     finish(engine)
     assert order[:2] == ["a", "b"]
     small.assert_nothing_is_left()
@@ -137,9 +143,9 @@ def test_any_chunk_size_gives_the_same_tokens(
 def test_a_long_prompt_does_not_stop_the_others(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder, limits=EngineLimits(prefill_chunk=8))
     engine = small.engine
-    first = engine.submit([5], replace(GREEDY, max_tokens=40), AR)
+    first = engine.submit(Request([5], replace(GREEDY, max_tokens=40), AR))
     engine.step()
-    late = engine.submit(tokens(100), GREEDY, AR)
+    late = engine.submit(Request(tokens(100), GREEDY, AR))
     steps = 0
     while not late.output_ids:
         before = len(first.output_ids)
@@ -156,16 +162,16 @@ def test_a_long_prompt_does_not_stop_the_others(tiny_folder: Path) -> None:
 def bring_to(engine: Engine, state: SessionState) -> Session:
     """A session in that state (between two steps nobody is verifying)."""
     if state is SessionState.WAITING:
-        return engine.submit(tokens(30), GREEDY, TREE)
+        return engine.submit(Request(tokens(30), GREEDY, TREE))
     if state is SessionState.PREFILLING:
-        session = engine.submit(tokens(100), GREEDY, TREE)
+        session = engine.submit(Request(tokens(100), GREEDY, TREE))
         engine.step(0)
     elif state is SessionState.DRAFTING:
-        session = engine.submit(tokens(3), GREEDY, CLIENT)
+        session = engine.submit(Request(tokens(3), GREEDY, CLIENT))
         engine.step(0)
         engine.step(0)
     else:
-        session = engine.submit(tokens(30), GREEDY, TREE)
+        session = engine.submit(Request(tokens(30), GREEDY, TREE))
         while not session.output_ids:
             engine.step(0)
     assert session.state is state
@@ -186,7 +192,7 @@ def test_cancel_frees_everything_at_once(
     small.assert_nothing_is_left()
     assert not small.engine.cancel(session.session_id)
     # The engine works on, and the id is free again.
-    mate = small.engine.submit(tokens(9), GREEDY, TREE, session_id=session.session_id)
+    mate = small.engine.submit(Request(tokens(9), GREEDY, TREE, session_id=session.session_id))
     finish(small.engine)
     assert mate.output_ids == reference(tokens(9), GREEDY)
 
@@ -194,10 +200,10 @@ def test_cancel_frees_everything_at_once(
 def test_cancelling_another_session_from_an_event(tiny_folder: Path, reference: Reference) -> None:
     small = small_engine(tiny_folder)
     engine = small.engine
-    engine.submit(tokens(4), GREEDY, TREE, on_event=lambda event: engine.cancel("victim"))
+    engine.submit(Request(tokens(4), GREEDY, TREE), on_event=lambda event: engine.cancel("victim"))
     events: list[RoundEvent] = []
-    engine.submit(tokens(5), GREEDY, TREE, session_id="victim", on_event=events.append)
-    other = engine.submit(tokens(6), GREEDY, TREE)
+    engine.submit(Request(tokens(5), GREEDY, TREE, session_id="victim"), on_event=events.append)
+    other = engine.submit(Request(tokens(6), GREEDY, TREE))
     finish(engine)
     assert [event.finished for event in events].count(True) == 1
     assert events[-1].session.finish_reason == "cancelled"
@@ -220,7 +226,7 @@ def test_truncate_and_go_on(
     params = replace(params, max_tokens=40)
     knobs = {"length": "fixed"} if method == "draft_model" else {}  # it drafts on any machine
     config = SpeculationConfig(method=method, **knobs)
-    session = engine.submit(prompt, params, config)
+    session = engine.submit(Request(prompt, params, config))
     rng = random.Random(3)
     for _ in range(4):
         while len(session.output_ids) < 12:
@@ -242,7 +248,7 @@ def test_truncate_and_go_on(
 def test_truncate_checks_its_arguments(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     engine, prompt = small.engine, tokens(6)
-    session = engine.submit(prompt, GREEDY, AR)
+    session = engine.submit(Request(prompt, GREEDY, AR))
     while len(session.output_ids) < 3:
         engine.step()
     for length in (5, session.length + 1, -1):
@@ -309,7 +315,7 @@ def test_a_stop_token_inside_a_draft(
         assert ignoring.output_ids == ar
 
 
-class Arbitrary:
+class Arbitrary(Drafter):
     """Drafts whatever hypothesis thinks of: trees of any form, the end token anywhere in them."""
 
     needs: frozenset[Need] = frozenset()
@@ -407,7 +413,9 @@ class Story:
         events: list[RoundEvent] = []
         engine = self.engine()
         params = replace(self.params, stop=stop)
-        session = engine.submit(self.prompts[story], params, config, on_event=events.append)
+        session = engine.submit(
+            Request(self.prompts[story], params, config), on_event=events.append
+        )
         finish(engine)
         return session, events
 
@@ -463,7 +471,7 @@ def test_text_held_back_survives_a_truncation(story: Story) -> None:
     events: list[RoundEvent] = []
     engine = story.engine()
     params = replace(story.params, stop=stops)
-    session = engine.submit(story.prompts[0], params, AR, on_event=events.append)
+    session = engine.submit(Request(story.prompts[0], params, AR), on_event=events.append)
     while not session.finished:
         engine.truncate(session.session_id, session.length)  # cuts nothing
         engine.step()
@@ -479,7 +487,7 @@ def test_events_tell_the_whole_story(method: str, tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     events: list[RoundEvent] = []
     config = SpeculationConfig(method=method)
-    session = small.engine.submit(tokens(20), SAMPLED, config, on_event=events.append)
+    session = small.engine.submit(Request(tokens(20), SAMPLED, config), on_event=events.append)
     finish(small.engine)
     assert [event.round for event in events] == list(range(1, len(events) + 1))
     assert [event.finished for event in events] == [False] * (len(events) - 1) + [True]
@@ -529,7 +537,7 @@ def test_client_driven_sessions(
     prompt = tokens(12)
     params = replace(params, max_tokens=60)
     ar = reference(prompt, params)
-    session = small.engine.submit(prompt, params, CLIENT)
+    session = small.engine.submit(Request(prompt, params, CLIENT))
     small.engine.step(0)
     small.engine.step(0)
     rng = np.random.default_rng(1)
@@ -564,7 +572,7 @@ def test_a_client_hears_of_its_round_before_anybody_waits_for_its_draft(
     heard: list[RoundEvent] = []
     heard_at_waits: list[int] = []
     monkeypatch.setattr(engine, "_wait", lambda seconds: heard_at_waits.append(len(heard)))
-    session = engine.submit(tokens(4), GREEDY, CLIENT, on_event=heard.append)
+    session = engine.submit(Request(tokens(4), GREEDY, CLIENT), on_event=heard.append)
     while session.state is not SessionState.DRAFTING:
         engine.step(0)
     for number in range(5):
@@ -579,8 +587,8 @@ def test_a_client_hears_of_its_round_before_anybody_waits_for_its_draft(
 
 def test_nobody_waits_for_a_client(tiny_folder: Path, reference: Reference) -> None:
     small = small_engine(tiny_folder)
-    waiting = small.engine.submit(tokens(4), GREEDY, CLIENT)
-    other = small.engine.submit(tokens(5), GREEDY, TREE)
+    waiting = small.engine.submit(Request(tokens(4), GREEDY, CLIENT))
+    other = small.engine.submit(Request(tokens(5), GREEDY, TREE))
     while not other.finished:
         small.engine.step(0)
     assert other.output_ids == reference(tokens(5), GREEDY)
@@ -594,7 +602,7 @@ def test_offers_that_do_not_fit(tiny_folder: Path) -> None:
     client = small.engine.drafters["client"]
     with pytest.raises(SessionNotFound):
         client.offer("nobody", EMPTY_DRAFT)
-    session = small.engine.submit(tokens(4), GREEDY, CLIENT)
+    session = small.engine.submit(Request(tokens(4), GREEDY, CLIENT))
     small.engine.step(0)
     small.engine.step(0)
     client.offer(session.session_id, EMPTY_DRAFT)
@@ -615,7 +623,7 @@ def test_a_tree_cannot_slip_through_a_rule_for_chains(
     prompt = tokens(7)
     ar = reference(prompt, GREEDY)
     config = SpeculationConfig(method="client", acceptance="rejection")
-    session = small.engine.submit(prompt, GREEDY, config)
+    session = small.engine.submit(Request(prompt, GREEDY, config))
 
     def siblings(number: int) -> Draft:
         done = len(session.output_ids)
@@ -647,7 +655,7 @@ def test_nothing_is_left_after_many_random_sessions(tiny_folder: Path) -> None:
                 stop=("q", "zz") if rng.random() < 0.3 else (),
             )
             prompt = tokens(rng.randint(1, 50), seed=started)
-            running.append(engine.submit(prompt, params, SpeculationConfig(method=method)))
+            running.append(engine.submit(Request(prompt, params, SpeculationConfig(method=method))))
             started += 1
         for session in list(running):
             if session.finished:

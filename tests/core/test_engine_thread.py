@@ -15,6 +15,7 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.engine import EngineThread, RoundEvent
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.types import EMPTY_DRAFT
 from tests.core.engines import LOCAL_METHODS, Reference, Small, small_engine
@@ -57,7 +58,7 @@ def test_submit_from_many_threads(thread: EngineThread, reference: Reference) ->
             prompt = [rng.randrange(256) for _ in range(rng.randint(1, 30))]
             listener = Listener()
             config = SpeculationConfig(method=rng.choice(LOCAL_METHODS))
-            session = thread.submit(prompt, PARAMS, config, on_event=listener).result(WAIT)
+            session = thread.submit(Request(prompt, PARAMS, config), on_event=listener).result(WAIT)
             if rng.random() < 0.3:
                 thread.cancel(session.session_id).result(WAIT)
             assert listener.done.wait(WAIT)
@@ -78,7 +79,7 @@ def test_submit_from_many_threads(thread: EngineThread, reference: Reference) ->
 
 def test_errors_reach_the_caller_and_nobody_else(thread: EngineThread) -> None:
     with pytest.raises(InvalidArgument, match="prompt"):
-        thread.submit([]).result(WAIT)
+        thread.submit(Request([])).result(WAIT)
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda engine: 1 // 0).result(WAIT)
     assert thread.cancel("nobody").result(WAIT) is False
@@ -94,9 +95,9 @@ def test_an_event_handler_that_fails_ends_only_its_session(
         calls.append(event)
         raise RuntimeError("a bug of the caller")
 
-    bad = thread.submit([1, 2, 3], PARAMS, on_event=broken).result(WAIT)
+    bad = thread.submit(Request([1, 2, 3], PARAMS), on_event=broken).result(WAIT)
     listener = Listener()
-    good = thread.submit([4, 5, 6], PARAMS, on_event=listener).result(WAIT)
+    good = thread.submit(Request([4, 5, 6], PARAMS), on_event=listener).result(WAIT)
     assert listener.done.wait(WAIT)
     assert good.output_ids == reference([4, 5, 6], PARAMS)
     while not bad.finished:
@@ -110,7 +111,7 @@ def test_a_client_offers_from_another_thread(thread: EngineThread, reference: Re
     client = thread.engine.drafters["client"]
     listener = Listener()
     config = SpeculationConfig(method="client")
-    session = thread.submit([9, 8, 7], PARAMS, config, on_event=listener).result(WAIT)
+    session = thread.submit(Request([9, 8, 7], PARAMS, config), on_event=listener).result(WAIT)
     deadline = time.monotonic() + WAIT
     while not listener.done.is_set():
         assert time.monotonic() < deadline
@@ -127,7 +128,7 @@ def test_a_client_offers_from_another_thread(thread: EngineThread, reference: Re
 
 def test_calls_are_served_while_all_drafts_are_under_way(thread: EngineThread) -> None:
     """A session that waits for its client for ever does not make the engine deaf."""
-    session = thread.submit([1], PARAMS, SpeculationConfig(method="client")).result(WAIT)
+    session = thread.submit(Request([1], PARAMS, SpeculationConfig(method="client"))).result(WAIT)
     for _ in range(20):
         started = time.perf_counter()
         assert thread.call(lambda engine: len(engine.sessions)).result(WAIT) == 1
@@ -141,12 +142,12 @@ def test_stop_ends_every_session_and_later_calls(small: Small) -> None:
     params = replace(PARAMS, max_tokens=400)
     slow = SpeculationConfig(method="ar")  # the last one must not be late for the end of the first
     for listener in listeners:
-        thread.submit([3, 4], params, slow, on_event=listener).result(WAIT)
+        thread.submit(Request([3, 4], params, slow), on_event=listener).result(WAIT)
     thread.stop()
     assert all(listener.done.is_set() for listener in listeners)
     assert {listener.events[-1].session.finish_reason for listener in listeners} == {"cancelled"}
     small.assert_nothing_is_left()
-    for future in (thread.call(lambda engine: 1), thread.submit([1]), thread.cancel("x")):
+    for future in (thread.call(lambda engine: 1), thread.submit(Request([1])), thread.cancel("x")):
         with pytest.raises(FailedPrecondition, match="stopped"):
             future.result(WAIT)
     thread.stop()  # once more does nothing
@@ -160,7 +161,7 @@ def test_no_call_is_lost_when_the_thread_stops(small: Small) -> None:
 
     def caller() -> None:
         for _ in range(2000):
-            futures.append(thread.submit([1, 2], PARAMS))
+            futures.append(thread.submit(Request([1, 2], PARAMS)))
             if flood.wait(0.0001):
                 return
 

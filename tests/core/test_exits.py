@@ -26,6 +26,7 @@ from paceline.models.kv_cache import PooledSequence
 from paceline.models.llama import LlamaRunner
 from paceline.models.transformers import TransformersRunner
 from paceline.plan import resolve
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -101,7 +102,7 @@ def steps(
 ) -> Iterator[list[Session]]:
     """The running sessions after each step; nothing may be lost or left behind."""
     config = parse_speculation(speculation)
-    sessions = [engine.submit(prompt, params, config) for prompt in prompts]
+    sessions = [engine.submit(Request(prompt, params, config)) for prompt in prompts]
     while engine.has_work:
         engine.step()
         yield [session for session in sessions if not session.finished]
@@ -301,7 +302,7 @@ def test_sessions_with_different_exits_share_their_forwards(
     for i, config in enumerate(configs):
         params = replace(SAMPLED if i % 2 else GREEDY, max_tokens=16)
         prompt = PROMPTS[i % 3] + [i]
-        sessions.append(engine.submit(prompt, params, parse_speculation(config)))
+        sessions.append(engine.submit(Request(prompt, params, parse_speculation(config))))
         engine.step()
     while engine.has_work:
         engine.step()
@@ -362,7 +363,7 @@ def test_what_is_verified_need_not_be_what_was_drafted(
 def test_truncate_after_drafting(name: str, runner: LlamaRunner, ar: Reference) -> None:
     """Also with a draft under way that is never verified."""
     engine = new_engine(runner)
-    session = engine.submit(PROMPTS[0], GREEDY, parse_speculation(DRAFTS[name]))
+    session = engine.submit(Request(PROMPTS[0], GREEDY, parse_speculation(DRAFTS[name])))
     while session.stats.num_rounds < 4:
         engine.step()
     drafter = engine.drafters[session.plan.method.drafter]
@@ -517,7 +518,7 @@ def test_exits_that_the_target_does_not_have(
 ) -> None:
     small = small_engine(folder)
     with pytest.raises(InvalidArgument) as caught:
-        small.engine.submit(PROMPTS[0], GREEDY, parse_speculation(speculation))
+        small.engine.submit(Request(PROMPTS[0], GREEDY, parse_speculation(speculation)))
     assert caught.value.field == field
     assert f"1 to {NUM_LAYERS}" in str(caught.value)
     small.assert_nothing_is_left()
@@ -549,7 +550,7 @@ def test_the_general_path_refuses_rows_that_share_layers(name: str, zoo: Path) -
     engine = Engine(ModelTarget(TransformersRunner(make_model("gpt2", zoo), kv_tokens=500)))
     config = SpeculationConfig(method=name, allow_lossy=not METHODS[name].lossless)
     with pytest.raises(InvalidArgument) as caught:
-        engine.submit(PROMPTS[0], GREEDY, config)
+        engine.submit(Request(PROMPTS[0], GREEDY, config))
     assert caught.value.field == "method"
     for word in (name, "shared_model", "fast path"):
         assert word in str(caught.value)

@@ -26,6 +26,7 @@ from paceline.models.heads.base import Head, HeadBatch, Target, load_head
 from paceline.models.heads.layer import LayerStack
 from paceline.models.llama import LlamaRunner
 from paceline.models.transformers import TransformersRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import Need
@@ -210,7 +211,7 @@ def test_tokens_in_a_batch_are_those_of_ar_and_nothing_is_left(
         for i, t in enumerate((0.0, 0.8, 0.0, 1.0))
     ]
     config = SpeculationConfig(method=method, length="fixed")
-    cancelled = engine.submit(PROMPTS[0], params[0], config)
+    cancelled = engine.submit(Request(PROMPTS[0], params[0], config))
     engine.step()
     engine.step()
     engine.cancel(cancelled.session_id)
@@ -250,7 +251,7 @@ def test_medusa_accepts_typically(folder: Path, tiny_folder: Path) -> None:
             typical_epsilon=epsilon, typical_delta=1e6,
         )  # fmt: skip
         params = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
-        engine.submit(PROMPTS[0], params, config, on_event=events.append)
+        engine.submit(Request(PROMPTS[0], params, config), on_event=events.append)
         while engine.has_work:
             engine.step()
         whole = [e for e in events if e.outcome and e.outcome.draft.num_nodes == 3]
@@ -265,7 +266,7 @@ def test_heads_are_refused_on_the_general_path(folder: Path, tiny_folder: Path, 
         engine = WatchedEngine(ModelTarget(runner), heads=heads)
         for method in ROWS:
             with pytest.raises(InvalidArgument, match="fast path") as caught:
-                engine.submit(PROMPTS[0], None, SpeculationConfig(method=method))
+                engine.submit(Request(PROMPTS[0], speculation=SpeculationConfig(method=method)))
             assert caught.value.field == "method", where
 
 
@@ -276,7 +277,7 @@ def test_a_missing_head_says_how_to_make_it(kind: str, tiny_folder: Path, tmp_pa
     assert rows
     for row in rows:
         with pytest.raises(InvalidArgument, match=f"paceline train {kind}"):
-            engine.submit(PROMPTS[0], None, SpeculationConfig(method=row.name))
+            engine.submit(Request(PROMPTS[0], speculation=SpeculationConfig(method=row.name)))
         refusal = engine.refusal(row)
         assert refusal is not None
         assert f"paceline train {kind}" in refusal

@@ -19,6 +19,7 @@ from paceline.models.heads.layer import ResidualBlock
 from paceline.models.heads.medusa import Medusa, MedusaOptions
 from paceline.models.heads.parallel import ParallelHead
 from paceline.models.llama import LlamaRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import Need
@@ -74,7 +75,7 @@ def test_a_node_uses_the_ranks_of_its_path(
     )
     events: list[RoundEvent] = []
     engine = engine_with(head, tiny_folder, tmp_path)
-    engine.submit(PROMPT, PARAMS, config, on_event=events.append)
+    engine.submit(Request(PROMPT, PARAMS, config), on_event=events.append)
     while engine.has_work:
         engine.step()
     tokens, checked = list(PROMPT), 0

@@ -25,6 +25,7 @@ from paceline.models.heads.hidden_transfer import HiddenTransfer, TransferOption
 from paceline.models.heads.ppd import PromptDecoding, PromptOptions
 from paceline.models.heads.pseudo import RANKS, PseudoHead
 from paceline.models.llama import LlamaRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.shapes.dynamic_sparse import (
     Accuracy,
@@ -473,7 +474,7 @@ def test_sessions_with_and_without_pseudo_tokens_share_a_step(
     prompts = [list(b"one"), list(b"two two two"), list(b"three")]
     methods = [kind, "prompt_lookup", "ar"]
     sessions = [
-        engine.submit(prompt, params, SpeculationConfig(method=method))
+        engine.submit(Request(prompt, params, SpeculationConfig(method=method)))
         for prompt, method in zip(prompts, methods, strict=True)
     ]
     while engine.has_work:
@@ -495,7 +496,7 @@ def test_a_round_drafts_what_the_one_before_guessed(
     rounds: list[RoundEvent] = []
     config = SpeculationConfig(method=kind, length="fixed", node_budget=8)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    engine.submit(list(b"prompt"), params, config, on_event=rounds.append)
+    engine.submit(Request(list(b"prompt"), params, config), on_event=rounds.append)
     while engine.has_work:
         engine.step()
     guesses, compared = torch.empty(0), 0
@@ -519,7 +520,9 @@ def test_a_round_drafts_what_the_one_before_guessed(
 def test_rules_for_chains_are_refused(tiny_folder: Path, tiny_heads: Path) -> None:
     engine = tiny_engine(tiny_folder, tiny_heads)
     with pytest.raises(InvalidArgument, match="acceptance"):
-        engine.submit([1], None, SpeculationConfig(method="ppd", acceptance="rejection"))
+        engine.submit(
+            Request([1], speculation=SpeculationConfig(method="ppd", acceptance="rejection"))
+        )
 
 
 @pytest.mark.parametrize("acceptance", ["recursive_rejection", "k_seq", "greedy"])
@@ -542,7 +545,7 @@ def test_a_cut_session_forgets_its_guesses(
     engine = tiny_engine(tiny_folder, tiny_heads)
     params = SamplingParams(max_tokens=15, ignore_eos=True)
     session = engine.submit(
-        list(b"prompt"), params, SpeculationConfig(method="ppd", length="fixed")
+        Request(list(b"prompt"), params, SpeculationConfig(method="ppd", length="fixed"))
     )
     for _ in range(4):
         engine.step()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -86,7 +87,7 @@ def test_any_schedule_of_arrivals_and_cancellations(
             if arrival.step == step:
                 params = replace(PARAMS[arrival.params], max_tokens=arrival.tokens)
                 config = SpeculationConfig(length="fixed", method=arrival.method)
-                sessions[i] = engine.submit(PROMPTS[arrival.prompt], params, config)
+                sessions[i] = engine.submit(Request(PROMPTS[arrival.prompt], params, config))
             gone = arrival.leaves_after is not None and step == arrival.step + arrival.leaves_after
             if gone and engine.cancel(sessions[i].session_id):
                 cancelled.add(i)
@@ -143,7 +144,7 @@ def test_the_demo_pair_with_staggered_arrivals(demo: Engine) -> None:
     sessions = []
     for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         config = SpeculationConfig(length="fixed", method=methods[i % 4])
-        sessions.append(engine.submit(prompt, each, config))
+        sessions.append(engine.submit(Request(prompt, each, config)))
         engine.step()
         if i % 2:
             engine.cancel(sessions[i // 2].session_id)

@@ -27,6 +27,7 @@ from paceline.lengths.specdecpp import RejectionStop
 from paceline.methods import LENGTH_KNOBS, LENGTHS
 from paceline.plan import resolve
 from paceline.profile import CostProfile
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import Load, Need, Verification
@@ -678,7 +679,7 @@ def rounds_of(
     """The output, and the draft of every round."""
     events: list[RoundEvent] = []
     config = SpeculationConfig.model_validate(knobs)
-    session = engine.submit(prompt, params, config, on_event=events.append)
+    session = engine.submit(Request(prompt, params, config), on_event=events.append)
     while engine.has_work:
         engine.step()
     assert session.error is None
@@ -781,7 +782,7 @@ def test_the_draft_model_runs_as_many_forwards_as_were_predicted(
     lengths = set()
     for prompt in prompts:
         config = SpeculationConfig(length="ldlp", length_min=0, length_max=12)
-        session = engine.submit(prompt, params, config)
+        session = engine.submit(Request(prompt, params, config))
         engine.step(0)
         while engine.has_work:
             predicted = session.length_controller.budget(session, Load(1, 0)).depth

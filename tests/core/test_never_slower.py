@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import engine as engine_module
-from paceline import loop
 from paceline.bench.prompts import builtin_prompts, limit_per_category
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
+from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
-from paceline.engine import Engine, EngineLimits
+from paceline.engine import Engine, EngineLimits, drafting, loop
+from paceline.engine import engine as engine_module
 from paceline.lengths import goodput
 from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS
@@ -92,16 +92,16 @@ class Clock:
         self.machine = machine
         self.seconds = 0.0
         self._patch = monkeypatch
-        for module in (loop, engine_module, goodput):
+        for module in (loop, drafting, engine_module, goodput):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
-        propose_with = loop.propose_with
+        propose = drafting.Drafting.propose
 
-        def charged(drafter: Any, sessions: Any, budgets: Any) -> Any:
+        def charged(desk: Any, sessions: Any, budgets: Any) -> Any:
             if any(budget.depth for budget in budgets):
                 self.seconds += machine.draft
-            return propose_with(drafter, sessions, budgets)
+            return propose(desk, sessions, budgets)
 
-        monkeypatch.setattr(loop, "propose_with", charged)
+        monkeypatch.setattr(drafting.Drafting, "propose", charged)
 
     def charge(self, runner: ModelRunner, cost: Callable[[float], float], prompts: bool) -> None:
         """Let forwards take their time: by rows, those with some of the layers a share of it."""
@@ -211,16 +211,17 @@ def test_no_row_is_slower_than_ar(
     assert speed >= 0.95
 
 
-class Elsewhere:
+class Elsewhere(Drafter):
     """A drafter in another actor: drafts take a way there and back."""
 
+    elsewhere = True
     needs: frozenset[Need] = frozenset()
 
     def __init__(self, drafter: DraftModel, clock: Clock, travel: float) -> None:
         self._drafter, self._clock, self._travel = drafter, clock, travel
         self.open, self.close, self.observe = drafter.open, drafter.close, drafter.observe
 
-    def propose_async(self, sessions: Any, budgets: Any) -> list[Future[Draft]]:
+    def propose(self, sessions: Any, budgets: Any) -> list[Future[Draft]]:
         futures: list[Future[Draft]] = [Future() for _ in sessions]
         started = self._clock.seconds
         drafts = self._drafter.propose(sessions, budgets)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.config import SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.errors import InvalidArgument
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from tests.core.engines import Reference, small_engine
 from tests.core.scripted import run, scripted_engine
@@ -86,7 +87,7 @@ def test_exact_and_nothing_is_left(
     changed = [*expected[:20], 7, 7, *expected[25:]]
     accepted = []
     for prediction in (expected, changed, list(reversed(expected)), [3], []):
-        session = small.engine.submit(prompt, params, config, prediction=prediction)
+        session = small.engine.submit(Request(prompt, params, config, prediction=prediction))
         while small.engine.has_work:
             small.engine.step()
         assert session.output_ids == expected
@@ -111,7 +112,9 @@ def test_exact_and_nothing_is_left(
 def test_bad_predictions(method: str, prediction: list[int], field: str, tiny_folder: Path) -> None:
     engine: Any = small_engine(tiny_folder).engine
     with pytest.raises(InvalidArgument) as caught:
-        engine.submit([5], None, SpeculationConfig(method=method), prediction=prediction)
+        engine.submit(
+            Request([5], speculation=SpeculationConfig(method=method), prediction=prediction)
+        )
     assert caught.value.field == field
 
 

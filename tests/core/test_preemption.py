@@ -12,6 +12,7 @@ from paceline.admission import MIN_PREFILL, PrefillPace
 from paceline.config import SpeculationConfig
 from paceline.drafters.client import ClientDrafter
 from paceline.engine import Engine, EngineLimits, RoundEvent
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
 from paceline.types import Draft
@@ -61,7 +62,7 @@ def test_streams_go_on_with_the_tokens_of_ar(
     prompts = [tokens(4 + 5 * i, seed=i) for i in range(6)]
     config = SpeculationConfig(method=method)
     sessions = [
-        small.engine.submit(prompt, params, config, session_id=str(i), on_event=note)
+        small.engine.submit(Request(prompt, params, config, session_id=str(i)), on_event=note)
         for i, prompt in enumerate(prompts)
     ]
     most = 0
@@ -82,8 +83,8 @@ def test_streams_go_on_with_the_tokens_of_ar(
 
 def test_the_youngest_gives_way_and_comes_back_first(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder, kv_tokens=300)
-    sessions = [small.engine.submit(tokens(20, i), LONG, AR) for i in range(3)]
-    later = small.engine.submit(tokens(150, 9), replace(LONG, max_tokens=5), AR)
+    sessions = [small.engine.submit(Request(tokens(20, i), LONG, AR)) for i in range(3)]
+    later = small.engine.submit(Request(tokens(150, 9), replace(LONG, max_tokens=5), AR))
     seen: list[Session] = []
     ends: list[Session] = []
     while small.engine.has_work:
@@ -107,9 +108,9 @@ def test_a_clients_draft_survives_while_its_session_waits(
     small = small_engine(tiny_folder, kv_tokens=260)
     drafter = small.engine.drafters["client"]
     assert isinstance(drafter, ClientDrafter)
-    old = [small.engine.submit(tokens(20, i), LONG, AR) for i in range(2)]
+    old = [small.engine.submit(Request(tokens(20, i), LONG, AR)) for i in range(2)]
     prompt, params = tokens(60, 7), replace(LONG, max_tokens=12)
-    session = small.engine.submit(prompt, params, CLIENT, session_id="client")
+    session = small.engine.submit(Request(prompt, params, CLIENT, session_id="client"))
     small.engine.step()
     assert session.state is not SessionState.WAITING
     expected = reference(prompt, params)
@@ -136,7 +137,7 @@ def test_a_clients_draft_survives_while_its_session_waits(
 
 def preempted(small: Small) -> Session:
     """Runs until the last of three sessions has given way after some tokens."""
-    sessions = [small.engine.submit(tokens(20, i), LONG, AR) for i in range(3)]
+    sessions = [small.engine.submit(Request(tokens(20, i), LONG, AR)) for i in range(3)]
     while not (sessions[2].output_ids and sessions[2].state is SessionState.WAITING):
         small.engine.step()
     return sessions[2]
@@ -164,11 +165,11 @@ def test_short_prompts_do_not_wait_for_a_long_one_nor_it_for_them(tiny_folder: P
     """Prompts share the prefill of a step equally."""
     small = small_engine(tiny_folder, limits=EngineLimits(prefill_chunk=32, prefix_cache=False))
     params = replace(LONG, max_tokens=2)
-    long = small.engine.submit(tokens(400), params, AR)
+    long = small.engine.submit(Request(tokens(400), params, AR))
     small.engine.step()
     steps = 0
     while long.stats.first_token_at is None:
-        short = small.engine.submit(tokens(12, steps), params, AR)
+        short = small.engine.submit(Request(tokens(12, steps), params, AR))
         for _ in range(3):
             small.engine.step()
         assert short.finished
@@ -181,7 +182,7 @@ def test_everybody_fits_alone(tiny_folder: Path, reference: Reference) -> None:
     """With room for one session of the largest size at a time, all of them come to their end."""
     small = small_engine(tiny_folder, kv_tokens=130)
     prompts = [tokens(20, i) for i in range(4)]
-    sessions = [small.engine.submit(prompt, LONG, AR) for prompt in prompts]
+    sessions = [small.engine.submit(Request(prompt, LONG, AR)) for prompt in prompts]
     finish(small)
     assert [s.output_ids for s in sessions] == [reference(p, LONG) for p in prompts]
 
@@ -198,7 +199,7 @@ def test_random_sessions_in_little_memory(tiny_folder: Path, reference: Referenc
         prompt = tokens(draw.randint(1, 50), draw.randint(0, 5))
         params = replace(SAMPLED, max_tokens=draw.randint(1, 220), seed=draw.randint(0, 3))
         config = SpeculationConfig(method=draw.choice(methods))
-        running.append((small.engine.submit(prompt, params, config), prompt, params))
+        running.append((small.engine.submit(Request(prompt, params, config)), prompt, params))
         for _ in range(draw.randint(0, 12)):
             small.engine.step()
         if i % 7 == 3:
@@ -218,7 +219,7 @@ def test_who_always_guesses_right_is_preempted_like_the_others(
     drafter = AlwaysRight(known, 256)
     small = small_engine(tiny_folder, kv_tokens=300, drafters={"always_right": drafter})
     config = SpeculationConfig(method="always_right")
-    sessions = [small.engine.submit(prompt, LONG, config) for prompt in prompts]
+    sessions = [small.engine.submit(Request(prompt, LONG, config)) for prompt in prompts]
     while small.engine.has_work:
         small.engine.step()
     assert num_preemptions(small.engine) > 0
@@ -254,7 +255,7 @@ def test_streams_with_a_paced_prefill_are_those_of_ar(
     prompts = [tokens(n, n) for n in (5, 300, 8, 200, 40)]
     sessions = []
     for prompt in prompts:
-        sessions.append(small.engine.submit(prompt, LONG, AR))
+        sessions.append(small.engine.submit(Request(prompt, LONG, AR)))
         for _ in range(5):
             small.engine.step()
     finish(small)

@@ -17,6 +17,7 @@ from paceline.methods import METHODS
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama import LlamaRunner
 from paceline.models.prefix_cache import BLOCK
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -55,7 +56,7 @@ def test_entries_and_tokens_are_the_same_bits(zoo: Path, dtype: torch.dtype) -> 
         target = ModelTarget(runner)
         engine = Engine(target)
         answer = run(engine, first, SAMPLED).output_ids if warm else found_answer(folder, dtype)
-        session = engine.submit([*first, *answer, *tail], SAMPLED, AR)
+        session = engine.submit(Request([*first, *answer, *tail], SAMPLED, AR))
         while session.length < session.max_length - 1:
             engine.step()
         assert runner.prefixes is not None
@@ -104,11 +105,11 @@ def test_every_method_goes_on_from_a_cached_prefix(method: str, tiny_folder: Pat
 def test_sessions_that_run_together_share_their_prompt(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     prompt = tokens(64)
-    first = small.engine.submit(prompt, PARAMS, AR)
+    first = small.engine.submit(Request(prompt, PARAMS, AR))
     while first.stats.first_token_at is None:
         small.engine.step()
     used = small.target.kv_capacity - small.target.num_free
-    second = small.engine.submit([*prompt, 1], PARAMS, AR)
+    second = small.engine.submit(Request([*prompt, 1], PARAMS, AR))
     small.engine.step()
     small.engine.step()
     assert hits(small) == 48  # 63 entries are committed of the first one
@@ -121,7 +122,7 @@ def test_sessions_that_run_together_share_their_prompt(tiny_folder: Path) -> Non
 
 def test_equal_prompts_that_are_read_at_once_end_up_on_the_same_entries(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
-    sessions = [small.engine.submit(tokens(64), PARAMS, AR) for _ in range(4)]
+    sessions = [small.engine.submit(Request(tokens(64), PARAMS, AR)) for _ in range(4)]
     while any(s.stats.first_token_at is None for s in sessions):
         small.engine.step()
     used = small.target.kv_capacity - small.target.num_free
@@ -154,7 +155,7 @@ def test_the_longest_unused_goes_first(tiny_folder: Path) -> None:
 def test_scopes_do_not_see_one_another(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     for scope, hit in (("a", 0), ("b", 0), ("", 0), ("a", 32), ("b", 64)):
-        small.engine.submit(tokens(40), PARAMS, AR, cache_scope=scope)
+        small.engine.submit(Request(tokens(40), PARAMS, AR, cache_scope=scope))
         while small.engine.has_work:
             small.engine.step()
         assert hits(small) == hit, scope
@@ -165,7 +166,7 @@ def test_a_failed_step_leaves_nothing_in_the_cache(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = small_engine(tiny_folder)
-    session = small.engine.submit(tokens(40), PARAMS, AR)
+    session = small.engine.submit(Request(tokens(40), PARAMS, AR))
     broken = RuntimeError("broken")
 
     def fail(*arguments: object, **options: object) -> None:

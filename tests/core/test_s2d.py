@@ -14,7 +14,7 @@ import torch
 
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.drafters import s2d as s2d_module
-from paceline.drafters.base import DrafterContext
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.s2d import S2D, halvings
 from paceline.engine import Engine, RoundEvent
@@ -23,6 +23,7 @@ from paceline.methods import METHODS
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
 from paceline.models.transformers import TransformersRunner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -80,7 +81,7 @@ def generate(
         )
 
     config = SpeculationConfig.model_validate({"method": "s2d", "length": "fixed", **knobs})
-    sessions = [engine.submit(prompt, params, config, on_event=note) for prompt in prompts]
+    sessions = [engine.submit(Request(prompt, params, config), on_event=note) for prompt in prompts]
     while engine.has_work:
         engine.step()
     assert not any(session.stats.drafter_lost for session in sessions)
@@ -212,7 +213,7 @@ def test_kept_entries_are_those_of_a_fresh_prefill(
     engine = new_engine(target, drafter)
     knobs = {"exit_threshold": threshold, "exit_layers": (1, 2, 4), **KINDS[kind]}
     config = SpeculationConfig.model_validate({"method": "s2d", "length": "fixed", **knobs})
-    sessions = [engine.submit(p, replace(SAMPLED, max_tokens=10), config) for p in PROMPTS]
+    sessions = [engine.submit(Request(p, replace(SAMPLED, max_tokens=10), config)) for p in PROMPTS]
     longest = 0
     while engine.has_work:
         engine.step()
@@ -255,7 +256,7 @@ def test_one_drafter_serves_two_targets(folder: Path, zoo: Path) -> None:
     ]
     config = SpeculationConfig(method="s2d", length="fixed", exit_threshold=0.1)
     for params in (GREEDY, SAMPLED):
-        sessions = [[e.submit(p, params, config) for p in PROMPTS] for e in engines]
+        sessions = [[e.submit(Request(p, params, config)) for p in PROMPTS] for e in engines]
         while any(engine.has_work for engine in engines):
             for engine in engines:
                 engine.step()
@@ -282,7 +283,9 @@ def test_sessions_with_other_exits_and_thresholds_draft_together(
             exit_layers=exits,
             exit_threshold=[0.0, 0.05, 0.3, 1.0][i % 4],
         )
-        sessions.append(engine.submit(PROMPTS[i % 4] + [i], SAMPLED if i % 2 else GREEDY, config))
+        sessions.append(
+            engine.submit(Request(PROMPTS[i % 4] + [i], SAMPLED if i % 2 else GREEDY, config))
+        )
         engine.step()
     while engine.has_work:
         engine.step()
@@ -298,7 +301,7 @@ def test_an_outcome_that_is_lost_and_a_session_that_is_cut(
 ) -> None:
     engine = new_engine(target, drafter)
     config = SpeculationConfig(method="s2d", length="fixed", exit_threshold=0.1)
-    session = engine.submit(PROMPTS[0], GREEDY, config)
+    session = engine.submit(Request(PROMPTS[0], GREEDY, config))
     while len(session.output_ids) < 4:
         engine.step()
     s2d = engine.drafters["s2d"]
@@ -353,7 +356,9 @@ def test_exits_that_the_draft_model_does_not_have(folder: Path, zoo: Path) -> No
     short = make_model("llama_gqa", zoo, num_hidden_layers=2)
     engine = new_engine(load_runner(folder), load_runner(short))
     with pytest.raises(InvalidArgument, match="the draft model, which has 2: 1 to 2") as caught:
-        engine.submit(PROMPTS[0], GREEDY, SpeculationConfig(method="s2d", exit_layers=(1, 3)))
+        engine.submit(
+            Request(PROMPTS[0], GREEDY, SpeculationConfig(method="s2d", exit_layers=(1, 3)))
+        )
     assert caught.value.field == "exit_layers[1]"
     assert not engine.sessions
 
@@ -362,16 +367,17 @@ def test_a_draft_model_on_the_general_path_is_refused(folder: Path, zoo: Path) -
     general = TransformersRunner(make_model("gpt2", zoo), kv_tokens=500)
     engine = Engine(ModelTarget(load_runner(folder)), {"draft_model": DraftModel(general)})
     with pytest.raises(InvalidArgument, match="fast path") as caught:
-        engine.submit(PROMPTS[0], GREEDY, SpeculationConfig(method="s2d"))
+        engine.submit(Request(PROMPTS[0], GREEDY, SpeculationConfig(method="s2d")))
     assert caught.value.field == "method"
     assert not engine.sessions
 
 
 def test_rows_over_a_draft_model_that_lives_elsewhere_are_not_offered(folder: Path) -> None:
-    class Elsewhere:
+    class Elsewhere(Drafter):
+        elsewhere = True
         needs = frozenset()  # type: ignore[var-annotated]
 
-        def propose_async(self, sessions: Any, budgets: Any) -> Any:
+        def propose(self, sessions: Any, budgets: Any) -> Any:
             raise NotImplementedError
 
         def open(self, session: Session) -> None: ...
@@ -384,7 +390,7 @@ def test_rows_over_a_draft_model_that_lives_elsewhere_are_not_offered(folder: Pa
     for name in ("s2d", "staged"):
         assert "another process: draft_model" in (engine.refusal(METHODS[name]) or "")
         with pytest.raises(InvalidArgument):
-            engine.submit(PROMPTS[0], GREEDY, SpeculationConfig(method=name))
+            engine.submit(Request(PROMPTS[0], GREEDY, SpeculationConfig(method=name)))
     for name in ("layer_skip", "del", "d3", "skipdecode", "unified_layer_skipping"):
         assert engine.refusal(METHODS[name]) is None
         config = SpeculationConfig(method=name, length="fixed")

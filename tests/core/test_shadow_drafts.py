@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
 from paceline.lengths.base import LengthContext
 from paceline.profile import CostProfile
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -23,7 +25,7 @@ PARAMS = SamplingParams(max_tokens=96, ignore_eos=True)
 WRONG = 32  # tokens at the beginning that the drafter knows nothing of
 
 
-class FromHereOn:
+class FromHereOn(Drafter):
     """Drafts nothing but wrong tokens at first, and AR's own ones later.
 
     Args:
@@ -95,7 +97,7 @@ def test_rules_that_draw_from_q_make_none(demo: Engine) -> None:
     engine = Engine(ModelTarget(demo.local_target.runner), {"draft_model": draft_model})
     shares = {}
     for method in ("draft_model", "speculative_sampling", "ar"):
-        session = engine.submit([1, 2, 3], PARAMS, SpeculationConfig(method=method))
+        session = engine.submit(Request([1, 2, 3], PARAMS, SpeculationConfig(method=method)))
         shares[method] = engine.length_context.shadow_share(session)
         engine.cancel(session.session_id)
     assert shares == {"draft_model": 1.0, "speculative_sampling": None, "ar": None}

@@ -17,6 +17,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_runner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
@@ -152,7 +153,10 @@ def test_a_full_target_is_waited_for_after_a_loss(
     servers: list[RpcServer], engines: list[EngineThread]
 ) -> None:
     """Who is new is refused instead, and may choose."""
-    held = [engines[0].submit(PROMPT, LONG, SpeculationConfig(method="client")) for _ in range(2)]
+    held = [
+        engines[0].submit(Request(PROMPT, LONG, SpeculationConfig(method="client")))
+        for _ in range(2)
+    ]
     ids = [future.result(10).session_id for future in held]
     with pytest.raises(ResourceExhausted):
         relayed(Leases(servers[0].address))

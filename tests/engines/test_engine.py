@@ -13,6 +13,7 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS, VLLM_METHODS
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from tests.core.prompts import code_prompts
 from tests.engines.conftest import HAS_VLLM, WITHOUT, DrafterProcess, running
@@ -189,9 +190,11 @@ def test_stops_logprobs_and_constraints(vllm: LocalVllm, prompts: list[list[int]
                 done.set()
 
         vllm.engine.submit(
-            prompts[0], stop, SpeculationConfig(method="prompt_lookup"),
-            session_id="stops", on_event=listen,
-        ).result()  # fmt: skip
+            Request(
+                prompts[0], stop, SpeculationConfig(method="prompt_lookup"), session_id="stops"
+            ),
+            on_event=listen,
+        ).result()
         await done.wait()
 
     vllm.run(one())
@@ -209,9 +212,15 @@ def test_an_output_goes_on_from_its_first_tokens(
     async def go_on() -> list[int]:
         ended = asyncio.Event()
         session = vllm.engine.submit(
-            prompts[1], GREEDY, SpeculationConfig(method="draft_model"), session_id="again",
-            on_event=lambda event: event.finished and ended.set(), committed=ar[1][:17],
-        ).result()  # fmt: skip
+            Request(
+                prompts[1],
+                GREEDY,
+                SpeculationConfig(method="draft_model"),
+                session_id="again",
+                committed=ar[1][:17],
+            ),
+            on_event=lambda event: event.finished and ended.set(),
+        ).result()
         await ended.wait()
         return session.output_ids
 
@@ -222,9 +231,14 @@ def test_cancelled_sessions_leave_nothing(vllm: LocalVllm, prompts: list[list[in
     async def cancel() -> str | None:
         ended = asyncio.Event()
         session = vllm.engine.submit(
-            prompts[0], replace(GREEDY, max_tokens=400), SpeculationConfig(method="draft_model"),
-            session_id="cancelled", on_event=lambda event: event.finished and ended.set(),
-        ).result()  # fmt: skip
+            Request(
+                prompts[0],
+                replace(GREEDY, max_tokens=400),
+                SpeculationConfig(method="draft_model"),
+                session_id="cancelled",
+            ),
+            on_event=lambda event: event.finished and ended.set(),
+        ).result()
         await asyncio.sleep(0.2)
         assert vllm.engine.cancel("cancelled").result()
         await ended.wait()
@@ -246,7 +260,7 @@ def test_cancelled_sessions_leave_nothing(vllm: LocalVllm, prompts: list[list[in
 )
 def test_what_cannot_be_is_refused(vllm: LocalVllm, method: str, field: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text) as caught:
-        vllm.engine.submit([1, 2], GREEDY, SpeculationConfig(method=method)).result()
+        vllm.engine.submit(Request([1, 2], GREEDY, SpeculationConfig(method=method))).result()
     assert caught.value.field == field
     assert vllm.engine.refusal(VLLM_METHODS["vllm_ngram"])
     assert "hidden_states" in (vllm.engine.refusal(METHODS["eagle"]) or "")
@@ -261,7 +275,7 @@ def test_its_own_methods(prompts: list[list[int]], ar: list[list[int]], method: 
     own = running({**CONFIG, "speculation": speculation})
     try:
         with pytest.raises(InvalidArgument, match=method):
-            own.engine.submit([1, 2], GREEDY, SpeculationConfig(method="ar")).result()
+            own.engine.submit(Request([1, 2], GREEDY, SpeculationConfig(method="ar"))).result()
         wanted = SpeculationConfig(**speculation)  # type: ignore[arg-type]
         sessions = own.generate(prompts, GREEDY, [wanted], concurrency=8)
     finally:

@@ -20,7 +20,7 @@ from rpc.draft_service import DraftServicer
 from rpc.server import start_server
 
 
-class Copycat:
+class Copycat(Drafter):
     """Drafts the last token again and again."""
 
     needs: frozenset[Need] = frozenset()
@@ -43,7 +43,7 @@ class Copycat:
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None: ...
 
 
-class Slow:
+class Slow(Drafter):
     """Another drafter, some time later."""
 
     def __init__(self, drafter: Drafter, sleep_s: float) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.netem import Link, Netem
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
@@ -149,7 +150,7 @@ def test_a_generation_ends_where_that_of_ar_ends(
 # --- drafters that lie ----------------------------------------------------------------------------
 
 
-class Liar:
+class Liar(Drafter):
     """Drafts nonsense: tokens that nobody asked for, trees that are none, tokens that there are
     none of."""
 

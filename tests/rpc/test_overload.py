@@ -15,6 +15,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import ResourceExhausted
 from paceline.loading import load_runner
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -42,7 +43,7 @@ def test_latency_in_steps_is_bounded_by_the_queue(model_folder: Path, load: int)
         while offered < due:
             offered += 1
             try:
-                submitted[engine.submit([1, 2, offered % 250], PARAMS, AR)] = step
+                submitted[engine.submit(Request([1, 2, offered % 250], PARAMS, AR))] = step
             except ResourceExhausted as error:
                 refused += error.retry_after_s > 0
         engine.step()

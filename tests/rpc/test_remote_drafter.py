@@ -31,6 +31,7 @@ from paceline.methods import METHODS
 from paceline.models.base import ModelRunner
 from paceline.plan import resolve
 from paceline.profile import LoadCosts, find_profile
+from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -153,13 +154,13 @@ def test_one_frame_a_step_with_unseen_tokens_only(
     params = SamplingParams(max_tokens=24)
     with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
         calls: list[int] = []
-        propose_async = remote.propose_async
+        propose = remote.propose
 
         def counted(sessions: Any, budgets: Any) -> Any:
             calls.append(sum(min(b.depth, b.nodes) > 0 for b in budgets))
-            return propose_async(sessions, budgets)
+            return propose(sessions, budgets)
 
-        remote.propose_async = counted  # type: ignore[method-assign]
+        remote.propose = counted  # type: ignore[method-assign]
         sessions = engine.generate(PROMPTS, params, SpeculationConfig(length="fixed"))
         assert eventually(lambda: servicer.num_sessions == 0)  # closed with their sessions
         counters = remote.counters
@@ -207,12 +208,12 @@ def test_two_targets_may_use_the_same_session_ids(
     session = session_of(PROMPTS[0], "same")
     with connected(drafter_server.address) as one, connected(drafter_server.address) as two:
         for remote in (one, two):
-            (future,) = remote.propose_async([session], [Budget(2, 2)])
+            (future,) = remote.propose([session], [Budget(2, 2)])
             assert future.result(5).num_nodes == 2
         assert servicer.num_sessions == 2
         one.stop()
         assert eventually(lambda: servicer.num_sessions == 1)
-        (future,) = two.propose_async([session], [Budget(2, 2)])
+        (future,) = two.propose([session], [Budget(2, 2)])
         assert future.result(5).num_nodes == 2
 
 
@@ -255,7 +256,7 @@ def test_a_drafter_that_dies_mid_stream(runner: ModelRunner) -> None:
         assert remote.pid == first.pid
         engine = stack.enter_context(engine_with(runner, remote))
         drafts = SpeculationConfig(length="fixed")
-        sessions = [engine.submit(prompt, params, drafts) for prompt in PROMPTS]
+        sessions = [engine.submit(Request(prompt, params, drafts)) for prompt in PROMPTS]
         while min(s.stats.num_rounds for s in sessions) < 3:
             engine.step()
         address = second.address
@@ -282,7 +283,7 @@ def test_death_is_noticed_at_once() -> None:
     """A draft under way fails with the connection, long before its deadline."""
     sleepy = DrafterProcess("--sleep", "30")
     with sleepy as process, connected(process.address, deadline_s=60.0) as remote:
-        (future,) = remote.propose_async([session_of(PROMPTS[0])], [Budget(2, 2)])
+        (future,) = remote.propose([session_of(PROMPTS[0])], [Budget(2, 2)])
         time.sleep(0.1)
         process.kill()
         started = time.monotonic()
@@ -290,7 +291,7 @@ def test_death_is_noticed_at_once() -> None:
             future.result(5)
         assert time.monotonic() - started < 1
         assert eventually(lambda: not remote.connected)
-        (future,) = remote.propose_async([session_of(PROMPTS[0])], [Budget(2, 2)])
+        (future,) = remote.propose([session_of(PROMPTS[0])], [Budget(2, 2)])
         with pytest.raises(DrafterUnavailable, match="no drafter"):
             future.result(0)
 
@@ -300,12 +301,12 @@ def test_a_drafter_that_hangs_and_comes_back() -> None:
     with DrafterProcess() as process, connected(process.address, deadline_s=0.3) as remote:
         process.signal(signal.SIGSTOP)
         started = time.monotonic()
-        (late,) = remote.propose_async([session_of(PROMPTS[0], "a")], [Budget(2, 2)])
+        (late,) = remote.propose([session_of(PROMPTS[0], "a")], [Budget(2, 2)])
         with pytest.raises(DrafterUnavailable, match=r"no draft within 0\.3 s"):
             late.result(5)
         assert 0.3 <= time.monotonic() - started < 1
 
-        (refused,) = remote.propose_async([session_of(PROMPTS[1], "b")], [Budget(2, 2)])
+        (refused,) = remote.propose([session_of(PROMPTS[1], "b")], [Budget(2, 2)])
         with pytest.raises(DrafterUnavailable, match="owes"):
             refused.result(0)  # at once
         assert remote.counters.num_late == 1
@@ -314,7 +315,7 @@ def test_a_drafter_that_hangs_and_comes_back() -> None:
         session = session_of(PROMPTS[2], "c")
 
         def works() -> bool:
-            (future,) = remote.propose_async([session], [Budget(2, 2)])
+            (future,) = remote.propose([session], [Budget(2, 2)])
             return future.exception(5) is None
 
         assert eventually(works, 2)
@@ -324,7 +325,7 @@ def test_a_drafter_that_hangs_and_comes_back() -> None:
 def test_a_drafter_that_hangs_for_good_is_given_up() -> None:
     with DrafterProcess() as process, connected(process.address, deadline_s=0.1) as remote:
         process.signal(signal.SIGSTOP)
-        (late,) = remote.propose_async([session_of(PROMPTS[0])], [Budget(2, 2)])
+        (late,) = remote.propose([session_of(PROMPTS[0])], [Budget(2, 2)])
         assert eventually(lambda: not remote.connected, 2)
         with pytest.raises(DrafterUnavailable):
             late.result(0)
@@ -371,7 +372,7 @@ def test_drafts_that_do_not_fit_the_target_are_refused() -> None:
     """The drafter's vocabulary is larger than the target's: its tokens must not get through."""
     servicer = DraftServicer(Copycat(), name=None, vocab_size=1000)
     with serving(drafter=servicer) as running, connected(running.address, vocab_size=100) as remote:
-        (future,) = remote.propose_async([session_of([1, 500])], [Budget(2, 2)])
+        (future,) = remote.propose([session_of([1, 500])], [Budget(2, 2)])
         with pytest.raises(DrafterUnavailable, match="500"):
             future.result(5)
 
@@ -405,13 +406,13 @@ def test_one_failing_batch_does_not_end_the_stream(
     fragile = Fragile()
     servicer = DraftServicer(fragile, name=None, vocab_size=VOCAB_SIZE)
     with serving(drafter=servicer) as running, connected(running.address) as remote:
-        (future,) = remote.propose_async([session_of([1, 2])], [Budget(2, 2)])
+        (future,) = remote.propose([session_of([1, 2])], [Budget(2, 2)])
         with pytest.raises(DrafterUnavailable, match="internal error") as caught:
             future.result(5)
         assert "secret" not in str(caught.value)
         assert servicer.num_sessions == 0  # its state is unknown: forgotten
         fragile.fail = False
-        (future,) = remote.propose_async([session_of([1, 2])], [Budget(2, 2)])
+        (future,) = remote.propose([session_of([1, 2])], [Budget(2, 2)])
         assert future.result(5).token_ids.tolist() == [2, 2]
         assert remote.counters.num_connections == 1
 
@@ -421,7 +422,7 @@ def test_sessions_that_outgrow_the_drafter_get_empty_drafts() -> None:
     with serving(drafter=servicer) as running, connected(running.address, vocab_size=9) as remote:
         for length, nodes in ((3, 3), (4, 2), (6, 0), (8, 0)):
             session = session_of([1] * length, f"s{length}")
-            (future,) = remote.propose_async([session], [Budget(3, 3)])
+            (future,) = remote.propose([session], [Budget(3, 3)])
             assert future.result(5).num_nodes == nodes
 
 
@@ -429,7 +430,7 @@ def test_a_truncated_session_is_followed(drafter_server: RpcServer) -> None:
     with connected(drafter_server.address) as remote:
 
         def draft(session: Session) -> list[int]:
-            (future,) = remote.propose_async([session], [Budget(3, 3)])
+            (future,) = remote.propose([session], [Budget(3, 3)])
             return [int(token) for token in future.result(5).token_ids]
 
         session = session_of(list(PROMPTS[0]))
@@ -448,7 +449,7 @@ def test_an_answer_of_the_wrong_shape_fails_and_hangs_nobody() -> None:
 
     servicer = Confused(Copycat(), name=None, vocab_size=VOCAB_SIZE)
     with serving(drafter=servicer) as running, connected(running.address) as remote:
-        futures = remote.propose_async([session_of([1]), session_of([2])], [Budget(2, 2)] * 2)
+        futures = remote.propose([session_of([1]), session_of([2])], [Budget(2, 2)] * 2)
         for future in futures:
             future.exception(5)  # a draft or an error, but soon
         assert isinstance(futures[1].exception(), DrafterUnavailable)
@@ -460,19 +461,19 @@ def test_a_draft_made_ahead_is_there_before_it_is_asked_for(
 ) -> None:
     with connected(drafter_server.address) as remote:
         session = session_of(PROMPTS[0])
-        (future,) = remote.propose_async([session], [Budget(3, 3)])
+        (future,) = remote.propose([session], [Budget(3, 3)])
         future.result(5)
         connection = remote._connection
         assert connection is not None
         assert eventually(lambda: session.session_id in connection.ahead)
         expected = connection.ahead[session.session_id]
         session.token_ids += [*expected.expected_ids[:-1], expected.expected_ids[-1] ^ (not right)]
-        (future,) = remote.propose_async([session], [Budget(3, 3)])
+        (future,) = remote.propose([session], [Budget(3, 3)])
         assert (remote.counters.num_ahead, future.done()) == (int(right), right)
         here = future.result(5).token_ids.tolist()
         # What a drafter makes of these tokens without a guess.
         fresh = session_of(list(session.token_ids), "fresh")
-        (future,) = remote.propose_async([fresh], [Budget(3, 3)])
+        (future,) = remote.propose([fresh], [Budget(3, 3)])
         assert here == future.result(5).token_ids.tolist()
         for each in (session, fresh):
             remote.close(each)
@@ -485,12 +486,12 @@ def test_nothing_is_drafted_ahead_of_a_shadow_draft(
     with connected(drafter_server.address) as remote:
         session = session_of(PROMPTS[0])
         shadow = ShadowDraft(session.length, Budget(3, 3))
-        (future,) = remote.propose_async([session], [Budget(0, 0, shadow=shadow)])
+        (future,) = remote.propose([session], [Budget(0, 0, shadow=shadow)])
         future.add_done_callback(shadow.arrived)
         drafted = future.result(5).token_ids.tolist()
         assert eventually(lambda: shadow.draft is not None)
         session.token_ids += [*drafted, 7, 8]
-        (future,) = remote.propose_async([session], [Budget(3, 3)])
+        (future,) = remote.propose([session], [Budget(3, 3)])
         assert future.result(5).num_nodes == 3
         told = [item.shadow for frame in servicer.frames for item in frame.items]
         assert told == [True, False]
@@ -599,7 +600,7 @@ def test_unary_drafting(stub: Any, servicer: Recording, drafter_server: RpcServe
     # The drafter that watched and one that never did agree.
     fresh = [*PROMPTS[0], *draft.token_ids[:2], 65]
     with connected(drafter_server.address) as remote:
-        (future,) = remote.propose_async([session_of(fresh)], [Budget(3, 3)])
+        (future,) = remote.propose([session_of(fresh)], [Budget(3, 3)])
         assert future.result(5).token_ids.tolist() == list(again.token_ids)
 
     assert stub.ProposeOne(ask) == again  # the answer was lost, say
@@ -702,7 +703,7 @@ def test_drafters_that_are_made_of_it_are_served_too(
         def propose(**speculation: Any) -> Draft:
             plan = resolve(SpeculationConfig(**speculation))
             session = Session(secrets.token_hex(4), [5, 6, 7, 5, 6], SamplingParams(), plan)
-            (future,) = remote.propose_async([session], [Budget(3, 6)])
+            (future,) = remote.propose([session], [Budget(3, 6)])
             return future.result(5)
 
         assert propose(method="draft_model").num_nodes == 3
@@ -768,7 +769,9 @@ def test_the_first_draft_is_made_while_the_prompt_is_read(
     # Other tests have had the prompt, too.
     limits = EngineLimits(prefill_chunk=4, prefix_cache=False)
     with connected(drafter_server.address) as remote, engine_with(runner, remote, limits) as engine:
-        engine.submit(PROMPTS[0], SamplingParams(max_tokens=8), SpeculationConfig(length="fixed"))
+        engine.submit(
+            Request(PROMPTS[0], SamplingParams(max_tokens=8), SpeculationConfig(length="fixed"))
+        )
         engine.step()
         assert engine.target.prefill_left(next(iter(engine.sessions.values()))) > 0
         assert eventually(lambda: any(f.items for f in servicer.frames))

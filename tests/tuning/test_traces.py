@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.drafters.copyspec import CopySpec
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
@@ -223,7 +224,7 @@ def test_a_hybrid_is_recorded_without_its_fallback(folder: Path) -> None:
 
 def test_what_the_engine_refuses_is_left_out(folder: Path) -> None:
     engine = small_engine(folder).engine
-    engine.heads = None
+    engine.drafters.heads = None
     configs = [fixed("layer_skip", exit_layer=3), fixed("eagle"), CHAIN]
     traces = record(engine, configs, PROMPTS, PARAMS, key=KEY)
     reasons = list(traces.refused.values())
@@ -236,7 +237,7 @@ def test_what_the_engine_refuses_is_left_out(folder: Path) -> None:
     assert simulator.rounds(CHAIN) is not None
 
 
-class _Broken:
+class _Broken(Drafter):
     """A drafter that fails after some tokens."""
 
     needs: frozenset[Any] = frozenset()
@@ -254,7 +255,9 @@ class _Broken:
 
 
 class _Elsewhere(_Broken):
-    def propose_async(self, sessions: Any, budgets: Any) -> Any: ...
+    elsewhere = True
+
+    def propose(self, sessions: Any, budgets: Any) -> Any: ...
 
 
 def test_a_drafter_that_fails_is_no_silent_zero(folder: Path) -> None:

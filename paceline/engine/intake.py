@@ -1,0 +1,147 @@
+"""From a request to a session: everything that may be wrong with it is found here."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.admission import most_entries
+from paceline.config import SpeculationConfig
+from paceline.constraints import ConstraintCompiler
+from paceline.engine.drafting import DrafterSet
+from paceline.errors import InvalidArgument, ResourceExhausted
+from paceline.lengths.base import LengthContext
+from paceline.methods import Method
+from paceline.plan import Plan, resolve
+from paceline.request import Request
+from paceline.session import Session
+from paceline.target import ModelTarget, Target
+from paceline.tokenizer import Tokenizer
+
+
+class Intake:
+    """Checks requests against a target, its drafters and a catalogue, and makes their sessions."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: DrafterSet,
+        catalogue: Mapping[str, Method],
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Iterable[int],
+        length_context: LengthContext,
+    ) -> None:
+        self._target = target
+        self._drafters = drafters
+        self._catalogue = catalogue
+        self._tokenizer = tokenizer
+        self._eos_token_ids = tuple(eos_token_ids)
+        self.length_context = length_context
+        self.constraints = ConstraintCompiler(tokenizer, target.vocab_size, self._eos_token_ids)
+
+    def session(self, request: Request) -> Session:
+        """The session of a request, with the request's committed tokens.
+
+        Raises:
+            InvalidArgument, ResourceExhausted: as :meth:`Engine.submit`.
+        """
+        params, target = request.params, self._target
+        plan = self._plan(request)
+        prompt_ids = self._checked_prompt(request.prompt_ids)
+        committed = self.checked_tokens("committed_token_ids", request.committed)
+        self._check_prediction(request.prediction, plan)
+        params.check_vocabulary(target.vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise InvalidArgument("stop", params.stop, "no stop strings: there is no tokenizer")
+        if params.logprobs is not None and not isinstance(target, ModelTarget):
+            raise InvalidArgument("logprobs", params.logprobs, "none: the target is elsewhere")
+        session = Session(
+            request.session_id or secrets.token_hex(8), prompt_ids, params, plan,
+            eos_token_ids=self._eos_token_ids,
+            max_length=target.context_length,
+            tokenizer=self._tokenizer,
+            length_context=self.length_context,
+            prediction=request.prediction,
+            constraint=self.constraints.compile(params),
+        )  # fmt: skip
+        session.traceparent, session.cache_scope = request.traceparent, request.cache_scope
+        if committed:
+            session.resume(committed)
+        if most_entries(session) > target.kv_capacity:
+            raise ResourceExhausted(
+                f"the request needs {most_entries(session)} KV entries, this replica has "
+                f"{target.kv_capacity}: shorten the prompt or lower max_tokens",
+                retry_after_s=0,
+            )
+        return session
+
+    def refusal(self, method: Method) -> str | None:
+        """Why a method cannot run here; None where it can."""
+        reason = self._drafters.refusal(method)
+        if reason is not None:
+            return reason
+        lacking = sorted(need.value for need in method.needs - self._target.provides)
+        return f"the target does not give its {', '.join(lacking)}" if lacking else None
+
+    def _plan(self, request: Request) -> Plan:
+        """The parts of the request's method, whose drafters are there afterwards."""
+        plan = resolve(request.speculation or SpeculationConfig(), self._catalogue)
+        lacking = sorted(need.value for need in plan.needs - self._target.provides)
+        if lacking:
+            raise InvalidArgument(
+                "method", plan.method.name,
+                f"a method that does not need the target's {', '.join(lacking)}: this target runs "
+                "on the general path (the fast path is for Llama, Mistral, Qwen2 and Qwen3 models)",
+            )  # fmt: skip
+        self._drafters.ensure(
+            plan, lambda: sorted(n for n, m in self._catalogue.items() if not self.refusal(m))
+        )
+        if plan.rule.name == "greedy" and request.params.temperature > 0:
+            raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
+        return plan
+
+    def _check_prediction(self, prediction: Sequence[int], plan: Plan) -> None:
+        if not prediction:
+            return
+        if not plan.reads_prediction:
+            able = sorted(row.name for row in self._catalogue.values() if row.reads_prediction)
+            raise InvalidArgument(
+                "prediction", f"{len(prediction)} tokens",
+                f"none with method {plan.method.name!r}, or one of the methods that use it: "
+                + ", ".join(able),
+            )  # fmt: skip
+        if len(prediction) > self._target.context_length:
+            raise InvalidArgument(
+                "prediction", f"{len(prediction)} tokens",
+                f"at most as many tokens as the context has, {self._target.context_length}",
+            )  # fmt: skip
+        for i, token in enumerate(prediction):
+            if not 0 <= token < self._target.vocab_size:
+                raise InvalidArgument(
+                    f"prediction[{i}]", token, f"token ids in [0, {self._target.vocab_size})"
+                )
+
+    def _checked_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
+        if not len(prompt_ids):
+            raise InvalidArgument("prompt", "", "at least one token")
+        if len(prompt_ids) >= self._target.context_length:
+            raise InvalidArgument(
+                "prompt", f"{len(prompt_ids)} tokens",
+                f"fewer tokens than the context of {self._target.context_length}",
+            )  # fmt: skip
+        return self.checked_tokens("prompt_token_ids", prompt_ids)
+
+    def checked_tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
+        """Token ids from outside; InvalidArgument names ``field`` where one is unknown."""
+        size, checked = self._target.vocab_size, []
+        for i, token in enumerate(token_ids):
+            try:
+                value = operator.index(token)
+            except TypeError:
+                value = -1
+            if not 0 <= value < size:
+                raise InvalidArgument(f"{field}[{i}]", token, f"token ids in [0, {size})")
+            checked.append(value)
+        return checked

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paceline.session import Session, SessionStatistics
+
+if TYPE_CHECKING:  # it loads torch, which a gateway does without
+    from paceline.target import Target
 
 MAX_KEPT = 4096
 """Ended requests and steps that are kept for somebody who looks; older ones are forgotten."""
@@ -180,8 +184,12 @@ class CounterBook:
             total.verify_seconds += session.stats.verify_seconds
         return total.num_rounds, total.verify_seconds
 
-    def take(self, running: list[Session]) -> EngineCounters:
-        """The counters with the sessions that run now; ``requests`` and ``steps`` begin anew."""
+    def take(self, running: list[Session], target: Target | None = None) -> EngineCounters:
+        """The counters with the sessions that run now; ``requests`` and ``steps`` begin anew.
+
+        Args:
+            target: whose KV memory is counted, where it is in this process.
+        """
         methods = {name: counters.copy() for name, counters in self._methods.items()}
         for session in running:
             methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
@@ -194,6 +202,16 @@ class CounterBook:
             requests=list(self._requests),
             steps=list(self.steps),
         )
+        from paceline.target import ModelTarget
+
+        if isinstance(target, ModelTarget):
+            result.kv_capacity = target.kv_capacity
+            result.kv_used = target.kv_capacity - target.num_free
+            if target.prefixes is not None:
+                result.kv_cached = target.prefixes.num_idle
+                result.prefix_queried = target.prefixes.num_queried
+                result.prefix_hit = target.prefixes.num_hit
+                result.prefix_evicted = target.prefixes.num_evicted
         self._requests.clear()
         self.steps.clear()
         return result

@@ -25,7 +25,7 @@ from paceline.engine.events import EventDelivery, EventHandler, RoundEvent
 from paceline.engine.intake import Intake
 from paceline.engine.loop import decode_round
 from paceline.engine.scheduler import EngineLimits, Scheduler
-from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
+from paceline.errors import InvalidArgument, PacelineError, SessionNotFound
 from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS, Method
 from paceline.models.heads import HeadLibrary
@@ -81,34 +81,19 @@ class Engine:
             target.vocab_size, find_target=lambda: self.local_target, heads=heads,
         )  # fmt: skip
         self.wakeup = threading.Condition()  # notified when a draft has arrived
-        self.interrupted: Callable[[], object] = lambda: False  # ends a wait for drafts early
+        self.interrupted: Callable[[], bool] = lambda: False  # ends a wait for drafts early
         self.drafting = Drafting(self.drafters, target.vocab_size, self.wakeup)
         self.intake = Intake(
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer,
             eos_token_ids=self.eos_token_ids,
-            length_context=self._completed(length_context or LengthContext()),
+            length_context=replace(
+                length_context or LengthContext(), shadow_share=self.drafting.shadow_share
+            ),
         )  # fmt: skip
-        self.scheduler = Scheduler(self.limits, target.kv_capacity)
-        self.events = EventDelivery(lambda session, error: self.fail([session], error))
         self._book = CounterBook()
-
-    def _completed(self, context: LengthContext) -> LengthContext:
-        """What length controllers are told, with what this engine knows."""
-        target = self.target
-        context = replace(
-            context,
-            vocab_size=context.vocab_size or target.vocab_size,
-            shadow_share=self.drafting.shadow_share,
-        )
-        if not target.num_layers:
-            return context
-        return replace(
-            context,
-            num_layers=target.num_layers,
-            head_layers=target.head_layers,
-            exit_logits=target.exit_logits,
-        )
+        self.scheduler = Scheduler(self.limits, target, self.drafting, self._book)
+        self.events = EventDelivery(lambda session, error: self.fail([session], error))
 
     @property
     def local_target(self) -> ModelTarget:
@@ -128,11 +113,6 @@ class Engine:
         return self.intake.length_context
 
     @property
-    def heads(self) -> HeadLibrary | None:
-        """Trained draft heads of this target."""
-        return self.drafters.heads
-
-    @property
     def sessions(self) -> dict[str, Session]:
         """Those that are not finished, by id."""
         return self.scheduler.sessions
@@ -150,7 +130,7 @@ class Engine:
             limits=self.limits,
             catalogue=self.catalogue,
             length_context=self.length_context,
-            heads=self.heads,
+            heads=self.drafters.heads,
         )  # fmt: skip
 
     # --- sessions in ---------------------------------------------------------------------------
@@ -168,12 +148,6 @@ class Engine:
             ResourceExhausted: the queue is full, or the request can never fit in KV memory.
         """
         session = self.intake.session(request)
-        if self.scheduler.is_full:
-            self._admit()  # some of them may only be waiting for the next step
-        if self.scheduler.is_full:
-            raise ResourceExhausted(f"{self.scheduler.num_waiting} sessions are waiting already")
-        if session.session_id in self.sessions:
-            raise InvalidArgument("session_id", session.session_id, "an id that is not in use")
         self.scheduler.add(session)
         self.events.register(session, on_event)
         return session
@@ -231,17 +205,7 @@ class Engine:
 
     def take_counters(self) -> EngineCounters:
         """What was done so far; requests and steps since the last call."""
-        counters = self._book.take(list(self.sessions.values()))
-        if isinstance(self.target, ModelTarget):
-            counters.kv_capacity = self.target.kv_capacity
-            counters.kv_used = self.target.kv_capacity - self.target.num_free
-            prefixes = self.target.prefixes
-            if prefixes is not None:
-                counters.kv_cached = prefixes.num_idle
-                counters.prefix_queried = prefixes.num_queried
-                counters.prefix_hit = prefixes.num_hit
-                counters.prefix_evicted = prefixes.num_evicted
-        return counters
+        return self._book.take(list(self.sessions.values()), self.target)
 
     def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
         """One step for all sessions that are ready.
@@ -249,22 +213,20 @@ class Engine:
         When none is, because all drafts are still under way, waits up to ``wait_s`` seconds for
         the first of them.
         """
-        self._make_room()
-        self._admit()
-        prefill = self.scheduler.share_prefill(self.target.prefill_left)
-        self._ask()
-        idle = not prefill and not self._has_ready()
+        scheduler = self.scheduler
+        scheduler.make_room()
+        scheduler.admit()
+        prefill = scheduler.share_prefill()
+        scheduler.ask_for_drafts()
+        idle = not prefill and not scheduler.has_ready
         # A client drafts when it has heard of its last round: nothing comes from it before.
-        if idle and (self._owes_clients() or not self._wait(min(wait_s, _HOLD_BACK_S))):
+        owed = any(self.drafting.waits_for_client(event.session) for event in self.events.held)
+        if idle and (owed or not self._wait(min(wait_s, _HOLD_BACK_S))):
             self.events.deliver()
             self._wait(wait_s)
-        for session in self.drafting.arrive(self.scheduler.in_state(SessionState.DRAFTING)):
-            session.state = SessionState.READY
-        ready = self.scheduler.choose()
+        ready = scheduler.choose()
         if not ready and not prefill:
             return []
-        for session in ready:
-            session.state = SessionState.VERIFYING
         self.events.deliver()  # listeners run beside the forward that comes now
         started = time.perf_counter()
         try:
@@ -278,37 +240,18 @@ class Engine:
             )  # fmt: skip
             self.fail([*ready, *(session for session, _ in prefill)], error)
             return []
-        seconds = time.perf_counter() - started
-        self._book.steps.append(seconds)
-        self.scheduler.observe(seconds, len(ready), prefill)
-        for session, _ in prefill:
-            self._after_prefill(session)
+        scheduler.observe(time.perf_counter() - started, len(ready), prefill)
         events = [self._conclude(session, o) for session, o in zip(ready, outcomes, strict=True)]
-        self._ask()
+        scheduler.ask_for_drafts()
         if not self.drafting.num_under_way or any(event.finished for event in events):
             self.events.deliver()
         return events
 
-    def _ask(self) -> None:
-        states = SessionState.PREFILLING, SessionState.DRAFTING
-        self.drafting.ask(self.scheduler.in_state(*states), self.load)
-
-    def _has_ready(self) -> bool:
-        """Whether a session can be verified without waiting."""
-        return bool(self.scheduler.in_state(SessionState.READY)) or any(
-            map(self.drafting.has_draft, self.scheduler.in_state(SessionState.DRAFTING))
-        )
-
     def _wait(self, seconds: float) -> bool:
         """Until a session is ready or a call comes; False when neither came in time."""
+        scheduler = self.scheduler
         with self.wakeup:
-            return bool(
-                self.wakeup.wait_for(lambda: self._has_ready() or self.interrupted(), seconds)
-            )
-
-    def _owes_clients(self) -> bool:
-        """Whether a session with drafts from a client has not been told of its last round."""
-        return any(self.drafting.waits_for_client(event.session) for event in self.events.held)
+            return self.wakeup.wait_for(lambda: scheduler.has_ready or self.interrupted(), seconds)
 
     def generate(
         self,
@@ -319,7 +262,6 @@ class Engine:
         """Generate for all prompts together and return the finished sessions, in order."""
         if not isinstance(params, Sequence):
             params = [params or SamplingParams()] * len(prompts)
-        speculation = speculation or SpeculationConfig()
         sessions: list[Session] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
@@ -334,53 +276,20 @@ class Engine:
                 raise session.error
         return sessions
 
-    def _make_room(self) -> None:
-        """Before a step: sessions that KV memory cannot hold any more wait again."""
-        for session in self.scheduler.overdrawn():
-            logger.info("session %s gives way to older ones", session.session_id)
-            self._book.num_preemptions += 1
-            self.drafting.suspend(session)
-            self.target.close(session)
-            self.scheduler.suspend(session)
-
-    def _admit(self) -> None:
-        for session in self.scheduler.admit():
-            self.target.open(session)
-            self.drafting.open(session)
-            if session.stats.admitted_at is None:
-                session.stats.admitted_at = time.perf_counter()
-                self._book.num_prompt_tokens += session.prompt_length
-            if self.target.prefill_left(session) == 0:
-                self._after_prefill(session)
-
-    def _after_prefill(self, session: Session) -> None:
-        if session.state is SessionState.PREFILLING and self.target.prefill_left(session) == 0:
-            session.state = self._next_state(session)
-            if session.stats.prefilled_at is None:
-                session.stats.prefilled_at = time.perf_counter()
-            self.drafting.want(session)
-
-    # --- tokens out ----------------------------------------------------------------------------
-
     def _conclude(self, session: Session, outcome: Outcome) -> RoundEvent:
         """The session's next state, and the event that tells of the round."""
         event = self.events.of_round(session, outcome)
         if session.finished:
-            self._release(session)
+            self.scheduler.remove(session)
         else:
-            session.state = self._next_state(session)
+            self.scheduler.go_on(session)
         return event
-
-    def _next_state(self, session: Session) -> SessionState:
-        """Of a session that may go on."""
-        later = self.drafting.comes_later(session)
-        return SessionState.DRAFTING if later else SessionState.READY
 
     def _end(self, session: Session, reason: str) -> None:
         """Finish a session outside a round."""
         self.events.deliver()
         session.finish(reason)
-        self._release(session)
+        self.scheduler.remove(session)
         self.events.end(session)
 
     def fail(self, sessions: Iterable[Session], error: Exception) -> None:
@@ -389,10 +298,3 @@ class Engine:
             if session.session_id in self.sessions:
                 session.error = error
                 self._end(session, "error")
-
-    def _release(self, session: Session) -> None:
-        if session.session_id in self.sessions:
-            self._book.ended(session)
-        if self.scheduler.remove(session):
-            self.target.close(session)
-            self.drafting.close(session)

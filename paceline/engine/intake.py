@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from paceline.admission import most_entries
 from paceline.config import SpeculationConfig
@@ -38,7 +39,7 @@ class Intake:
         self._catalogue = catalogue
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
-        self.length_context = length_context
+        self.length_context = _completed(length_context, target)
         self.constraints = ConstraintCompiler(tokenizer, target.vocab_size, self._eos_token_ids)
 
     def session(self, request: Request) -> Session:
@@ -145,3 +146,16 @@ class Intake:
                 raise InvalidArgument(f"{field}[{i}]", token, f"token ids in [0, {size})")
             checked.append(value)
         return checked
+
+
+def _completed(context: LengthContext, target: Target) -> LengthContext:
+    """What length controllers are told, with what is known of the target."""
+    context = replace(context, vocab_size=context.vocab_size or target.vocab_size)
+    if not target.num_layers:
+        return context
+    return replace(
+        context,
+        num_layers=target.num_layers,
+        head_layers=target.head_layers,
+        exit_logits=target.exit_logits,
+    )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.admission import Admission, PrefillPace
 from paceline.batching import STRATEGIES, Batching, BatchStrategy
-from paceline.errors import InvalidArgument
+from paceline.counters import CounterBook
+from paceline.engine.drafting import Drafting
+from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.session import Session, SessionState
+from paceline.target import Target
 from paceline.types import Load
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,32 +58,28 @@ class EngineLimits:
 
 
 class Scheduler:
-    """The sessions of an engine, and which of them a step is for.
+    """The sessions of an engine: who waits, who holds a place, and whom a step is for.
 
-    Args:
-        capacity: KV entries in all.
+    A session that gets a place is opened at the target and at its drafter, and closed when it gives
+    the place up.
     """
 
-    def __init__(self, limits: EngineLimits, capacity: int) -> None:
+    def __init__(
+        self, limits: EngineLimits, target: Target, drafting: Drafting, book: CounterBook
+    ) -> None:
         self.sessions: dict[str, Session] = {}
         self.batching = Batching(limits.batch_strategy, limits.batch_size)
+        self._target = target
+        self._drafting = drafting
+        self._book = book
         self._max_waiting = limits.max_waiting
         self._waiting: deque[Session] = deque()
-        self._admission = Admission(capacity, limits.max_sessions)
+        self._admission = Admission(target.kv_capacity, limits.max_sessions)
         self._pace = PrefillPace(limits.prefill_chunk, limits.prefill_stretch)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more sessions may wait."""
-        return len(self._waiting) >= self._max_waiting
-
-    @property
     def is_idle(self) -> bool:
-        """Whether nobody waits or holds a place."""
+        """Whether no session waits or holds a place."""
         return not (self.sessions or self._waiting or self._admission.num_admitted)
 
     @property
@@ -85,19 +88,50 @@ class Scheduler:
         running = [s for s in self.sessions.values() if s.state is not SessionState.WAITING]
         return Load(len(running), len(self._waiting), sum(s.length for s in running))
 
+    def in_state(self, *states: SessionState) -> list[Session]:
+        """The sessions in one of these states, in the order in which they came."""
+        return [session for session in self.sessions.values() if session.state in states]
+
+    # --- places ---------------------------------------------------------------------------------
+
     def add(self, session: Session) -> None:
-        """A new session waits for its place."""
+        """A new session waits for its place.
+
+        Raises:
+            InvalidArgument: its id is in use.
+            ResourceExhausted: the queue is full.
+        """
+        if len(self._waiting) >= self._max_waiting:
+            self.admit()  # some of them may only be waiting for the next step
+        if len(self._waiting) >= self._max_waiting:
+            raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
+        if session.session_id in self.sessions:
+            raise InvalidArgument("session_id", session.session_id, "an id that is not in use")
         self.sessions[session.session_id] = session
         self._waiting.append(session)
 
-    def remove(self, session: Session) -> bool:
-        """A session has ended; whether it held a place."""
-        self.sessions.pop(session.session_id, None)
+    def remove(self, session: Session) -> None:
+        """A session has ended."""
+        if self.sessions.pop(session.session_id, None) is not None:
+            self._book.ended(session)
         if session in self._waiting:
             self._waiting.remove(session)
-        return self._admission.remove(session)
+        if self._admission.remove(session):
+            self._target.close(session)
+            self._drafting.close(session)
 
-    def admit(self) -> Iterator[Session]:
+    def make_room(self) -> None:
+        """Before a step: sessions that KV memory cannot hold any more wait again, before others."""
+        for session in self._admission.overdrawn():
+            logger.info("session %s gives way to older ones", session.session_id)
+            self._book.num_preemptions += 1
+            self._drafting.suspend(session)
+            self._admission.remove(session)
+            self._target.close(session)
+            session.state = SessionState.WAITING
+            self._waiting.appendleft(session)
+
+    def admit(self) -> None:
         """Give places to those who wait, while there are some.
 
         First come, first served: a long request is not starved by short ones.
@@ -105,50 +139,75 @@ class Scheduler:
         while self._waiting and self._admission.fits(self._waiting[0]):
             session = self._waiting.popleft()
             self._admission.add(session)
+            self._target.open(session)
+            self._drafting.open(session)
             session.state = SessionState.PREFILLING
-            yield session
+            if session.stats.admitted_at is None:
+                session.stats.admitted_at = time.perf_counter()
+                self._book.num_prompt_tokens += session.prompt_length
+            self.after_prefill(session)
 
-    def overdrawn(self) -> list[Session]:
-        """Those whom KV memory cannot hold any more, the youngest first."""
-        return self._admission.overdrawn()
+    # --- steps ----------------------------------------------------------------------------------
 
-    def suspend(self, session: Session) -> None:
-        """It gives up its place and waits for another one, before all others."""
-        self._admission.remove(session)
-        session.state = SessionState.WAITING
-        self._waiting.appendleft(session)
-
-    def in_state(self, *states: SessionState) -> list[Session]:
-        """The sessions in one of these states, in the order in which they came."""
-        return [session for session in self.sessions.values() if session.state in states]
-
-    def share_prefill(self, left: Callable[[Session], int]) -> list[tuple[Session, int]]:
+    def share_prefill(self) -> list[tuple[Session, int]]:
         """Prompt tokens to read in this step: equal shares for all prompts.
 
-        Who needs less than that leaves the rest to the others.
-
-        Args:
-            left: prompt tokens of a session that are not read yet.
+        What a short prompt leaves of its share goes to the others.
         """
         prefilling = self.in_state(SessionState.PREFILLING)
         if not prefilling:
             return []
-        wanted = sorted(((left(s), s) for s in prefilling), key=lambda item: item[0])
+        wanted = [(self._target.prefill_left(session), session) for session in prefilling]
+        wanted.sort(key=lambda item: item[0])
         running = self._admission.num_admitted
         room, chosen = self._pace.room(running > len(prefilling)), []
-        for i, (count, session) in enumerate(wanted):
-            count = min(count, max(1, room // (len(wanted) - i)))
+        for i, (left, session) in enumerate(wanted):
+            count = min(left, max(1, room // (len(wanted) - i)))
             if count and room:
                 chosen.append((session, count))
                 room -= count
         return chosen
 
+    def after_prefill(self, session: Session) -> None:
+        """Where the whole prompt is read, the session goes on to its first round."""
+        if session.state is SessionState.PREFILLING and self._target.prefill_left(session) == 0:
+            self.go_on(session)
+            if session.stats.prefilled_at is None:
+                session.stats.prefilled_at = time.perf_counter()
+            self._drafting.want(session)
+
+    def go_on(self, session: Session) -> None:
+        """The session needs another round."""
+        later = self._drafting.comes_later(session)
+        session.state = SessionState.DRAFTING if later else SessionState.READY
+
+    def ask_for_drafts(self) -> None:
+        """Of drafters elsewhere, for all sessions that have none under way."""
+        states = SessionState.PREFILLING, SessionState.DRAFTING
+        self._drafting.ask(self.in_state(*states), self.load)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a session can be verified without waiting."""
+        drafting = self.in_state(SessionState.DRAFTING)
+        return bool(self.in_state(SessionState.READY)) or any(
+            map(self._drafting.has_draft, drafting)
+        )
+
     def choose(self) -> list[Session]:
-        """Who of those who are ready is verified in this step."""
-        return self.batching.choose(self.in_state(SessionState.READY))
+        """The sessions that this step verifies, of all that are ready."""
+        for session in self._drafting.arrive(self.in_state(SessionState.DRAFTING)):
+            session.state = SessionState.READY
+        chosen = self.batching.choose(self.in_state(SessionState.READY))
+        for session in chosen:
+            session.state = SessionState.VERIFYING
+        return chosen
 
     def observe(
         self, seconds: float, num_verified: int, prefill: Sequence[tuple[Session, int]]
     ) -> None:
         """What a step took."""
+        self._book.steps.append(seconds)
         self._pace.observe(seconds, num_verified, sum(count for _, count in prefill))
+        for session, _ in prefill:
+            self.after_prefill(session)

@@ -50,7 +50,7 @@ class EngineThread:
         self._calls: deque[tuple[Callable[[Engine], object], Future[object]]] = deque()
         self._wakeup = engine.wakeup  # one condition: a call, or a draft that has arrived
         self._stopping = False
-        engine.interrupted = lambda: self._calls or self._stopping
+        engine.interrupted = lambda: bool(self._calls) or self._stopping
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
     def start(self) -> EngineThread:

@@ -489,8 +489,8 @@ def test_a_round_drafts_what_the_one_before_guessed(
 ) -> None:
     """In the tree that is best for the number of guesses; the first round can only guess."""
     engine = tiny_engine(tiny_folder, tiny_heads)
-    assert engine.heads is not None
-    head = engine.heads.load(kind)
+    assert engine.drafters.heads is not None
+    head = engine.drafters.heads.load(kind)
     assert isinstance(head, PseudoHead)
     trees = best_trees(tuple(tuple(row) for row in head.accuracy.tolist()), 8)
     rounds: list[RoundEvent] = []

@@ -247,7 +247,7 @@ def test_one_drafter_serves_two_targets(folder: Path, zoo: Path) -> None:
     drafter = DraftModel(load_runner(folder, kv_tokens=3000))
     first = WatchedEngine(ModelTarget(load_runner(folder)), {"draft_model": drafter})
     context = DrafterContext(
-        first.target.vocab_size, lambda name: drafter, first.target, first._load_head
+        first.target.vocab_size, lambda name: drafter, first.target, first.drafters._load_head
     )
     s2d = S2D(context)
     engines = [

@@ -28,13 +28,20 @@ from paceline.models.kernels import build
 from paceline.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("paceline", "rpc", "deployments", "cluster", "tuning")
+INSIDE = ("rpc", "deployments", "cluster", "tuning")  # of paceline, through links in a checkout
+PACKAGES = ("paceline", *INSIDE)
 
 
 def project() -> dict[str, Any]:
     with (ROOT / "pyproject.toml").open("rb") as file:
         table: dict[str, Any] = tomllib.load(file)["project"]
     return table
+
+
+def in_wheel(path: Path) -> str:
+    """Where a file of the checkout lies in a wheel."""
+    relative = path.relative_to(ROOT)
+    return (Path("paceline", relative) if relative.parts[0] in INSIDE else relative).as_posix()
 
 
 def python(code: str, **environment: str) -> str:
@@ -56,8 +63,9 @@ def python(code: str, **environment: str) -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a wheel is made of: setuptools leaves files beside what it builds."""
     folder = tmp_path_factory.mktemp("source")
+    ignore = shutil.ignore_patterns("__pycache__")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
@@ -148,7 +156,7 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     )
     for pattern in patterns:
         expected = {
-            path.relative_to(ROOT).as_posix()
+            in_wheel(path)
             for path in ROOT.glob(pattern)
             if path.is_file() and path.suffix != ".pyc" and path.parts[len(ROOT.parts)] in PACKAGES
         }
@@ -157,9 +165,13 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     for model in ("target", "drafter"):
         assert f"paceline/demo/{model}/model.safetensors" in names
     for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
-        assert path.relative_to(ROOT).as_posix() in names
-    roots = {name.split("/")[0] for name in names}
-    assert {root for root in roots if not root.endswith(".dist-info")} == set(PACKAGES)
+        assert in_wheel(path) in names
+
+
+def test_the_wheels_top_level_is_paceline_alone(wheel: Path) -> None:
+    roots = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    distribution = "-".join(wheel.name.split("-")[:2])
+    assert roots == {"paceline", f"{distribution}.dist-info"}
 
 
 def test_wheel_is_small_enough_to_ship_weights(wheel: Path) -> None:
@@ -250,7 +262,8 @@ def test_source_distribution_has_what_a_wheel_is_made_of(source: Path, tmp_path:
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     sources = {path.relative_to(ROOT).as_posix() for path in build.sources()}
-    assert sources | {"setup.py", "pyproject.toml"} <= names
+    code_files = {in_wheel(path) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert sources | code_files | {"setup.py", "pyproject.toml"} <= names
     assert not [name for name in names if name.endswith(".so")]
 
 
@@ -263,7 +276,8 @@ def test_an_editable_install_brings_no_libraries(source: Path, tmp_path: Path) -
         check=True,
         timeout=100,
     )
-    assert list(tmp_path.glob("*.pth"))
+    (entry,) = tmp_path.glob("*.pth")
+    assert entry.read_text().split() == [str(source)], "not a path, which everything understands"
     assert not [*source.rglob("*.so"), *tmp_path.rglob("*.so")]
 
 
@@ -313,7 +327,9 @@ def test_import_is_light() -> None:
 
 def test_a_client_of_a_server_needs_no_torch() -> None:
     """Which takes a second to import, and 200 MB."""
-    python("import sys; sys.modules.update(torch=None, transformers=None); import rpc.client")
+    python(
+        "import sys; sys.modules.update(torch=None, transformers=None); import paceline.rpc.client"
+    )
 
 
 @pytest.mark.nightly
@@ -382,7 +398,7 @@ def test_every_import_is_a_declared_dependency(package: str) -> None:
     # What the wheel has imports neither of the folders that it lacks.
     beside = () if package in PACKAGES else ("tests", "benchmarks")
     for name, path in imported_roots(ROOT / package).items():
-        if name in sys.stdlib_module_names or name in (*PACKAGES, *beside, *ELSEWHERE):
+        if name in sys.stdlib_module_names or name in ("paceline", *beside, *ELSEWHERE):
             continue
         # Several distributions share the namespace `google`.
         distributions = {canonicalize_name(owner) for owner in owners.get(name, [])}

@@ -28,13 +28,13 @@ from paceline.loop import count_round, observe_with, propose_with, round_budget
 from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.models.heads.base import Head
 from paceline.plan import AR_PLAN, Plan, resolve
+from paceline.rpc.draft_service import NO_VERIFICATION
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.shapes.kary import chain
 from paceline.target import ModelTarget
 from paceline.tree import accepted_path, children, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome
-from rpc.draft_service import NO_VERIFICATION
 
 logger = logging.getLogger(__name__)
 

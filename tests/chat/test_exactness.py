@@ -35,8 +35,8 @@ from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.models.base import Segment
 from paceline.models.ops import Packing
+from paceline.rpc.device import checked_speculation
 from paceline.sampling import SamplingParams
-from rpc.device import checked_speculation
 from tests.chat.suite import (
     BATCHES,
     PLACES,

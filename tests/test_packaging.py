@@ -215,6 +215,46 @@ def test_installed_wheel_generates_without_ray_and_grpc(wheel: Path, tmp_path: P
     assert result.stdout.split() == [str(tmp_path / "paceline" / "loading.py"), "4"]
 
 
+def make_stranger(folder: Path) -> Path:
+    """A wheel of somebody else's, whose packages are called like the folders of a checkout."""
+    wheel = folder / "stranger-1.0-py3-none-any.whl"
+    files = {f"{name}/__init__.py": f"OWNER = 'stranger {name}'\n" for name in INSIDE}
+    info = "stranger-1.0.dist-info"
+    files[f"{info}/METADATA"] = "Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n"
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def test_installed_beside_packages_of_the_folders_names(wheel: Path, tmp_path: Path) -> None:
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    wheels = (wheel, make_stranger(tmp_path))
+    subprocess.run([*command, "--target", site, *wheels], check=True, timeout=200)
+    for each in wheels:  # neither has written over the other
+        with zipfile.ZipFile(each) as archive:
+            for name in archive.namelist():
+                if not name.endswith("RECORD"):  # pip writes it
+                    assert (site / name).read_bytes() == archive.read(name), name
+    ours = [f"paceline.{name}" for name in INSIDE]
+    code = (
+        f"import importlib; names = {[*INSIDE, *ours]!r}\n"
+        "for module in map(importlib.import_module, names):\n"
+        "    print(module.__file__, getattr(module, 'OWNER', 'paceline'), sep='\t')"
+    )
+    found = run_installed(site, empty, sys.executable, "-c", code).splitlines()
+    assert [line.split("\t") for line in found] == [
+        *([str(site / name / "__init__.py"), f"stranger {name}"] for name in INSIDE),
+        *([str(site / "paceline" / name / "__init__.py"), "paceline"] for name in INSIDE),
+    ]
+    assert "draft_model" in run_installed(site, empty, site / "bin/paceline", "methods")
+    assert "--space" in run_installed(site, empty, site / "bin/paceline", "sweep", "run", "--help")
+
+
 def test_wheel_brings_the_kernels(wheel: Path, source: Path) -> None:
     assert kernels_in(wheel) == {build.library_name(name) for name in HERE}
     tags = wheel.stem.split("-")[-3:]
@@ -330,6 +370,28 @@ def test_a_client_of_a_server_needs_no_torch() -> None:
     python(
         "import sys; sys.modules.update(torch=None, transformers=None); import paceline.rpc.client"
     )
+
+
+@pytest.mark.slow
+def test_no_file_of_a_checkout_is_imported_under_two_names() -> None:
+    """A folder and the link to it are both importable; a registry imported twice has two states."""
+    found = python(
+        "import importlib, os, sys\n"
+        "for name in ('rpc.server', 'deployments.app', 'cluster.local', 'cluster.cli', "
+        "'tuning.sweep', 'tuning.trial'): importlib.import_module(f'paceline.{name}')\n"
+        "for name, module in sys.modules.items():\n"
+        "    if file := getattr(module, '__file__', None): print(name, os.path.realpath(file))"
+    )
+    files = dict(line.split(" ", 1) for line in found.splitlines())
+    folders = [ROOT / name for name in PACKAGES]
+    ours = {
+        name: file
+        for name, file in files.items()
+        if any(Path(file).is_relative_to(folder) for folder in folders)
+    }
+    assert {"paceline.rpc.server", "paceline.tuning.trial"} <= ours.keys()
+    assert {name.partition(".")[0] for name in ours} == {"paceline"}
+    assert len(set(ours.values())) == len(ours)
 
 
 @pytest.mark.nightly

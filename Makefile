@@ -138,9 +138,9 @@ lint: $(STAMP) ## style, types, import contracts, generated code and documents
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python -m rpc.generate --check
+	@$(BIN)/python -m paceline.rpc.generate --check
 	@$(BIN)/python -m paceline.methods_table --check
-	@$(BIN)/python -m deployments.dashboard --check
+	@$(BIN)/python -m paceline.deployments.dashboard --check
 	@$(BIN)/python helm/generate.py --check
 
 .PHONY: format

@@ -14,11 +14,11 @@ import json
 import statistics
 import time
 
-from cluster import local
-from deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
+from paceline.cluster import local
 from paceline.config import SpeculationConfig
+from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from rpc.client import Client
 
 PROMPTS = (
     "def read_config(path):\n",

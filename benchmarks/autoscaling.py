@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from cluster.autoscaling import Policy
+from paceline.cluster.autoscaling import Policy
 
 # On an idle replica a round takes 40 ms, and 15 ms more for each session beside; a draft takes 8
 # ms, and 2 ms more for each session of the drafter.

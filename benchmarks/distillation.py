@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from cluster.cli_output import set_threads
+from paceline.cluster.cli_output import set_threads
 from paceline.demo import TARGET_DIR
 from paceline.train import losses
 from paceline.train.checkpoints import all_logits

@@ -17,8 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from cluster.cli_output import set_threads
 from paceline.bench import BenchOptions, run_bench
+from paceline.cluster.cli_output import set_threads
 
 FIELDS = (
     "acceptance_rate", "mean_accepted_length", "speedup_vs_ar", "workload_speedup_vs_ar",

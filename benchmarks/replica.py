@@ -22,9 +22,9 @@ from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.loading import limit_threads, load_drafter, load_runner
 from paceline.methods import METHODS
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.server import start_server
 from paceline.target import ModelTarget
-from rpc.generate_service import ModelInfo
-from rpc.server import start_server
 
 WITH_MIX = {**METHODS, "mix": scripted_row("mix", "Knows the target's tokens, errs at random.")}
 

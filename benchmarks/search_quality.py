@@ -20,10 +20,10 @@ import ray
 from rich.console import Console
 from scipy.stats import spearmanr
 
-from tuning.results import Interval, Metrics, Point, Results, best_trial
-from tuning.space import Space, read_space
-from tuning.sweep import Sweep
-from tuning.trial import Work, confirm
+from paceline.tuning.results import Interval, Metrics, Point, Results, best_trial
+from paceline.tuning.space import Space, read_space
+from paceline.tuning.sweep import Sweep
+from paceline.tuning.trial import Work, confirm
 
 CANDIDATES = 4
 SPACE = Path(__file__).with_name("search_space.yaml")

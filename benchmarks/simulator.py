@@ -19,18 +19,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cluster.cli_output import set_threads
 from paceline.bench import LocalBackend, parse_methods
 from paceline.bench.environment import describe_environment
 from paceline.bench.prompts import builtin_prompts, limit_per_category
+from paceline.cluster.cli_output import set_threads
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
-from tuning.costs import Costs, measure_costs
-from tuning.results import Point, Prediction
-from tuning.simulator import Simulator
-from tuning.traces import Traces, record
+from paceline.tuning.costs import Costs, measure_costs
+from paceline.tuning.results import Point, Prediction
+from paceline.tuning.simulator import Simulator
+from paceline.tuning.traces import Traces, record
 
 METHODS = (
     *(f"draft_model:num_speculative_tokens={n}" for n in (1, 2, 4, 6, 10, 16)),

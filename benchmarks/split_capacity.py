@@ -28,19 +28,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.replica import Replica
-from cluster.cli_output import set_threads
 from paceline.bench.environment import describe_environment
 from paceline.bench.prompts import builtin_prompts, limit_per_category
+from paceline.cluster.cli_output import set_threads
 from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.drafters.base import at_once
 from paceline.engine import Engine
 from paceline.loading import load_engine
+from paceline.rpc.client import AsyncClient
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.tokenizer import load_tokenizer
 from paceline.types import Budget, Draft
-from rpc.client import AsyncClient
 
 Drafts = dict[int, Draft]  # by the number of tokens that a draft follows
 

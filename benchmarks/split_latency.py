@@ -25,16 +25,16 @@ from rich.table import Table
 
 from benchmarks.replica import WITH_MIX, Replica
 from benchmarks.scripted import SlowMix
-from cluster.cli_output import set_threads
 from paceline.bench.environment import describe_environment
 from paceline.bench.prompts import builtin_prompts, limit_per_category
+from paceline.cluster.cli_output import set_threads
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.loading import load_engine
+from paceline.rpc.device import LADDER, DeviceClient
+from paceline.rpc.remote_target import Mode
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import load_tokenizer
-from rpc.device import LADDER, DeviceClient
-from rpc.remote_target import Mode
 
 Continuations = dict[tuple[int, ...], list[int]]
 AUTO = "auto"

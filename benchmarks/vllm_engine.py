@@ -34,10 +34,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from deployments.config import parse_config
-from deployments.engines.vllm import VllmEngine
 from paceline.bench.prompts import builtin_prompts, limit_per_category
 from paceline.config import SpeculationConfig
+from paceline.deployments.config import parse_config
+from paceline.deployments.engines.vllm import VllmEngine
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 

@@ -4,7 +4,7 @@ A Serve config file names it for the whole application, because the number of dr
 what targets measure::
 
     autoscaling_policy:
-      policy_function: cluster.autoscaling:Policy
+      policy_function: paceline.cluster.autoscaling:Policy
       policy_kwargs: {sessions_per_target: 8, round_ms: 200, draft_ms: 50}
 
 It says what it wants now. Serve keeps to ``min_replicas`` and ``max_replicas``, and acts when more

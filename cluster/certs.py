@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.errors import InvalidArgument
-from rpc.tls import check_pair, read_pem
+from paceline.rpc.tls import check_pair, read_pem
 
 REPLICA_NAME = "paceline-replica"
 """The name in the certificate of replicas: ``data_plane_tls.server_name``."""

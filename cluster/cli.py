@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from cluster.cli_chat import chat
-from cluster.cli_draft import draft
-from cluster.cli_models import models
-from cluster.cli_output import (
+from paceline.cluster.cli_chat import chat
+from paceline.cluster.cli_draft import draft
+from paceline.cluster.cli_models import models
+from paceline.cluster.cli_output import (
     DEBUG_VARIABLE,
     OTHER_DTYPES,
     Ca,
@@ -46,7 +46,7 @@ from cluster.cli_output import (
     set_threads,
     show_tree,
 )
-from cluster.cli_train import train
+from paceline.cluster.cli_train import train
 from paceline.errors import InvalidArgument
 
 
@@ -264,7 +264,7 @@ def generate(
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
     - `paceline generate 'Hello' --numerics portable --transcript hello.json`
     """
-    from cluster import cli_generate
+    from paceline.cluster import cli_generate
 
     request = cli_generate.GenerateOptions(
         prompt=cli_generate.read_prompt(prompt),
@@ -378,7 +378,7 @@ def verify(
     - `paceline generate 'Once' -t 0.8 --seed 7 --transcript once.json --server 127.0.0.1:50051`
     - `paceline verify once.json`
     """
-    from cluster import cli_verify
+    from paceline.cluster import cli_verify
 
     result = cli_verify.run(
         transcript,
@@ -459,7 +459,7 @@ def doctor(
     demo models, and whether drafts leave their output unchanged here. Exit code 1 when a check
     fails; a warning is not a failure.
     """
-    from cluster.doctor import Status, run_checks
+    from paceline.cluster.doctor import Status, run_checks
 
     set_threads(None, None)
     results = []
@@ -582,8 +582,8 @@ def bench(
     - `paceline bench --topology both --methods draft_model`
     """
     with err.status("loading torch ..."):
-        from cluster import cli_bench
         from paceline.bench import BenchOptions, render_table
+        from paceline.cluster import cli_bench
 
     target, drafter = pinned_model(target), pinned_model(drafter)
     set_threads(threads, target)
@@ -653,7 +653,7 @@ def profile(
     with err.status("loading torch ..."):
         from dataclasses import asdict
 
-        from cluster import cli_profile
+        from paceline.cluster import cli_profile
 
     if server is not None:
         require("serve", "grpc")
@@ -713,7 +713,7 @@ def demo(
     brought, and shuts down what it started. Exit code 1 when the tokens are not those of AR.
     """
     require("serve", "ray", "grpc")
-    from cluster import demo as demo_module
+    from paceline.cluster import demo as demo_module
 
     result = demo_module.run(max_tokens, model=model, length=length, show=not as_json)
     if as_json:
@@ -776,7 +776,7 @@ def up(
     - `curl http://127.0.0.1:8000/v1/models`
     """
     require("serve", "ray", "grpc")
-    from cluster import local
+    from paceline.cluster import local
 
     result = local.up(
         config,
@@ -794,7 +794,7 @@ def up(
 def down(as_json: Json = False) -> None:
     """Stop what `paceline up` started. Nothing running is not an error."""
     require("serve", "ray", "grpc")
-    from cluster import local
+    from paceline.cluster import local
 
     result = local.down()
     if as_json:
@@ -809,7 +809,7 @@ def down(as_json: Json = False) -> None:
 def status(as_json: Json = False) -> None:
     """Show what is running: replicas, addresses, sessions. Exit code 1 when nothing is."""
     require("serve", "ray", "grpc")
-    from cluster import local
+    from paceline.cluster import local
 
     state = local.status()
     if as_json:
@@ -849,7 +849,7 @@ def certs(
     Example: `paceline certs ./certs --host gateway.example.org`
     """
     require("serve", "cryptography", "grpc")
-    from cluster.certs import make_certificates
+    from paceline.cluster.certs import make_certificates
 
     files = make_certificates(folder, host or (), days)
     if as_json:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cluster.cli_generate import check_address
-from cluster.cli_output import err
 from paceline.bench import BatchRun, BenchOptions, SequenceRun, run_bench
+from paceline.cluster.cli_generate import check_address
+from paceline.cluster.cli_output import err
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
+    from paceline.rpc.client import Client
     from paceline.sampling import SamplingParams
     from paceline.tokenizer import Tokenizer
-    from rpc.client import Client
 
 
 class ServerBackend:
@@ -119,7 +119,8 @@ def run(
     Args:
         server: address of the deployment that the topologies other than ``colocated`` measure;
             None starts one for the time of the benchmark.
-        client_options: how to connect to it, see :func:`cluster.cli_output.client_options`.
+        client_options: how to connect to it, see
+            :func:`paceline.cluster.cli_output.client_options`.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -151,8 +152,8 @@ def _deployment(options: BenchOptions, report: Callable[[str], None]) -> Iterato
     """The same models as actors on a local Ray, with the same threads; yields the address."""
     import torch
 
-    from cluster import local
-    from deployments.config import read_config_file
+    from paceline.cluster import local
+    from paceline.deployments.config import read_config_file
 
     modes = {"auto": None, "on": True, "off": False, "both": None}
     model: dict[str, Any] = {
@@ -175,8 +176,8 @@ def _backend(
     options: BenchOptions, address: str, client_options: Mapping[str, Any]
 ) -> Iterator[ServerBackend]:
     from paceline.demo import TARGET_DIR
+    from paceline.rpc.client import Client
     from paceline.tokenizer import load_tokenizer
-    from rpc.client import Client
 
     with Client(check_address(address), timeout=600, **client_options) as client:
         tokenizer = load_tokenizer(options.target or TARGET_DIR)

@@ -11,8 +11,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter, sampling_params
-from cluster.cli_output import (
+from paceline.cluster.cli_generate import (
+    ACCEPTED_STYLE,
+    OWN_STYLE,
+    Piece,
+    PieceSplitter,
+    sampling_params,
+)
+from paceline.cluster.cli_output import (
     Drafter,
     err,
     local_model,

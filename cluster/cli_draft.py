@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from cluster.cli_generate import (
+from paceline.cluster.cli_generate import (
     ACCEPTED_STYLE,
     OWN_STYLE,
     GenerateOptions,
@@ -23,7 +23,7 @@ from cluster.cli_generate import (
     sampling_params,
     speculation,
 )
-from cluster.cli_output import (
+from paceline.cluster.cli_output import (
     Ca,
     Cert,
     Json,
@@ -44,9 +44,9 @@ from paceline.numerics import check_mismatch
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel
     from paceline.drafters.omnidraft import OmniDraft
+    from paceline.rpc.device import DeviceResult
+    from paceline.rpc.remote_target import TargetInfo
     from paceline.tokenizer import Tokenizer
-    from rpc.device import DeviceResult
-    from rpc.remote_target import TargetInfo
 
 UNVERIFIED_STYLE = "yellow dim"
 
@@ -226,9 +226,9 @@ def _run(
     from paceline.config import parse_speculation
     from paceline.drafters.draft_model import DraftModel
     from paceline.methods import METHODS
-    from rpc.client import open_channel
-    from rpc.device import LADDER, DeviceClient, checked_speculation
-    from rpc.remote_target import Mode, Patience
+    from paceline.rpc.client import open_channel
+    from paceline.rpc.device import LADDER, DeviceClient, checked_speculation
+    from paceline.rpc.remote_target import Mode, Patience
 
     check_mismatch(numerics_mismatch)
     if not give_up > 0:
@@ -330,9 +330,9 @@ def _info(
 ) -> TargetInfo:
     """What the servers say of their target; offline, the drafter's own sizes stand in."""
     from paceline.drafters.draft_model import DraftModel
+    from paceline.rpc.errors import ServerUnavailable
+    from paceline.rpc.remote_target import TargetInfo, get_model
     from paceline.tokenizer import eos_token_ids
-    from rpc.errors import ServerUnavailable
-    from rpc.remote_target import TargetInfo, get_model
 
     try:
         timeout = min(2.0, patience.give_up) if offline_ok else patience.give_up

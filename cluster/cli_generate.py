@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from cluster.cli_output import err, local_model, out, set_threads
+from paceline.cluster.cli_output import err, local_model, out, set_threads
 from paceline.errors import InvalidArgument
 from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
+    from paceline.rpc.client import Completion
     from paceline.sampling import SamplingParams
     from paceline.tokenizer import Tokenizer
-    from rpc.client import Completion
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "bold"
@@ -293,11 +293,11 @@ def run_on_server(
         timeout: seconds for the whole generation.
         tokenizer_from: a model whose tokenizer tells which text came from which token;
             None tries the demo pair's.
-        client_options: how to connect, see :func:`cluster.cli_output.client_options`.
+        client_options: how to connect, see :func:`paceline.cluster.cli_output.client_options`.
         transcript: where to write one; None writes none.
-        numerics_mismatch: see :meth:`rpc.client.Client.generate`.
+        numerics_mismatch: see :meth:`paceline.rpc.client.Client.generate`.
     """
-    from rpc.client import Client, Completion
+    from paceline.rpc.client import Client, Completion
 
     check_address(server)
     if numerics_mismatch is not None:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli_output import Command, CommandGroup, Json, err, out, print_json
+from paceline.cluster.cli_output import Command, CommandGroup, Json, err, out, print_json
 
 if TYPE_CHECKING:
     from paceline.model_list import ModelEntry

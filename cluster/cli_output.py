@@ -103,7 +103,7 @@ def client_options(
     key: Path | None,
     token_file: Path | None,
 ) -> dict[str, Any]:
-    """How to connect, as keyword arguments of :class:`rpc.client.Client`.
+    """How to connect, as keyword arguments of :class:`paceline.rpc.client.Client`.
 
     Raises:
         InvalidArgument: options without ``--server``, or a file that cannot be read.

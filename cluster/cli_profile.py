@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cluster.cli_output import err, local_model, out
+from paceline.cluster.cli_output import err, local_model, out
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine, pick_device
 from paceline.model_names import resolve_model
@@ -71,8 +71,8 @@ def run(
 def _round_trip(server: str, vocab_size: int, client_options: Mapping[str, Any]) -> float:
     """Seconds to a DraftService and back, for a draft that it has made already."""
     from paceline.drafters.base import at_once
-    from rpc.remote_drafter import RemoteDrafter
-    from rpc.tls import ClientTls
+    from paceline.rpc.remote_drafter import RemoteDrafter
+    from paceline.rpc.tls import ClientTls
 
     # Replicas know one another by certificates; there are no tokens between them.
     files = {name: str(client_options[name]) for name in FILES if name in client_options}

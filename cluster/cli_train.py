@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from cluster.cli_output import (
+from paceline.cluster.cli_output import (
     Command,
     Drafter,
     Json,
@@ -203,7 +203,7 @@ def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
     if workers is not None:
         require("train", "ray", "pyarrow", "pandas")
     with err.status("loading torch ..."):
-        from cluster import train_job
+        from paceline.cluster import train_job
         from paceline.errors import InvalidArgument
         from paceline.train.trainer import TrainOptions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli_output import err, local_model, out, set_threads
+from paceline.cluster.cli_output import err, local_model, out, set_threads
 from paceline.errors import InvalidArgument
 from paceline.numerics import PORTABLE, check_mismatch
 

@@ -19,24 +19,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter
-from cluster.cli_output import err, model_to_show, out
-from cluster.local import (
+from paceline.chat import encode_chat
+from paceline.cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter
+from paceline.cluster.cli_output import err, model_to_show, out
+from paceline.cluster.local import (
     CONFIGS,
     PortInUse,
     check_ports,
     deployed,
     showing_progress,
 )
-from deployments.config import ConfigFile, read_config_file
-from paceline.chat import encode_chat
 from paceline.config import SpeculationConfig
+from paceline.deployments.config import ConfigFile, read_config_file
 from paceline.errors import InvalidArgument
 from paceline.model_names import get_model, resolve_model
 from paceline.plan import resolve
+from paceline.rpc.client import Client, Completion
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import ChatTemplate, Tokenizer, chat_template, load_tokenizer
-from rpc.client import Client, Completion
 
 _BEES = (
     "The honey bee lives in large colonies of up to 60,000 individuals. Each colony has a single "

@@ -296,7 +296,8 @@ def check_grpc() -> Result:
     try:
         import grpc
 
-        import rpc.gen.paceline.v1.generate_pb2_grpc  # noqa: F401  (its code needs a recent grpcio)
+        # Its code needs a recent grpcio.
+        import paceline.rpc.gen.paceline.v1.generate_pb2_grpc  # noqa: F401
     except Exception as error:
         return Result("grpc", Status.FAIL, f"{type(error).__name__}: {error}", install)
     proxies = [

@@ -30,15 +30,15 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cluster.cli_output import model_to_show
-from deployments.config import (
+from paceline.cache import cache_folder
+from paceline.cluster.cli_output import model_to_show
+from paceline.deployments.config import (
     CONFIGS_DIR,
     IMPORT_PATH,
     POLICY_FUNCTION,
     ConfigFile,
     read_config_file,
 )
-from paceline.cache import cache_folder
 from paceline.errors import PacelineError
 
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
@@ -254,7 +254,7 @@ def _run(file: ConfigFile) -> None:
 
     policy = file.autoscaling_policy
     if policy is None:
-        from deployments.app import build
+        from paceline.deployments.app import build
 
         target = serve.RunTarget(build(file.args), name=file.name, route_prefix=file.route_prefix)
         serve.run_many(
@@ -352,7 +352,7 @@ def metrics_addresses() -> list[str]:
 
 def write_observability(result: dict[str, Any]) -> dict[str, str]:
     """Write a scrape config and the dashboard for what :func:`up` returned; says where."""
-    from deployments.dashboard import write_observability as write
+    from paceline.deployments.dashboard import write_observability as write
 
     return write(state_folder() / "observability", result.get("metrics") or [])
 
@@ -619,7 +619,8 @@ def _spawn(
         raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
     state.clear()
     state.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "cluster.local", str(file.path.resolve()), json.dumps(ports)]
+    module = [sys.executable, "-m", "paceline.cluster.local"]
+    command = [*module, str(file.path.resolve()), json.dumps(ports)]
     with state.log.open("w") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -1,4 +1,4 @@
-"""From one YAML block to a Serve application: ``import_path: deployments.app:build``."""
+"""From one YAML block to a Serve application: ``import_path: paceline.deployments.app:build``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import LoggingConfig
 
-from deployments.config import (
+from paceline.deployments.config import (
     Autoscaling,
     DeploymentConfig,
     DrafterConfig,
     TargetConfig,
     parse_config,
 )
-from deployments.drafter import HEALTH_TIMEOUT_S, DrafterDeployment
-from deployments.gateway import GatewayDeployment
-from deployments.target import TargetDeployment
+from paceline.deployments.drafter import HEALTH_TIMEOUT_S, DrafterDeployment
+from paceline.deployments.gateway import GatewayDeployment
+from paceline.deployments.target import TargetDeployment
 
 TARGET, DRAFTER, GATEWAY = "target", "drafter", "gateway"
 """Names of the deployments in the application."""
@@ -40,7 +40,7 @@ def build(args: dict[str, Any]) -> Application:
     Serve may run this on a node that has no models, so the replicas look for them.
 
     Raises:
-        InvalidArgument: as :func:`deployments.config.parse_config`.
+        InvalidArgument: as :func:`paceline.deployments.config.parse_config`.
     """
     config = parse_config(args, models_here=False)
     drafter = _drafter(config) if config.topology == "actors" else None

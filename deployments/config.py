@@ -22,17 +22,17 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.model_names import pin_model, resolve_model
 from paceline.plan import resolve
-from rpc.access import Limits
-from rpc.messages import MAX_MESSAGE_BYTES
-from rpc.tls import ClientTls, ServerTls, check_plain_text
-from rpc.tracing import Tracing, start_tracing
+from paceline.rpc.access import Limits
+from paceline.rpc.messages import MAX_MESSAGE_BYTES
+from paceline.rpc.tls import ClientTls, ServerTls, check_plain_text
+from paceline.rpc.tracing import Tracing, start_tracing
 
 if TYPE_CHECKING:
     from paceline.engine import EngineLimits
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 """The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""
-IMPORT_PATH = "deployments.app:build"
+IMPORT_PATH = "paceline.deployments.app:build"
 TENANTS_VARIABLE = "PACELINE_TENANTS"
 """Names the tenants file where the config file does not."""
 SMALL_MODEL_BYTES = 100e6
@@ -521,7 +521,7 @@ def _default_method(config: DeploymentConfig) -> Method:
     if config.engine == "paceline":
         return resolve(speculation).method
     if speculation.method not in VLLM_METHODS:
-        from deployments.engines.rows import chain_plan  # loads torch
+        from paceline.deployments.engines.rows import chain_plan  # loads torch
 
         return chain_plan(speculation, config.vllm.max_speculative_tokens).method
     if config.topology == "actors":
@@ -603,7 +603,7 @@ class ConfigFile(BaseModel):
         return self.model_copy(update={"args": _with_names(args, config), "config": config})
 
 
-POLICY_FUNCTION = "cluster.autoscaling:Policy"
+POLICY_FUNCTION = "paceline.cluster.autoscaling:Policy"
 _APPLICATION_KEYS = {
     "name", "import_path", "route_prefix", "args", "autoscaling_policy", "deployments",
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The Grafana dashboard, and what a Prometheus of one's own needs to scrape a deployment.
 
-`python -m deployments.dashboard` writes deployments/observability/paceline.json; `--check` says
-whether it is stale.
+`python -m paceline.deployments.dashboard` writes deployments/observability/paceline.json; `--check`
+says whether it is stale.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def main() -> None:
     """Write the dashboard, or check it."""
     if "--check" in sys.argv[1:]:
         if not DASHBOARD.is_file() or DASHBOARD.read_text(encoding="utf-8") != text():
-            sys.exit(f"{DASHBOARD} is stale: run `python -m deployments.dashboard`")
+            sys.exit(f"{DASHBOARD} is stale: run `python -m paceline.deployments.dashboard`")
         return
     DASHBOARD.parent.mkdir(exist_ok=True)
     DASHBOARD.write_text(text(), encoding="utf-8")

@@ -10,10 +10,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 
-from deployments.config import DeploymentConfig
-from deployments.lease import Endpoint, Holder, LeaseBook, data_host
-from deployments.metrics import report_gauges
-from rpc.server import start_server
+from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
+from paceline.deployments.metrics import report_gauges
+from paceline.rpc.server import start_server
 
 if TYPE_CHECKING:
     from paceline.drafters.base import Drafter
@@ -53,7 +53,7 @@ class DrafterDeployment:
         # Of the target it takes the tokenizer alone.
         config = await asyncio.to_thread(config.with_local_models, target_weights=False)
         drafter, vocab_size, context_length = await asyncio.to_thread(_load, config)
-        from rpc.draft_service import DraftServicer  # what it imports is here by now
+        from paceline.rpc.draft_service import DraftServicer  # what it imports is here by now
 
         self._servicer = DraftServicer(
             drafter,

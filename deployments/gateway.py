@@ -23,11 +23,11 @@ from google.protobuf.message import DecodeError, Message
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
-from deployments.lease import IdleLeases, Lease, open_lease
-from deployments.metrics import report_gauges
-from deployments.openai.api import make_app
-from deployments.openai.server import HttpServer, start_http
+from paceline.deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
+from paceline.deployments.lease import IdleLeases, Lease, open_lease
+from paceline.deployments.metrics import report_gauges
+from paceline.deployments.openai.api import make_app
+from paceline.deployments.openai.server import HttpServer, start_http
 from paceline.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -35,17 +35,17 @@ from paceline.errors import (
     ResourceExhausted,
     SessionNotFound,
 )
-from rpc.access import CACHE_SCOPE, Admission, Gate, QuotaExceeded
-from rpc.audit import Audit
-from rpc.continuation import Continuation
-from rpc.errors import Cancelled, ServerUnavailable, from_rpc_error, to_status
-from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
-from rpc.messages import MAX_MESSAGE_BYTES
-from rpc.server import PortInUse, start_server
-from rpc.streams import within
-from rpc.tenants import Tenants
-from rpc.tls import ClientTls
-from rpc.tracing import Span, Tracing, traceparent_of
+from paceline.rpc.access import CACHE_SCOPE, Admission, Gate, QuotaExceeded
+from paceline.rpc.audit import Audit
+from paceline.rpc.continuation import Continuation
+from paceline.rpc.errors import Cancelled, ServerUnavailable, from_rpc_error, to_status
+from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
+from paceline.rpc.messages import MAX_MESSAGE_BYTES
+from paceline.rpc.server import PortInUse, start_server
+from paceline.rpc.streams import within
+from paceline.rpc.tenants import Tenants
+from paceline.rpc.tls import ClientTls
+from paceline.rpc.tracing import Span, Tracing, traceparent_of
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from deployments.config import DeploymentConfig
-from rpc.errors import ServerUnavailable
+from paceline.deployments.config import DeploymentConfig
+from paceline.rpc.errors import ServerUnavailable
 
 _RETRY_S = 0.1
 _ATTEMPT_S = 5.0

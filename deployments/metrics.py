@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.counters import EngineCounters
+from paceline.rpc.access import Gate
+from paceline.rpc.bridge import Serving, on_engine
 from paceline.session import SessionState
-from rpc.access import Gate
-from rpc.bridge import on_engine
 
 if TYPE_CHECKING:
     from paceline.engine import Serving

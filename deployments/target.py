@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config import DeploymentConfig
-from deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
-from deployments.metrics import report_engine
+from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
+from paceline.deployments.metrics import report_engine
+from paceline.rpc.access import Gate
+from paceline.rpc.bridge import Serving, on_engine
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.server import start_server
 from paceline.tokenizer import chat_template
-from rpc.access import Gate
-from rpc.bridge import on_engine
-from rpc.generate_service import ModelInfo
-from rpc.remote_drafter import RemoteDrafter
-from rpc.server import start_server
 
 if TYPE_CHECKING:
-    from deployments.engines.vllm import VllmEngine
+    from paceline.deployments.engines.vllm import VllmEngine
     from paceline.engine import Engine, EngineThread, Serving
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class TargetDeployment:
         # Imported by now, on the thread that loaded the engine.
         from paceline.engine import EngineThread
         from paceline.profile import LoadCosts
-        from rpc.draft_service import served_with
+        from paceline.rpc.draft_service import served_with
 
         if self._drafters is not None:
             tls = config.data_plane_tls
@@ -136,7 +136,7 @@ class TargetDeployment:
 
     async def _start_vllm(self, config: DeploymentConfig) -> VllmEngine:
         """vLLM, with a pool of drafter replicas where the topology has some."""
-        from deployments.engines.vllm import VllmEngine
+        from paceline.deployments.engines.vllm import VllmEngine
 
         engine = VllmEngine(config, None if self._drafters is None else ())
         await engine.start()

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # as a script, its own folder would come first on th
 
 import yaml
 
-from deployments.config import DeploymentConfig
+from paceline.deployments.config import DeploymentConfig
 
 HERE = Path(__file__).parent
 CHART = HERE / "paceline"
@@ -83,7 +83,7 @@ def _applications(config: dict[str, Any]) -> dict[str, Any]:
             "required": ["import_path", "args"],
             "properties": {
                 "name": {"type": "string"},
-                "import_path": {"const": "deployments.app:build"},
+                "import_path": {"const": "paceline.deployments.app:build"},
                 "route_prefix": {"type": ["string", "null"]},
                 "args": {"type": "object", "properties": config["properties"]},
             },

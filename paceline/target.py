@@ -23,7 +23,7 @@ class Target(Protocol):
     """What the loop and the engine ask of a target, wherever it is.
 
     :class:`ModelTarget` has the model in this process and says what each of these does;
-    :class:`rpc.remote_target.RemoteTarget` has it on a server.
+    :class:`paceline.rpc.remote_target.RemoteTarget` has it on a server.
     """
 
     @property

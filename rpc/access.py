@@ -21,11 +21,11 @@ from google.protobuf.message import DecodeError
 
 from paceline.config import MAX_NODES
 from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
-from rpc.audit import Audit
-from rpc.errors import EpochFenced, PermissionDenied, Unauthenticated, row_of, shape_of
-from rpc.messages import MAX_MESSAGE_BYTES
-from rpc.streams import within
-from rpc.tenants import Quotas, Tenant, Tenants, digest_of
+from paceline.rpc.audit import Audit
+from paceline.rpc.errors import EpochFenced, PermissionDenied, Unauthenticated, row_of, shape_of
+from paceline.rpc.messages import MAX_MESSAGE_BYTES
+from paceline.rpc.streams import within
+from paceline.rpc.tenants import Quotas, Tenant, Tenants, digest_of
 
 _PUBLIC_SERVICE = "/grpc.health.v1.Health/"
 """Probes and load balancers have no token, and learn nothing but whether it serves."""

@@ -21,19 +21,16 @@ import numpy as np
 from paceline.config import SpeculationConfig
 from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
 from paceline.numerics import check_mismatch
-from paceline.sampling import SamplingParams, TokenLogprobs
-from paceline.session import SessionStatistics
-from paceline.types import EMPTY_DRAFT, Draft
-from rpc.continuation import Continuation
-from rpc.errors import Cancelled, DeadlineExceeded, from_parts, from_rpc_error, from_status
-from rpc.gen.paceline.v1 import (
+from paceline.rpc.continuation import Continuation
+from paceline.rpc.errors import Cancelled, DeadlineExceeded, from_parts, from_rpc_error, from_status
+from paceline.rpc.gen.paceline.v1 import (
     common_pb2,
     generate_pb2,
     generate_pb2_grpc,
     verify_pb2,
     verify_pb2_grpc,
 )
-from rpc.messages import (
+from paceline.rpc.messages import (
     MAX_MESSAGE_BYTES,
     PrefixDigest,
     build,
@@ -42,7 +39,10 @@ from rpc.messages import (
     speculation_to_message,
     statistics_from_message,
 )
-from rpc.tls import ClientTls, is_loopback
+from paceline.rpc.tls import ClientTls, is_loopback
+from paceline.sampling import SamplingParams, TokenLogprobs
+from paceline.session import SessionStatistics
+from paceline.types import EMPTY_DRAFT, Draft
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 
 from paceline.errors import NumericsMismatch, PacelineError, ResourceExhausted
-from rpc.errors import Cancelled, ServerUnavailable
-from rpc.gen.paceline.v1 import generate_pb2
+from paceline.rpc.errors import Cancelled, ServerUnavailable
+from paceline.rpc.gen.paceline.v1 import generate_pb2
 
 
 class Continuation:

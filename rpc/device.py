@@ -19,14 +19,10 @@ from paceline.errors import InvalidArgument
 from paceline.methods import METHODS, Method
 from paceline.plan import resolve
 from paceline.request import Request
-from paceline.sampling import SamplingParams
-from paceline.session import Session, SessionStatistics
-from paceline.tokenizer import Tokenizer, fingerprint
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
-from rpc.client import open_channel
-from rpc.errors import ServerUnavailable
-from rpc.ladder import Ladder
-from rpc.remote_target import (
+from paceline.rpc.client import open_channel
+from paceline.rpc.errors import ServerUnavailable
+from paceline.rpc.ladder import Ladder
+from paceline.rpc.remote_target import (
     MAX_IN_FLIGHT,
     Connect,
     Mode,
@@ -36,6 +32,10 @@ from rpc.remote_target import (
     TargetInfo,
     get_model,
 )
+from paceline.sampling import SamplingParams
+from paceline.session import Session, SessionStatistics
+from paceline.tokenizer import Tokenizer, fingerprint
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 LADDER = (Mode.DEVICE, Mode.SERVER, Mode.AR)
 _LONGEST_COPY = 256  # tokens
@@ -72,7 +72,7 @@ class CopyAhead(Drafter):
         return drafts
 
     def draft_ahead(self, session: Session, budget: Budget) -> Draft:
-        """As :data:`rpc.remote_target.DraftAhead`."""
+        """As :data:`paceline.rpc.remote_target.DraftAhead`."""
         start, tokens = self._found.get(session.session_id, (session.length, []))
         done = session.length - start
         if session.token_ids[start:] != tokens[:done]:

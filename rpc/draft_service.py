@@ -23,19 +23,19 @@ from paceline.engine.drafting import DrafterSet
 from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
 from paceline.methods import DRAFTERS, METHODS, Method
 from paceline.plan import Plan, resolve
-from paceline.session import Session
-from paceline.tree import accepted_path, clip, is_chain
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
-from rpc.errors import PrefixDiverged, to_status
-from rpc.gen.paceline.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-from rpc.messages import (
+from paceline.rpc.errors import PrefixDiverged, to_status
+from paceline.rpc.gen.paceline.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from paceline.rpc.messages import (
     fill_draft,
     sampling_from_message,
     speculation_from_message,
     tokens_from_message,
 )
-from rpc.streams import within
-from rpc.tracing import Span, Tracing
+from paceline.rpc.streams import within
+from paceline.rpc.tracing import Span, Tracing
+from paceline.session import Session
+from paceline.tree import accepted_path, clip, is_chain
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 
 logger = logging.getLogger(__name__)
 

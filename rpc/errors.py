@@ -48,7 +48,7 @@ class PrefixDiverged(FailedPrecondition):
 
     Attributes:
         committed_length: number of tokens that the server has.
-        digest: its digest of them (see :mod:`rpc.messages`).
+        digest: its digest of them (see :mod:`paceline.rpc.messages`).
     """
 
     def __init__(self, message: str, committed_length: int, digest: bytes = b"") -> None:

@@ -1,4 +1,4 @@
-"""Generate the Python stubs of ``rpc/proto`` into ``rpc/gen``: ``python -m rpc.generate``.
+"""Generate the Python stubs of ``rpc/proto`` into ``rpc/gen``: ``python -m paceline.rpc.generate``.
 
 A knob of :class:`paceline.config.SpeculationConfig` that the message ``Speculation`` lacks is added
 to it first, with the next number; fields that are there are never touched. ``--check`` writes
@@ -31,7 +31,7 @@ _FIELD = re.compile(r"^  (?:optional|repeated) \w+ (\w+) = (\d+);$", re.MULTILIN
 _SCALARS = {bool: "bool", int: "int32", float: "double", str: "string"}
 
 # protoc derives Python imports from proto paths, so `import "paceline/v1/common.proto"` becomes an
-# import from the library package `paceline`. The stubs live in `rpc.gen` instead.
+# import from the library package `paceline`. The stubs live in `paceline.rpc.gen` instead.
 _IMPORT = re.compile(r"^(from|import) paceline\.v1\b", re.MULTILINE)
 
 
@@ -58,7 +58,8 @@ def with_all_knobs(proto: str) -> str:
 def _proto_type(knob: str, annotation: Any) -> str:
     """``optional int32`` for ``int | None``, ``repeated string`` for ``tuple[str, ...] | None``.
 
-    What can be a text or a list is a string (see :func:`rpc.messages.speculation_to_message`).
+    What can be a text or a list is a string, see
+    :func:`paceline.rpc.messages.speculation_to_message`.
     """
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
@@ -77,7 +78,7 @@ def _site(package: str) -> Path:
     """The folder that holds ``google/...`` protos of an installed package."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"rpc.generate needs {package}: pip install -e '.[dev]'")
+        raise SystemExit(f"paceline.rpc.generate needs {package}: pip install -e '.[dev]'")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -105,7 +106,9 @@ def render() -> dict[str, str]:
         if done.returncode:
             raise SystemExit(f"protoc failed:\n{done.stderr}")
         return {
-            str(path.relative_to(folder)): _IMPORT.sub(r"\1 rpc.gen.paceline.v1", path.read_text())
+            str(path.relative_to(folder)): _IMPORT.sub(
+                r"\1 paceline.rpc.gen.paceline.v1", path.read_text()
+            )
             for path in sorted(Path(folder).rglob("*.py*"))
         }
 
@@ -138,13 +141,14 @@ def write() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rpc.generate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline.rpc.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail when the stubs are stale")
     if parser.parse_args().check:
         different = stale()
         if different:
             sys.exit(
-                "stale files in rpc, run `python -m rpc.generate`:\n  " + "\n  ".join(different)
+                "stale files in rpc, run `python -m paceline.rpc.generate`:\n  "
+                + "\n  ".join(different)
             )
         print("rpc/gen is up to date")
     else:

@@ -17,21 +17,21 @@ from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
-from paceline.sampling import TokenLogprobs
-from paceline.session import Session
-from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
-from rpc.access import Admission, Gate
-from rpc.bridge import hand_over
-from rpc.errors import InternalError
-from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
-from rpc.messages import (
+from paceline.rpc.access import Admission, Gate
+from paceline.rpc.bridge import hand_over
+from paceline.rpc.errors import InternalError
+from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
+from paceline.rpc.messages import (
     numerics_differ,
     sampling_from_message,
     speculation_from_message,
     statistics_to_message,
 )
-from rpc.round_drafts import RoundDrafts
-from rpc.tracing import Span, Tracing, traceparent_of
+from paceline.rpc.round_drafts import RoundDrafts
+from paceline.rpc.tracing import Span, Tracing, traceparent_of
+from paceline.sampling import TokenLogprobs
+from paceline.session import Session
+from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
 
 if TYPE_CHECKING:
     from paceline.engine import RoundEvent, Serving
@@ -67,7 +67,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     Args:
         gate: admits calls and counts what they use; None admits all that the engine takes.
         tracing: None traces nothing.
-        numerics_mismatch: as of :class:`rpc.verify_service.VerifyServicer`.
+        numerics_mismatch: as of :class:`paceline.rpc.verify_service.VerifyServicer`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rpc.remote_target import Mode
+from paceline.rpc.remote_target import Mode
 
 WINDOW_ROUNDS = 12  # rounds, and seconds, that a rung is judged by
 WINDOW_SECONDS = 0.4

@@ -18,10 +18,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint, check_mismatch, mismatch
+from paceline.rpc.gen.paceline.v1 import common_pb2
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft, DraftProbs
-from rpc.gen.paceline.v1 import common_pb2
 
 M = TypeVar("M", bound=Message)
 

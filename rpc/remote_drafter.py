@@ -26,17 +26,17 @@ import grpc
 
 from paceline.drafters.base import Drafter
 from paceline.errors import DrafterUnavailable, PacelineError, SessionNotFound
-from paceline.tree import clip, height
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need
-from rpc.errors import PrefixDiverged, from_rpc_error, from_status
-from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
-from rpc.messages import (
+from paceline.rpc.errors import PrefixDiverged, from_rpc_error, from_status
+from paceline.rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
+from paceline.rpc.messages import (
     MAX_MESSAGE_BYTES,
     draft_from_message,
     sampling_to_message,
     speculation_to_message,
 )
-from rpc.tls import ClientTls
+from paceline.rpc.tls import ClientTls
+from paceline.tree import clip, height
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Need
 
 if TYPE_CHECKING:
     from paceline.sampling import SamplingParams

@@ -51,19 +51,8 @@ from paceline.errors import (
 from paceline.lengths.base import depth_ahead
 from paceline.models.base import PseudoTokens
 from paceline.numerics import check_mismatch
-from paceline.session import Session
-from paceline.tree import is_chain
-from paceline.types import (
-    EMPTY_DRAFT,
-    Acceptance,
-    Budget,
-    Draft,
-    Need,
-    Verdict,
-    Verification,
-)
-from rpc.client import open_channel
-from rpc.errors import (
+from paceline.rpc.client import open_channel
+from paceline.rpc.errors import (
     Cancelled,
     DeadlineExceeded,
     EpochFenced,
@@ -74,18 +63,29 @@ from rpc.errors import (
     from_rpc_error,
     from_status,
 )
-from rpc.gen.paceline.v1 import (
+from paceline.rpc.gen.paceline.v1 import (
     common_pb2,
     generate_pb2,
     generate_pb2_grpc,
     verify_pb2,
     verify_pb2_grpc,
 )
-from rpc.messages import (
+from paceline.rpc.messages import (
     PrefixDigest,
     fill_draft,
     sampling_to_message,
     speculation_to_message,
+)
+from paceline.session import Session
+from paceline.tree import is_chain
+from paceline.types import (
+    EMPTY_DRAFT,
+    Acceptance,
+    Budget,
+    Draft,
+    Need,
+    Verdict,
+    Verification,
 )
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.rpc.gen.paceline.v1 import generate_pb2
 from paceline.tokenizer import IncrementalDecoder, Tokenizer
 from paceline.types import Outcome
-from rpc.gen.paceline.v1 import generate_pb2
 
 if TYPE_CHECKING:
     from paceline.engine import RoundEvent

@@ -14,9 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import InvalidArgument, PacelineError
-from rpc.access import AccessInterceptor, Gate
-from rpc.errors import ErrorInterceptor
-from rpc.gen.paceline.v1 import (
+from paceline.rpc.access import AccessInterceptor, Gate
+from paceline.rpc.errors import ErrorInterceptor
+from paceline.rpc.gen.paceline.v1 import (
     draft_pb2,
     draft_pb2_grpc,
     generate_pb2,
@@ -24,15 +24,15 @@ from rpc.gen.paceline.v1 import (
     verify_pb2,
     verify_pb2_grpc,
 )
-from rpc.generate_service import GenerateServicer, ModelInfo
-from rpc.messages import MAX_MESSAGE_BYTES
-from rpc.tls import check_plain_text
-from rpc.tracing import Tracing
-from rpc.verify_service import NoVerifyServicer, VerifyServicer
+from paceline.rpc.generate_service import GenerateServicer, ModelInfo
+from paceline.rpc.messages import MAX_MESSAGE_BYTES
+from paceline.rpc.tls import check_plain_text
+from paceline.rpc.tracing import Tracing
+from paceline.rpc.verify_service import NoVerifyServicer, VerifyServicer
 
 if TYPE_CHECKING:
     from paceline.engine import Serving
-    from rpc.draft_service import DraftServicer
+    from paceline.rpc.draft_service import DraftServicer
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ async def start_server(
         drafter: the service around a local drafter.
         host: the default listens on loopback only.
         port: 0 takes a free one; :attr:`RpcServer.port` tells which.
-        credentials: for TLS (:meth:`rpc.tls.ServerTls.credentials`); None is plain text.
+        credentials: for TLS (:meth:`paceline.rpc.tls.ServerTls.credentials`); None is plain text.
         insecure: allow plain text where other machines can connect.
         gate: tenants, limits and audit log; None lets everybody in.
         idle_timeout_s: sessions and streams that nobody touches for so long are closed.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
-from rpc.errors import DeadlineExceeded
+from paceline.rpc.errors import DeadlineExceeded
 
 T = TypeVar("T")
 

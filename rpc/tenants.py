@@ -24,7 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from paceline.errors import InvalidArgument
-from rpc.errors import PermissionDenied, Unauthenticated
+from paceline.rpc.errors import PermissionDenied, Unauthenticated
 
 logger = logging.getLogger(__name__)
 

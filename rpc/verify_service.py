@@ -22,13 +22,9 @@ from paceline.drafters.client import ClientDrafter
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
-from paceline.sampling import CONSTRAINTS, SamplingParams
-from paceline.session import Session
-from paceline.tree import depths, height
-from paceline.types import Draft
-from rpc.access import CHEAP, Admission, Gate, QuotaExceeded
-from rpc.bridge import hand_over, on_engine
-from rpc.errors import (
+from paceline.rpc.access import CHEAP, Admission, Gate, QuotaExceeded
+from paceline.rpc.bridge import hand_over, on_engine
+from paceline.rpc.errors import (
     Cancelled,
     EpochFenced,
     InternalError,
@@ -36,8 +32,8 @@ from rpc.errors import (
     RoundOutOfOrder,
     to_status,
 )
-from rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
-from rpc.messages import (
+from paceline.rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
+from paceline.rpc.messages import (
     PrefixDigest,
     draft_from_message,
     numerics_differ,
@@ -45,8 +41,12 @@ from rpc.messages import (
     speculation_from_message,
     statistics_to_message,
 )
-from rpc.streams import within
-from rpc.tracing import Span, Tracing, traceparent_of
+from paceline.rpc.streams import within
+from paceline.rpc.tracing import Span, Tracing, traceparent_of
+from paceline.sampling import CONSTRAINTS, SamplingParams
+from paceline.session import Session
+from paceline.tree import depths, height
+from paceline.types import Draft
 
 if TYPE_CHECKING:
     from paceline.engine import EngineThread, RoundEvent

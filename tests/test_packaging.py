@@ -28,13 +28,20 @@ from paceline.models.kernels import build
 from paceline.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("paceline", "rpc", "deployments", "cluster", "tuning")
+INSIDE = ("rpc", "deployments", "cluster", "tuning")  # of paceline, through links in a checkout
+PACKAGES = ("paceline", *INSIDE)
 
 
 def project() -> dict[str, Any]:
     with (ROOT / "pyproject.toml").open("rb") as file:
         table: dict[str, Any] = tomllib.load(file)["project"]
     return table
+
+
+def in_wheel(path: Path) -> str:
+    """Where a file of the checkout lies in a wheel."""
+    relative = path.relative_to(ROOT)
+    return (Path("paceline", relative) if relative.parts[0] in INSIDE else relative).as_posix()
 
 
 def python(code: str, **environment: str) -> str:
@@ -56,8 +63,9 @@ def python(code: str, **environment: str) -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a wheel is made of: setuptools leaves files beside what it builds."""
     folder = tmp_path_factory.mktemp("source")
+    ignore = shutil.ignore_patterns("__pycache__")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
@@ -148,7 +156,7 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     )
     for pattern in patterns:
         expected = {
-            path.relative_to(ROOT).as_posix()
+            in_wheel(path)
             for path in ROOT.glob(pattern)
             if path.is_file() and path.suffix != ".pyc" and path.parts[len(ROOT.parts)] in PACKAGES
         }
@@ -157,9 +165,13 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     for model in ("target", "drafter"):
         assert f"paceline/demo/{model}/model.safetensors" in names
     for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
-        assert path.relative_to(ROOT).as_posix() in names
-    roots = {name.split("/")[0] for name in names}
-    assert {root for root in roots if not root.endswith(".dist-info")} == set(PACKAGES)
+        assert in_wheel(path) in names
+
+
+def test_the_wheels_top_level_is_paceline_alone(wheel: Path) -> None:
+    roots = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    distribution = "-".join(wheel.name.split("-")[:2])
+    assert roots == {"paceline", f"{distribution}.dist-info"}
 
 
 def test_wheel_is_small_enough_to_ship_weights(wheel: Path) -> None:
@@ -201,6 +213,46 @@ def test_installed_wheel_generates_without_ray_and_grpc(wheel: Path, tmp_path: P
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [str(tmp_path / "paceline" / "loading.py"), "4"]
+
+
+def make_stranger(folder: Path) -> Path:
+    """A wheel of somebody else's, whose packages are called like the folders of a checkout."""
+    wheel = folder / "stranger-1.0-py3-none-any.whl"
+    files = {f"{name}/__init__.py": f"OWNER = 'stranger {name}'\n" for name in INSIDE}
+    info = "stranger-1.0.dist-info"
+    files[f"{info}/METADATA"] = "Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n"
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def test_installed_beside_packages_of_the_folders_names(wheel: Path, tmp_path: Path) -> None:
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    wheels = (wheel, make_stranger(tmp_path))
+    subprocess.run([*command, "--target", site, *wheels], check=True, timeout=200)
+    for each in wheels:  # neither has written over the other
+        with zipfile.ZipFile(each) as archive:
+            for name in archive.namelist():
+                if not name.endswith("RECORD"):  # pip writes it
+                    assert (site / name).read_bytes() == archive.read(name), name
+    ours = [f"paceline.{name}" for name in INSIDE]
+    code = (
+        f"import importlib; names = {[*INSIDE, *ours]!r}\n"
+        "for module in map(importlib.import_module, names):\n"
+        "    print(module.__file__, getattr(module, 'OWNER', 'paceline'), sep='\t')"
+    )
+    found = run_installed(site, empty, sys.executable, "-c", code).splitlines()
+    assert [line.split("\t") for line in found] == [
+        *([str(site / name / "__init__.py"), f"stranger {name}"] for name in INSIDE),
+        *([str(site / "paceline" / name / "__init__.py"), "paceline"] for name in INSIDE),
+    ]
+    assert "draft_model" in run_installed(site, empty, site / "bin/paceline", "methods")
+    assert "--space" in run_installed(site, empty, site / "bin/paceline", "sweep", "run", "--help")
 
 
 def test_wheel_brings_the_kernels(wheel: Path, source: Path) -> None:
@@ -250,7 +302,8 @@ def test_source_distribution_has_what_a_wheel_is_made_of(source: Path, tmp_path:
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     sources = {path.relative_to(ROOT).as_posix() for path in build.sources()}
-    assert sources | {"setup.py", "pyproject.toml"} <= names
+    code_files = {in_wheel(path) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert sources | code_files | {"setup.py", "pyproject.toml"} <= names
     assert not [name for name in names if name.endswith(".so")]
 
 
@@ -263,7 +316,8 @@ def test_an_editable_install_brings_no_libraries(source: Path, tmp_path: Path) -
         check=True,
         timeout=100,
     )
-    assert list(tmp_path.glob("*.pth"))
+    (entry,) = tmp_path.glob("*.pth")
+    assert entry.read_text().split() == [str(source)], "not a path, which everything understands"
     assert not [*source.rglob("*.so"), *tmp_path.rglob("*.so")]
 
 
@@ -313,7 +367,31 @@ def test_import_is_light() -> None:
 
 def test_a_client_of_a_server_needs_no_torch() -> None:
     """Which takes a second to import, and 200 MB."""
-    python("import sys; sys.modules.update(torch=None, transformers=None); import rpc.client")
+    python(
+        "import sys; sys.modules.update(torch=None, transformers=None); import paceline.rpc.client"
+    )
+
+
+@pytest.mark.slow
+def test_no_file_of_a_checkout_is_imported_under_two_names() -> None:
+    """A folder and the link to it are both importable; a registry imported twice has two states."""
+    found = python(
+        "import importlib, os, sys\n"
+        "for name in ('rpc.server', 'deployments.app', 'cluster.local', 'cluster.cli', "
+        "'tuning.sweep', 'tuning.trial'): importlib.import_module(f'paceline.{name}')\n"
+        "for name, module in sys.modules.items():\n"
+        "    if file := getattr(module, '__file__', None): print(name, os.path.realpath(file))"
+    )
+    files = dict(line.split(" ", 1) for line in found.splitlines())
+    folders = [ROOT / name for name in PACKAGES]
+    ours = {
+        name: file
+        for name, file in files.items()
+        if any(Path(file).is_relative_to(folder) for folder in folders)
+    }
+    assert {"paceline.rpc.server", "paceline.tuning.trial"} <= ours.keys()
+    assert {name.partition(".")[0] for name in ours} == {"paceline"}
+    assert len(set(ours.values())) == len(ours)
 
 
 @pytest.mark.nightly
@@ -382,7 +460,7 @@ def test_every_import_is_a_declared_dependency(package: str) -> None:
     # What the wheel has imports neither of the folders that it lacks.
     beside = () if package in PACKAGES else ("tests", "benchmarks")
     for name, path in imported_roots(ROOT / package).items():
-        if name in sys.stdlib_module_names or name in (*PACKAGES, *beside, *ELSEWHERE):
+        if name in sys.stdlib_module_names or name in ("paceline", *beside, *ELSEWHERE):
             continue
         # Several distributions share the namespace `google`.
         distributions = {canonicalize_name(owner) for owner in owners.get(name, [])}

@@ -1,6 +1,7 @@
 """`paceline sweep`: what a sweep found.
 
-`paceline` finds this module through an entry point (pyproject.toml): it imports nothing of tuning.
+`paceline` finds this module through an entry point (pyproject.toml): it imports nothing of
+paceline.tuning.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli_output import Command, Json, err, out, print_json, require
+from paceline.cluster.cli_output import Command, Json, err, out, print_json, require
 from paceline.errors import InvalidArgument, PacelineError
 
 if TYPE_CHECKING:
-    from tuning.results import Results
+    from paceline.tuning.results import Results
 
 VERIFY_WITHIN = 0.1
 """How far the served speedup may be from the measured one."""
@@ -88,7 +89,7 @@ def run(
     - `ray job submit --working-dir . -- python tuning/sweep.py --space tuning/spaces/demo.yaml`
     """
     require("tune", "ray", "optuna", "plotly")
-    from tuning.sweep import run_command
+    from paceline.tuning.sweep import run_command
 
     run_command(space, result, resume=resume, changes=change or (), check_only=check_only)
 
@@ -100,7 +101,7 @@ def show(result: Result, as_json: Json = False) -> None:
     Works while the sweep runs, too.
     """
     found = _open(result)
-    from tuning import tables
+    from paceline.tuning import tables
 
     if as_json:
         print_json(tables.summary(found))
@@ -120,7 +121,7 @@ def compare(
     counts as changed where the confidence intervals of its ratios do not overlap.
     """
     before, after = _open(a), _open(b)
-    from tuning import tables
+    from paceline.tuning import tables
 
     if as_json:
         print_json(tables.comparison(before, after))
@@ -134,7 +135,7 @@ def report(result: Result) -> None:
     require("tune", "plotly", "jinja2")
     found = _open(result)
     with err.status("drawing ..."):
-        from tuning.report import write_report
+        from paceline.tuning.report import write_report
 
         path = write_report(found)
     out.print(path, markup=False, highlight=False, soft_wrap=True)
@@ -148,8 +149,8 @@ def verify(result: Result, as_json: Json = False) -> None:
     """
     require("serve", "ray", "grpc")
     found = _open(result)
-    from cluster.local import showing_progress
-    from tuning.verify import verify as serve_and_measure
+    from paceline.cluster.local import showing_progress
+    from paceline.tuning.verify import verify as serve_and_measure
 
     with showing_progress(not as_json) as progress:
         answer = serve_and_measure(found, progress)
@@ -176,7 +177,7 @@ def _open(url: str) -> Results:
     """
     require("tune", "fsspec", "scipy")
     with err.status("loading torch ..."):
-        from tuning.results import Results
+        from paceline.tuning.results import Results
 
     try:
         results = Results(url)

@@ -32,9 +32,9 @@ from paceline.plan import resolve
 from paceline.profile import CostProfile, measure
 from paceline.request import Request
 from paceline.sampling import SamplingParams
-from tuning.families import Part, is_ar, parts_of, why_not, with_budget
-from tuning.results import Results
-from tuning.shapes import size_of
+from paceline.tuning.families import Part, is_ar, parts_of, why_not, with_budget
+from paceline.tuning.results import Results
+from paceline.tuning.shapes import size_of
 
 VERSION = 1
 FILE = "costs.json"

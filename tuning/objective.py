@@ -23,9 +23,9 @@ from paceline.config import SpeculationConfig
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
+from paceline.tuning.results import ExampleDraft, Interval, Metrics, Point
+from paceline.tuning.space import Space
 from paceline.types import Outcome
-from tuning.results import ExampleDraft, Interval, Metrics, Point
-from tuning.space import Space
 
 if TYPE_CHECKING:
     from paceline.engine import Engine

@@ -18,8 +18,8 @@ import plotly.graph_objects as go
 
 from paceline.config import SpeculationConfig
 from paceline.plan import resolve
-from tuning.results import Manifest, Point, Prediction, TrialRecord, pareto_front
-from tuning.tables import (
+from paceline.tuning.results import Manifest, Point, Prediction, TrialRecord, pareto_front
+from paceline.tuning.tables import (
     LENGTH,
     best_first,
     latest,

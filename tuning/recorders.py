@@ -25,9 +25,8 @@ from paceline.shapes.confidence import ConfidenceTree
 from paceline.shapes.dyspec import DySpec
 from paceline.shapes.rsd_s import StochasticBeam
 from paceline.tree import depths
-from paceline.types import EMPTY_DRAFT, Acceptance, Budget, Draft, Draws
-from tuning.families import PREFIX_ONLY, SHAPING_KNOBS, Kind, with_budget
-from tuning.recordings import (
+from paceline.tuning.families import PREFIX_ONLY, SHAPING_KNOBS, Kind, with_budget
+from paceline.tuning.recordings import (
     ABSENT,
     NEVER,
     NUM_RANKS,
@@ -37,6 +36,7 @@ from tuning.recordings import (
     Recording,
     Truth,
 )
+from paceline.types import EMPTY_DRAFT, Acceptance, Budget, Draft, Draws
 
 Budgets = Collection[tuple[int, int]]  # depth and nodes
 

@@ -12,8 +12,8 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paceline.tuning.families import Kind
 from paceline.types import Budget
-from tuning.families import Kind
 
 NUM_RANKS = 64  # candidates among which the right token is looked for: all that a template can name
 ABSENT = 255  # the right token is not among them, or the draft ends before

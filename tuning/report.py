@@ -11,9 +11,9 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from tuning import pictures
-from tuning.results import Manifest, Results, TrialRecord, best_trial, pareto_front
-from tuning.tables import (
+from paceline.tuning import pictures
+from paceline.tuning.results import Manifest, Results, TrialRecord, best_trial, pareto_front
+from paceline.tuning.tables import (
     best_first,
     counted,
     flatten,
@@ -55,7 +55,9 @@ def render(results: Results) -> str:
     environment.filters.update(
         printable=lambda value: printable(str(value)), ratio=ratio, moment=moment
     )
-    template = files("tuning").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    template = (
+        files("paceline.tuning").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    )
     return environment.from_string(template).render(
         manifest=manifest,
         counted=counted(records),

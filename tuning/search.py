@@ -14,8 +14,8 @@ from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
 from paceline.errors import InvalidArgument
-from tuning.results import OBJECTIVES, Point, TrialRecord
-from tuning.space import Choice, Space
+from paceline.tuning.results import OBJECTIVES, Point, TrialRecord
+from paceline.tuning.space import Choice, Space
 
 # Asking again and again for a point that is new: small spaces run dry.
 _MAX_ASKS = 8

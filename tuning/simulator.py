@@ -22,12 +22,12 @@ from paceline.errors import InvalidArgument
 from paceline.plan import Plan, resolve
 from paceline.shapes.base import Shape
 from paceline.shapes.template import Template
-from tuning.costs import Costs, RoundCosts, Size, draft_size
-from tuning.families import Part, is_ar, parts_of, why_not
-from tuning.recordings import ABSENT, NUM_RANKS, OrderRecording, RankRecording
-from tuning.results import Point, Prediction
-from tuning.shapes import StaticShape, paths_of
-from tuning.traces import Traces
+from paceline.tuning.costs import Costs, RoundCosts, Size, draft_size
+from paceline.tuning.families import Part, is_ar, parts_of, why_not
+from paceline.tuning.recordings import ABSENT, NUM_RANKS, OrderRecording, RankRecording
+from paceline.tuning.results import Point, Prediction
+from paceline.tuning.shapes import StaticShape, paths_of
+from paceline.tuning.traces import Traces
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -20,18 +20,18 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deployments.config import ModelConfig, VllmConfig
-from deployments.engines.rows import chain_plan
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
 from paceline.config import SpeculationConfig, keys_at, parse_speculation
+from paceline.deployments.config import ModelConfig, VllmConfig
+from paceline.deployments.engines.rows import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.loading import DTYPES
 from paceline.methods import METHODS
 from paceline.model_names import KNOWN_NAMES, pin_model
 from paceline.plan import known_knobs, resolve
+from paceline.rpc.draft_service import served_with
 from paceline.sampling import SamplingParams
-from rpc.draft_service import served_with
-from tuning.results import OBJECTIVES, Metrics, Point
+from paceline.tuning.results import OBJECTIVES, Metrics, Point
 
 SPACES_DIR = Path(__file__).parent / "spaces"
 """The spaces that ship: ``demo``, ``exit_layers``, ``trees``, ``split``, ``everything``."""

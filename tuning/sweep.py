@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script, its own folder would come first on the path
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    _root = Path(__file__).resolve().parents[1]  # of a checkout, or the installed package
+    sys.path[0] = str(_root.parent if (_root / "__init__.py").exists() else _root)
 
 import datetime
 import gc
@@ -35,7 +36,7 @@ import yaml
 from rich.console import Console
 
 from paceline.errors import InvalidArgument, PacelineError
-from tuning.results import (
+from paceline.tuning.results import (
     Manifest,
     Metrics,
     Point,
@@ -45,7 +46,7 @@ from tuning.results import (
     best_trial,
     pareto_front,
 )
-from tuning.space import Space, SweepError, read_space
+from paceline.tuning.space import Space, SweepError, read_space
 
 DEFAULT_STORAGE = "~/paceline/sweeps"
 DEFAULT_TRIALS = 24
@@ -164,7 +165,7 @@ class Sweep:
 
     def _connect(self) -> None:
         """Join the cluster of the job, or start a Ray of our own on this machine."""
-        from cluster.local import prepare_environment
+        from paceline.cluster.local import prepare_environment
 
         address = os.environ.get("RAY_ADDRESS")
         prepare_environment(None if address else secrets.token_hex(32))
@@ -210,7 +211,7 @@ class Sweep:
             self._say(f"waiting: {free:g} CPUs are free, something else runs on the cluster")
 
     def _work(self) -> Any:
-        from tuning.trial import Work
+        from paceline.tuning.trial import Work
 
         return Work(
             document=self.space.as_dict(),
@@ -223,7 +224,7 @@ class Sweep:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from tuning.trial import check
+        from paceline.tuning.trial import check
 
         task = ray.remote(num_cpus=0, max_retries=0)(check)
         points = [point.model_dump_json(exclude_defaults=True) for point in self.space.points]
@@ -271,7 +272,7 @@ class Sweep:
         import ray
         from ray.util.queue import Queue
 
-        from tuning.trial import simulate
+        from paceline.tuning.trial import simulate
 
         self._say("recording traces ...")
         task = ray.remote(
@@ -350,7 +351,7 @@ class Sweep:
         """Measure the best trials again, side by side: the highest of many is high by chance."""
         import ray
 
-        from tuning.trial import confirm
+        from paceline.tuning.trial import confirm
 
         records = self.results.trials()
         objective = self.space.objectives[0]
@@ -395,7 +396,7 @@ class Sweep:
                 self.results.write(
                     f"pareto/{record.key}.yaml", deployment_yaml(self.space, record, objectives[0])
                 )
-        from tuning.report import write_report
+        from paceline.tuning.report import write_report
 
         write_report(self.results)
 
@@ -441,7 +442,7 @@ def _first_difference(a: Any, b: Any, place: str = "") -> str:
 
 def deployment_yaml(space: Space, record: TrialRecord, objective: str) -> str:
     """A file for `paceline up --config`, `serve run` and the Helm chart."""
-    from deployments.config import IMPORT_PATH
+    from paceline.deployments.config import IMPORT_PATH
 
     model = space.document.model.model_dump(mode="json", exclude_defaults=True)
     speculation = record.point.speculation.model_dump(mode="json", exclude_defaults=True)
@@ -512,9 +513,9 @@ def run_trials(
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
     from ray.tune.search import ConcurrencyLimiter
 
-    from tuning.search import CannotWin, PointSearch
-    from tuning.trial import Trial
-    from tuning.watch import Recorder
+    from paceline.tuning.search import CannotWin, PointSearch
+    from paceline.tuning.trial import Trial
+    from paceline.tuning.watch import Recorder
 
     search = space.document.search
     searcher = PointSearch(
@@ -635,7 +636,7 @@ def result_url(space: Space, result: str | None, resume: bool) -> str:
 def run_command(
     space: str, result: str | None, *, resume: bool, changes: Sequence[str], check_only: bool
 ) -> None:
-    """What `paceline sweep run` and this script do; see :func:`tuning.cli.run`."""
+    """What `paceline sweep run` and this script do; see :func:`paceline.tuning.cli.run`."""
     console = Console(width=None if sys.stdout.isatty() else 110)
     checked = read_space(space, changes)
     num_prompts = len(checked.prompts)
@@ -658,15 +659,15 @@ def run_command(
     except KeyboardInterrupt:
         say("interrupted: the same command with --resume goes on from here")
         raise typer.Exit(130) from None
-    from tuning.tables import show
+    from paceline.tuning.tables import show
 
     show(results, console)
 
 
 def main() -> None:
     """`python tuning/sweep.py`."""
-    from cluster.cli_output import print_error
-    from tuning.cli import run
+    from paceline.cluster.cli_output import print_error
+    from paceline.tuning.cli import run
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(run)

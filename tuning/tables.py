@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tuning.results import (
+from paceline.tuning.results import (
     Interval,
     Manifest,
     Metrics,

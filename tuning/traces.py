@@ -1,8 +1,9 @@
 """What the target says, and what each drafter would have proposed at every position of it.
 
-Recording runs the real engine with the real drafters (:mod:`tuning.recorders`). The target's own
-output is generated first, and rounds follow it. From the recordings the accepted length of
-thousands of configurations is computed without a model (:mod:`tuning.simulator`).
+Recording runs the real engine with the real drafters (:mod:`paceline.tuning.recorders`). The
+target's own output is generated first, and rounds follow it. From the recordings the accepted
+length of thousands of configurations is computed without a model
+(:mod:`paceline.tuning.simulator`).
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from paceline.profile import fingerprint
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from tuning.families import COMPOSITE, REMEMBERING, Family, Part, is_ar, parts_of, why_not
-from tuning.recorders import RECORDERS
-from tuning.recordings import (
+from paceline.tuning.families import COMPOSITE, REMEMBERING, Family, Part, is_ar, parts_of, why_not
+from paceline.tuning.recorders import RECORDERS
+from paceline.tuning.recordings import (
     DraftRecording,
     OrderRecording,
     RankRecording,
     Recording,
     Truth,
 )
-from tuning.results import Results
+from paceline.tuning.results import Results
 
 VERSION = 1
 FILE = "traces.npz"

@@ -17,24 +17,24 @@ from ray import tune
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.config import DeploymentConfig, parse_config
 from paceline.bench.backends import LocalBackend
 from paceline.bench.environment import describe_environment
+from paceline.deployments.config import DeploymentConfig, parse_config
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import limit_threads, load_drafter, load_engine
 from paceline.request import Request
+from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.server import RpcServer, start_server
 from paceline.sampling import SamplingParams
-from rpc.draft_service import DraftServicer, served_with
-from rpc.remote_drafter import RemoteDrafter
-from rpc.server import RpcServer, start_server
-from tuning.costs import measure_costs
-from tuning.objective import PairedMeasurement, example_draft
-from tuning.results import OBJECTIVES, ExampleDraft, Metrics, Point
-from tuning.simulator import Simulator
-from tuning.space import Space
-from tuning.traces import record
-from tuning.vllm import VllmBackend
+from paceline.tuning.costs import measure_costs
+from paceline.tuning.objective import PairedMeasurement, example_draft
+from paceline.tuning.results import OBJECTIVES, ExampleDraft, Metrics, Point
+from paceline.tuning.simulator import Simulator
+from paceline.tuning.space import Space
+from paceline.tuning.traces import record
+from paceline.tuning.vllm import VllmBackend
 
 DRAFTER_TIMEOUT_S = 60.0
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidArgument
-from tuning.objective import PairedMeasurement
-from tuning.results import Interval, Metrics, Results, TrialRecord, best_trial
-from tuning.space import Space
+from paceline.tuning.objective import PairedMeasurement
+from paceline.tuning.results import Interval, Metrics, Results, TrialRecord, best_trial
+from paceline.tuning.space import Space
 
 _CONFIG = "best.yaml"
 REPETITIONS = 3
@@ -30,11 +30,11 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         InvalidArgument: the sweep has no best configuration, or AR is it.
     """
-    from cluster import local
-    from cluster.cli_bench import ServerBackend
-    from deployments.config import read_config_file
+    from paceline.cluster import local
+    from paceline.cluster.cli_bench import ServerBackend
+    from paceline.deployments.config import read_config_file
+    from paceline.rpc.client import Client
     from paceline.tokenizer import load_tokenizer
-    from rpc.client import Client
 
     space = Space.from_dict(results.manifest().space)
     best = best_trial(results.trials(), space.objectives[0])

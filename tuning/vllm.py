@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from deployments.config import DeploymentConfig
 from paceline.bench.backends import BatchRun, sequence_run
 from paceline.config import SpeculationConfig
+from paceline.deployments.config import DeploymentConfig
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import Tokenizer
 
@@ -21,13 +21,14 @@ class VllmBackend:
         drafters: addresses of drafter replicas; None has the draft model in vLLM's worker.
 
     Raises:
-        FailedPrecondition, InvalidArgument: as :class:`deployments.engines.vllm.VllmEngine`.
+        FailedPrecondition, InvalidArgument: as
+            :class:`paceline.deployments.engines.vllm.VllmEngine`.
     """
 
     batch_invariant = False
 
     def __init__(self, config: DeploymentConfig, drafters: Sequence[str] | None = None) -> None:
-        from deployments.engines.local import LocalVllm
+        from paceline.deployments.engines.local import LocalVllm
 
         self.topology = config.topology
         self._vllm = LocalVllm(config, drafters)

@@ -8,9 +8,9 @@ from typing import Any
 
 from ray import tune
 
-from tuning.results import Metrics, Point, Results, TrialRecord, best_trial
-from tuning.search import CannotWin
-from tuning.space import Space, SweepError
+from paceline.tuning.results import Metrics, Point, Results, TrialRecord, best_trial
+from paceline.tuning.search import CannotWin
+from paceline.tuning.space import Space, SweepError
 
 _TABLE_EVERY_S = 60.0
 _TABLE_LINES = 5

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from deployments.config import DeploymentConfig
-from deployments.engines.vllm import VllmEngine
 from paceline.config import SpeculationConfig
+from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.engines.vllm import VllmEngine
 from paceline.engine import RoundEvent
 from paceline.request import Request
 from paceline.sampling import SamplingParams

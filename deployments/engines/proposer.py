@@ -3,7 +3,7 @@
 Works in front of stock vLLM:
 
     vllm serve MODEL --speculative-config '{"method": "custom_class",
-        "model": "deployments.engines.proposer.Proposer", "num_speculative_tokens": 8}'
+        "model": "paceline.deployments.engines.proposer.Proposer", "num_speculative_tokens": 8}'
         --additional-config '{"paceline": {"speculation": {"method": "suffix_decoding"}}}'
 
 Everything under ``paceline`` is a :class:`Settings`. What a request may wish for itself travels in
@@ -27,17 +27,17 @@ from typing import Any
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.engines.rows import RowDrafting, Tokens, Wishes
 from paceline.config import SpeculationConfig
+from paceline.deployments.engines.rows import RowDrafting, Tokens, Wishes
 from paceline.drafters.base import Drafter
 from paceline.errors import FailedPrecondition
 from paceline.loading import limit_threads, load_drafter
 from paceline.methods import METHODS
+from paceline.rpc.draft_service import served_with
+from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.tls import ClientTls
 from paceline.session import Session
 from paceline.types import EMPTY_DRAFT, Budget, Draft
-from rpc.draft_service import served_with
-from rpc.remote_drafter import RemoteDrafter
-from rpc.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 

@@ -27,12 +27,12 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS, Method
 from paceline.plan import AR_PLAN, Plan, resolve
+from paceline.rpc.draft_service import NO_VERIFICATION
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.shapes.kary import chain
 from paceline.tree import accepted_path, children, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome
-from rpc.draft_service import NO_VERIFICATION
 
 logger = logging.getLogger(__name__)
 

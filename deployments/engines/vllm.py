@@ -22,11 +22,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deployments.engines.proposer import Settings, WorkerExtension
-from deployments.engines.rows import chain_plan
 from paceline.config import SpeculationConfig
 from paceline.constraints import ConstraintCompiler
 from paceline.counters import CounterBook, EngineCounters
+from paceline.deployments.engines.proposer import Settings, WorkerExtension
+from paceline.deployments.engines.rows import chain_plan
 from paceline.engine import EngineLimits, EventHandler, RoundEvent
 from paceline.errors import (
     FailedPrecondition,
@@ -40,19 +40,19 @@ from paceline.models.layouts import read_config
 from paceline.numerics import Fingerprint, class_name, digest_files, torch_class
 from paceline.plan import Plan, resolve
 from paceline.request import Request
+from paceline.rpc.draft_service import served_with
+from paceline.rpc.errors import InternalError
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session, SessionState
 from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from paceline.types import Load
-from rpc.draft_service import served_with
-from rpc.errors import InternalError
 
 if TYPE_CHECKING:
-    from deployments.config import DeploymentConfig
+    from paceline.deployments.config import DeploymentConfig
 
 T = TypeVar("T")
 
-PROPOSER = "deployments.engines.proposer.Proposer"
+PROPOSER = "paceline.deployments.engines.proposer.Proposer"
 EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 
 

@@ -19,25 +19,32 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 import paceline
-from deployments import playground
-from deployments.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
-from deployments.openai.server import Guard, Receive, Scope, Send, error_body, error_response
 from paceline.chat import render_chat
 from paceline.config import parse_speculation
+from paceline.deployments import playground
+from paceline.deployments.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
+from paceline.deployments.openai.server import (
+    Guard,
+    Receive,
+    Scope,
+    Send,
+    error_body,
+    error_response,
+)
 from paceline.drafters.predicted_outputs import method_with_prediction
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
+from paceline.rpc.access import Gate
+from paceline.rpc.errors import Cancelled, ServerUnavailable
+from paceline.rpc.gen.paceline.v1 import common_pb2, generate_pb2
+from paceline.rpc.messages import sampling_to_message, speculation_to_message
 from paceline.sampling import MAX_SEED, SamplingParams
-from rpc.access import Gate
-from rpc.errors import Cancelled, ServerUnavailable
-from rpc.gen.paceline.v1 import common_pb2, generate_pb2
-from rpc.messages import sampling_to_message, speculation_to_message
 
 T = TypeVar("T")
 Body = dict[str, Any]
 
 
 class Targets(Protocol):
-    """What the API needs of :class:`deployments.gateway.Relay`."""
+    """What the API needs of :class:`paceline.deployments.gateway.Relay`."""
 
     def generate(
         self, request: bytes, timeout_s: float | None = None, traceparent: str = ""

@@ -14,14 +14,14 @@ from typing import Any
 import uvicorn
 from starlette.responses import JSONResponse
 
-from deployments.playground import PATHS as PLAYGROUND_PATHS
 from paceline.config import SpeculationConfig
+from paceline.deployments.playground import PATHS as PLAYGROUND_PATHS
 from paceline.errors import InvalidArgument, ResourceExhausted
+from paceline.rpc.access import Gate
+from paceline.rpc.errors import DeadlineExceeded, Unauthenticated, http_status, info_of, to_status
+from paceline.rpc.server import PortInUse
+from paceline.rpc.tls import ServerTls, check_plain_text
 from paceline.sampling import CONSTRAINTS
-from rpc.access import Gate
-from rpc.errors import DeadlineExceeded, Unauthenticated, http_status, info_of, to_status
-from rpc.server import PortInUse
-from rpc.tls import ServerTls, check_plain_text
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 
 def error_response(error: BaseException) -> JSONResponse:
-    """The response that an exception ends a request with, by the table of :mod:`rpc.errors`."""
+    """The response that an exception ends a request with: that of :mod:`paceline.rpc.errors`."""
     status, body = _described(error)
     headers = {}
     if isinstance(error, Unauthenticated):
@@ -90,7 +90,7 @@ class Guard:
     """Lets requests through to an app whose caller is known and whose body has come in time.
 
     Refusals queue, the app's own among them, and so do answers that need no token
-    (:meth:`rpc.access.Gate.slow_down`).
+    (:meth:`paceline.rpc.access.Gate.slow_down`).
 
     Args:
         gate: finds out who calls; its limit for a message counts for bodies too.

@@ -31,17 +31,17 @@ from paceline.methods import METHODS
 from paceline.model_names import resolve_model
 from paceline.models.llama import LlamaRunner
 from paceline.request import Request
+from paceline.rpc.client import Client
+from paceline.rpc.device import DeviceClient, checked_speculation
+from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.remote_target import Mode
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
 from paceline.target import ModelTarget
 from paceline.tokenizer import chat_template, eos_token_ids, load_tokenizer
-from rpc.client import Client
-from rpc.device import DeviceClient, checked_speculation
-from rpc.draft_service import DraftServicer, served_with
-from rpc.generate_service import ModelInfo
-from rpc.remote_drafter import RemoteDrafter
-from rpc.remote_target import Mode
-from rpc.server import RpcServer
 from tests.chat.prompts import chat_prompts
 from tests.heads import UntrainedHeads
 from tests.rpc.serving import serving

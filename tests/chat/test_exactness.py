@@ -36,8 +36,8 @@ from paceline.methods import METHODS
 from paceline.models.base import Segment
 from paceline.models.ops import Packing
 from paceline.request import Request
+from paceline.rpc.device import checked_speculation
 from paceline.sampling import SamplingParams
-from rpc.device import checked_speculation
 from tests.chat.suite import (
     BATCHES,
     PLACES,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
+from paceline.cluster.cli import app
 from paceline.engine import EngineThread
 from paceline.loading import load_engine
-from rpc.server import RpcServer
+from paceline.rpc.server import RpcServer
 from tests.modelzoo import make_model
 from tests.rpc.serving import serving
 

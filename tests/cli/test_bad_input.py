@@ -15,7 +15,7 @@ from typer.testing import Result
 from benchmarks.to_gguf import to_gguf
 from paceline.demo import DRAFTER_DIR
 from paceline.methods import METHODS
-from rpc.server import RpcServer
+from paceline.rpc.server import RpcServer
 from tests.cli.conftest import Cli
 from tests.models.quantized import quantize
 from tests.modelzoo import make_model

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from paceline.methods import METHODS
 from paceline.methods_table import markdown
-from rpc.server import RpcServer
+from paceline.rpc.server import RpcServer
 from tests.cli.conftest import Cli
 from tests.combinations import BAD_VALUES, IMPOSSIBLE, POSSIBLE, Combination
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from cluster.cli_chat import Chat
+from paceline.cluster.cli_chat import Chat
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import load_engine
@@ -128,7 +128,7 @@ def test_who_names_no_model_talks_with_smollm2(cli: Cli) -> None:
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "chat", "--target", "demo", "-n", "900"],
+        [sys.executable, "-m", "paceline.cluster.cli", "chat", "--target", "demo", "-n", "900"],
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         preexec_fn=_own_terminal, env=os.environ | {"TERM": "xterm"},
     )  # fmt: skip

@@ -13,23 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from cluster import doctor
-from cluster.doctor import Status
+from paceline.cluster import doctor
+from paceline.cluster.doctor import Status
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.methods import METHODS, VLLM_METHODS
 from paceline.models import kernels
-from rpc.server import RpcServer
+from paceline.rpc.server import RpcServer
 from tests.cli.conftest import Cli
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("generate", "methods", "doctor", "bench", "demo", "up", "down", "status")
 BLOCK_SERVING = (
-    "import sys; sys.modules.update(ray=None, grpc=None); from cluster.cli import app; app()"
+    "import sys; sys.modules.update(ray=None, grpc=None); "
+    "from paceline.cluster.cli import app; app()"
 )
 
 
 def paceline(*arguments: object, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["-c", code] if code else ["-m", "cluster.cli"]
+    command = ["-c", code] if code else ["-m", "paceline.cluster.cli"]
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
         cwd=ROOT,
@@ -167,7 +168,7 @@ def test_doctor_without_the_serving_extra() -> None:
 def doctor_says(check: str, **environment: str) -> dict[str, str]:
     """A check of the doctor in a process of its own, since kernels are chosen once."""
     code = (
-        f"import json; from cluster.doctor import {check}; r = {check}(); "
+        f"import json; from paceline.cluster.doctor import {check}; r = {check}(); "
         "print(json.dumps({'status': r.status.value, 'detail': r.detail, 'mend': r.mend}))"
     )
     inherited = {k: v for k, v in os.environ.items() if k not in ("CC", "PACELINE_KERNELS")}
@@ -251,7 +252,7 @@ def test_help_lists_every_command_and_is_light() -> None:
     for command in COMMANDS:
         assert command in result.stdout
     code = (
-        "import sys, cluster.cli; "
+        "import sys, paceline.cluster.cli; "
         "print(sorted({'torch', 'ray', 'grpc', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert paceline(code=code).stdout.strip() == "[]"
@@ -308,7 +309,7 @@ def test_ctrl_c_ends_cleanly() -> None:
             "--default-signal=INT",
             sys.executable,
             "-m",
-            "cluster.cli",
+            "paceline.cluster.cli",
             "generate",
             "import",
             "-n",
@@ -339,7 +340,7 @@ def test_reader_that_goes_away(arguments: list[str]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     result = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", *arguments],
+        [sys.executable, "-m", "paceline.cluster.cli", *arguments],
         cwd=ROOT,
         stdout=write_end,
         stderr=subprocess.PIPE,

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from benchmarks.netem import Netem
-from cluster.certs import make_certificates
+from paceline.cluster.certs import make_certificates
 from paceline.demo import DRAFTER_DIR
 from paceline.engine import EngineThread
 from paceline.loading import load_engine
-from rpc.access import Gate
-from rpc.server import RpcServer
-from rpc.tenants import Tenants
-from rpc.tls import ServerTls
+from paceline.rpc.access import Gate
+from paceline.rpc.server import RpcServer
+from paceline.rpc.tenants import Tenants
+from paceline.rpc.tls import ServerTls
 from tests.cli.conftest import Cli
 from tests.rpc.serving import serving
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cli_generate import Piece, PieceSplitter
+from paceline.cluster.cli_generate import Piece, PieceSplitter
 from paceline.demo import HEADS_DIR, TARGET_DIR
 from paceline.methods import METHODS
+from paceline.rpc.server import RpcServer
 from paceline.tokenizer import load_tokenizer
-from rpc.server import RpcServer
 from tests.cli.conftest import Cli
 
 REQUIRED = {

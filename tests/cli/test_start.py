@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster import local
+from paceline.cluster import local
 from paceline.demo import TARGET_DIR
 
 # Each of them takes from a tenth of a second to seconds to import.
@@ -23,14 +23,14 @@ NO_TORCH = {"torch", *NO_RAY}
 
 LIGHT = {
     "import paceline": {"numpy", "pydantic", "grpc", *NO_TORCH},
-    "import cluster.cli": {"numpy", "pydantic", "grpc", *NO_TORCH},
+    "import paceline.cluster.cli": {"numpy", "pydantic", "grpc", *NO_TORCH},
     # The catalogue with every method checked against it; clients; the demo before it starts Ray.
     "import paceline.plan": {"grpc", *NO_TORCH},
-    "import rpc.client": NO_TORCH,
-    "import cluster.demo as d; d.read_config_file(d.CONFIGS['smollm2'])": NO_TORCH,
+    "import paceline.rpc.client": NO_TORCH,
+    "import paceline.cluster.demo as d; d.read_config_file(d.CONFIGS['smollm2'])": NO_TORCH,
     # A gateway, and the process that deploys: torch is for replicas with a model.
-    "import deployments.gateway": {"torch", *UNUSED},
-    "from deployments.app import build; build({})": {"torch", *UNUSED},
+    "import paceline.deployments.gateway": {"torch", *UNUSED},
+    "from paceline.deployments.app import build; build({})": {"torch", *UNUSED},
     # A replica with a model, which has loaded it.
     "from paceline.loading import load_engine; load_engine()": NO_RAY,
 }
@@ -144,7 +144,8 @@ def test_kernels_that_are_there_are_not_built_again() -> None:
 def test_the_demo_counts_from_the_start_of_its_process() -> None:
     begin = time.monotonic()
     done = _run(
-        "import time; time.sleep(0.5); from cluster.demo import process_age_s as age; print(age())"
+        "import time; time.sleep(0.5); "
+        "from paceline.cluster.demo import process_age_s as age; print(age())"
     )
     elapsed = time.monotonic() - begin
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.bench.backends import without_kernels
+from paceline.rpc.server import RpcServer
 from paceline.tokenizer import load_tokenizer
-from rpc.server import RpcServer
 from tests.cli.conftest import Cli
 
 PROMPT = "def fibonacci(n):\n"

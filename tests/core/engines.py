@@ -61,7 +61,7 @@ def find_session(root: object, session_ids: set[str]) -> str | None:
             left += [(f"{place} (key)", key) for key in value if isinstance(key, str | tuple)]
         elif isinstance(value, list | tuple | set | frozenset | deque):
             left += [(f"{place}[...]", item) for item in value if not isinstance(item, int | float)]
-        elif type(value).__module__.partition(".")[0] in ("paceline", "rpc", "tests"):
+        elif type(value).__module__.partition(".")[0] in ("paceline", "tests"):
             left += [(f"{place}.{name}", item) for name, item in _attributes(value)]
     return None
 

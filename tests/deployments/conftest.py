@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from cluster import local
-from deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
+from paceline.cluster import local
 from paceline.config import SpeculationConfig
+from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
 from paceline.engine import Engine
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from rpc.client import Client
 
 # Before anything imports Ray: its settings are read then.
 local.prepare_environment(secrets.token_hex(32))

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from deployments.gateway import Relay
-from deployments.lease import Endpoint, Lease
-from deployments.openai.api import make_app
-from deployments.openai.server import start_http
+from paceline.deployments.gateway import Relay
+from paceline.deployments.lease import Endpoint, Lease
+from paceline.deployments.openai.api import make_app
+from paceline.deployments.openai.server import start_http
 from paceline.engine import EngineThread
-from rpc.access import Gate
-from rpc.generate_service import ModelInfo
-from rpc.server import start_server
-from rpc.tracing import Tracing
+from paceline.rpc.access import Gate
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.server import start_server
+from paceline.rpc.tracing import Tracing
 
 
 class DirectLease:
@@ -49,7 +49,7 @@ def http_serving(
 
     Args:
         tracing: of the gateway.
-        options: of :func:`deployments.openai.server.start_http`.
+        options: of :func:`paceline.deployments.openai.server.start_http`.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="test-http")

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.app import DRAFTER, GATEWAY, TARGET, build
-from deployments.config import CONFIGS_DIR, parse_config, read_config_file
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.deployments.app import DRAFTER, GATEWAY, TARGET, build
+from paceline.deployments.config import CONFIGS_DIR, parse_config, read_config_file
 from paceline.errors import InvalidArgument, ModelNotFound
 
 SHIPPED = sorted(CONFIGS_DIR.glob("*.yaml"))
@@ -35,7 +35,7 @@ def test_shipped_files_serve_all_three_commands(path: Path) -> None:
     file = read_config_file(path)  # paceline up
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))  # serve deploy, run
     (application,) = schema.applications
-    assert application.import_path == "deployments.app:build"
+    assert application.import_path == "paceline.deployments.app:build"
     assert application.args == file.args
     assert parse_config(application.args) == file.config
     names = _names(build(application.args))
@@ -169,12 +169,15 @@ def test_wrong_file_keys_are_named(tmp_path: Path, change: dict[str, Any], field
         ({"args": {"topologi": 1}}, "topologi"),
         ({"autoscaling_policy": {"policy_function": "os:system"}}, f"{POLICY}.policy_function"),
         ({"autoscaling_policy": {"function": 1}}, f"{POLICY}.function"),
-        ({"autoscaling_policy": {"policy_function": "cluster.autoscaling:Policy"}}, POLICY),
+        (
+            {"autoscaling_policy": {"policy_function": "paceline.cluster.autoscaling:Policy"}},
+            POLICY,
+        ),
         (
             {
                 "args": {"target": {"autoscaling": {}}},
                 "autoscaling_policy": {
-                    "policy_function": "cluster.autoscaling:Policy",
+                    "policy_function": "paceline.cluster.autoscaling:Policy",
                     "policy_kwargs": {"round_ms": 0},
                 },
             },

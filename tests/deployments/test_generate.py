@@ -14,10 +14,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument, PacelineError, SessionNotFound
+from paceline.rpc.client import AsyncClient, Client
+from paceline.rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
 from paceline.sampling import SamplingParams
 from paceline.types import Draft
-from rpc.client import AsyncClient, Client
-from rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
 from tests.deployments.conftest import PROMPTS, App
 
 # The first test of a run waits for Ray, Serve and five replicas.

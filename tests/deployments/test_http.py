@@ -21,23 +21,23 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.certs import make_certificates
-from deployments.openai.api import speculative_decoding
-from deployments.openai.schema import ChatRequest, CompletionRequest
 from paceline.chat import DEFAULT_TEMPLATE, render_chat
+from paceline.cluster.certs import make_certificates
 from paceline.config import SpeculationConfig
+from paceline.deployments.openai.api import speculative_decoding
+from paceline.deployments.openai.schema import ChatRequest, CompletionRequest
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
 from paceline.numerics import Fingerprint
+from paceline.rpc import access
+from paceline.rpc.access import Gate, Limits
+from paceline.rpc.gen.paceline.v1 import common_pb2
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.tenants import Tenants
+from paceline.rpc.tls import ServerTls
+from paceline.rpc.tracing import Tracing
 from paceline.sampling import SamplingParams
-from rpc import access
-from rpc.access import Gate, Limits
-from rpc.gen.paceline.v1 import common_pb2
-from rpc.generate_service import ModelInfo
-from rpc.tenants import Tenants
-from rpc.tls import ServerTls
-from rpc.tracing import Tracing
 from tests.deployments.conftest import PROMPTS, eventually
 from tests.deployments.http_serving import http_serving
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from deployments import playground
 from paceline.config import SpeculationConfig
+from paceline.deployments import playground
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from rpc.client import Client
 from tests.deployments.conftest import PROMPTS, App, eventually
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]

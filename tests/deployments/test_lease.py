@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from deployments import lease as lease_module
-from deployments.lease import IDLE_S, IdleLeases, Lease
+from paceline.deployments import lease as lease_module
+from paceline.deployments.lease import IDLE_S, IdleLeases, Lease
 from tests.deployments.http_serving import DirectLease
 
 

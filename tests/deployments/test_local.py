@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster import local
-from deployments.config import CONFIGS_DIR
+from paceline.cluster import local
+from paceline.deployments.config import CONFIGS_DIR
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from rpc.client import Client
 from tests.deployments.conftest import config_file, eventually, free_port
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
@@ -61,7 +61,7 @@ def _with_policy(path: Path) -> Path:
         "max_replicas": 2, "upscale_delay_s": 0, "look_back_s": 10.5
     }  # fmt: skip
     application["autoscaling_policy"] = {
-        "policy_function": "cluster.autoscaling:Policy",
+        "policy_function": "paceline.cluster.autoscaling:Policy",
         "policy_kwargs": {"sessions_per_target": 0.5},
     }
     path.write_text(yaml.safe_dump(data))
@@ -70,7 +70,7 @@ def _with_policy(path: Path) -> Path:
 
 def _status() -> dict[str, Any]:
     status: dict[str, Any] = _python(
-        "import json; from cluster import local; print(json.dumps(local.status()))"
+        "import json; from paceline.cluster import local; print(json.dumps(local.status()))"
     )
     return status
 
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_loaded_says_so(ray_cluster: None, tmp_path: Path
 def test_demo(model: str) -> None:
     options = ["--model", model, "--max-tokens", "24"]
     options += ["--length", "fixed"]  # drafts, however busy the machine is
-    command = [sys.executable, "-m", "cluster.cli", "demo", *options]
+    command = [sys.executable, "-m", "paceline.cluster.cli", "demo", *options]
     environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "120"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert result.returncode == 0, result.stderr
@@ -203,7 +203,7 @@ def test_demo(model: str) -> None:
 
 @pytest.mark.slow
 def test_demo_cleans_up_after_ctrl_c() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "demo", "--model", "demo"]
+    command = [sys.executable, "-m", "paceline.cluster.cli", "demo", "--model", "demo"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # we may ignore it

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster import local
-from deployments.dashboard import DASHBOARD, series_of, write_observability
-from deployments.metrics import METRICS, SERIES
+from paceline.cluster import local
 from paceline.config import SpeculationConfig
+from paceline.deployments.dashboard import DASHBOARD, series_of, write_observability
+from paceline.deployments.metrics import METRICS, SERIES
 from paceline.errors import InvalidArgument
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from rpc.client import Client
 from tests.deployments.conftest import PROMPTS, App, eventually
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)

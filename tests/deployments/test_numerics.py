@@ -12,28 +12,28 @@ from typing import cast
 import pytest
 
 from benchmarks.netem import Netem
-from deployments.gateway import MAX_LOOKS, Relay
-from deployments.lease import Lease
 from paceline.bench.backends import with_kernels, without_kernels
 from paceline.config import SpeculationConfig
+from paceline.deployments.gateway import MAX_LOOKS, Relay
+from paceline.deployments.lease import Lease
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument, NumericsMismatch
 from paceline.loading import load_runner
 from paceline.models.base import ModelRunner
 from paceline.numerics import Fingerprint
+from paceline.rpc.access import Gate
+from paceline.rpc.client import AsyncClient, Client
+from paceline.rpc.device import DeviceClient
+from paceline.rpc.errors import ServerUnavailable
+from paceline.rpc.gen.paceline.v1 import generate_pb2
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.messages import sampling_to_message, speculation_to_message
+from paceline.rpc.remote_target import Mode, Patience
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import EMPTY_DRAFT
-from rpc.access import Gate
-from rpc.client import AsyncClient, Client
-from rpc.device import DeviceClient
-from rpc.errors import ServerUnavailable
-from rpc.gen.paceline.v1 import generate_pb2
-from rpc.generate_service import ModelInfo
-from rpc.messages import sampling_to_message, speculation_to_message
-from rpc.remote_target import Mode, Patience
-from rpc.server import RpcServer
 from tests.deployments.http_serving import DirectLease
 from tests.modelzoo import make_model
 from tests.rpc.serving import eventually, serving

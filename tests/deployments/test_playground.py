@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from deployments import playground
 from paceline.config import SpeculationConfig
+from paceline.deployments import playground
 from paceline.engine import EngineThread
 from paceline.loading import load_engine
-from rpc.access import Gate
-from rpc.generate_service import ModelInfo
-from rpc.tenants import Tenants
+from paceline.rpc.access import Gate
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.tenants import Tenants
 from tests.deployments.conftest import eventually
 from tests.deployments.http_serving import http_serving
 

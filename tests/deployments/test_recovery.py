@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from deployments.lease import HOLDER_CHECK_S
 from paceline.config import SpeculationConfig
+from paceline.deployments.lease import HOLDER_CHECK_S
 from paceline.errors import PacelineError
+from paceline.rpc.client import Client, Completion, Round
+from paceline.rpc.errors import DeadlineExceeded, ServerUnavailable
 from paceline.sampling import SamplingParams
-from rpc.client import Client, Completion, Round
-from rpc.errors import DeadlineExceeded, ServerUnavailable
 from tests.deployments.conftest import PROMPTS, App, eventually
 
 # The first test of a run waits for Ray, Serve and five replicas.
@@ -73,7 +73,7 @@ def test_deadline_frees_the_session(app: App, client: Client) -> None:
 _VANISHING = """
 import sys
 from paceline.sampling import SamplingParams
-from rpc.client import Client
+from paceline.rpc.client import Client
 client = Client(sys.argv[1])
 prompt_ids = [int(token) for token in sys.argv[2].split(",")]
 for item in client.generate(prompt_ids, SamplingParams(max_tokens=900, ignore_eos=True)):

@@ -11,20 +11,20 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from deployments.gateway import MAX_TRIES, VERIFY, Relay, TargetGone
-from deployments.lease import Lease
 from paceline.config import SpeculationConfig
+from paceline.deployments.gateway import MAX_TRIES, VERIFY, Relay, TargetGone
+from paceline.deployments.lease import Lease
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_runner
 from paceline.request import Request
+from paceline.rpc.access import Gate
+from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
+from paceline.rpc.messages import sampling_to_message, speculation_to_message
+from paceline.rpc.server import RpcServer, start_server
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
-from rpc.access import Gate
-from rpc.gen.paceline.v1 import generate_pb2, verify_pb2
-from rpc.messages import sampling_to_message, speculation_to_message
-from rpc.server import RpcServer, start_server
 from tests.deployments.conftest import free_port
 from tests.deployments.http_serving import DirectLease
 from tests.modelzoo import make_model
@@ -232,7 +232,7 @@ async def test_many_hostile_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
     """Through the gateway: test_security.py sends some to one on Ray Serve."""
-    monkeypatch.setattr("rpc.access.REFUSALS_PER_SECOND", 1e6)
+    monkeypatch.setattr("paceline.rpc.access.REFUSALS_PER_SECOND", 1e6)
     folder = make_model("llama", tmp_path)
     runner = load_runner(folder, kv_tokens=4096)
     engine = Engine(ModelTarget(runner), tokenizer=load_tokenizer(folder))

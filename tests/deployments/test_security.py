@@ -14,16 +14,16 @@ import yaml
 from ray import serve
 from typer.testing import CliRunner
 
-from cluster import local
-from cluster.certs import REPLICA_NAME, make_certificates
-from cluster.cli import app as command_line
+from paceline.cluster import local
+from paceline.cluster.certs import REPLICA_NAME, make_certificates
+from paceline.cluster.cli import app as command_line
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
+from paceline.rpc.client import CHANNEL_OPTIONS, AsyncClient, Client, bearer
+from paceline.rpc.errors import ServerUnavailable, Unauthenticated
+from paceline.rpc.gen.paceline.v1 import verify_pb2
+from paceline.rpc.tls import ClientTls
 from paceline.sampling import SamplingParams
-from rpc.client import CHANNEL_OPTIONS, AsyncClient, Client, bearer
-from rpc.errors import ServerUnavailable, Unauthenticated
-from rpc.gen.paceline.v1 import verify_pb2
-from rpc.tls import ClientTls
 from tests.deployments.conftest import PROMPTS, App, config_file, eventually, free_port
 from tests.rpc.test_fuzz import TARGET_CALLS, fuzz
 

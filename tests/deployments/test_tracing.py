@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
+from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
+from paceline.rpc.messages import sampling_to_message
 from paceline.sampling import SamplingParams
-from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
-from rpc.messages import sampling_to_message
 from tests.deployments.conftest import PROMPTS, TRACES, App, eventually
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]

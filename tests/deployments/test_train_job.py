@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.local import ClusterError
-from cluster.train_job import TrainJob, train_here, train_on_ray
+from paceline.cluster.local import ClusterError
+from paceline.cluster.train_job import TrainJob, train_here, train_on_ray
 from paceline.errors import InvalidArgument
 from paceline.train.trainer import TrainOptions, read_checkpoint
 from tests.modelzoo import make_model

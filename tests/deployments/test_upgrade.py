@@ -25,10 +25,10 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine
+from paceline.rpc.client import Client
+from paceline.rpc.device import DeviceClient
+from paceline.rpc.remote_target import Mode, Patience
 from paceline.sampling import SamplingParams
-from rpc.client import Client
-from rpc.device import DeviceClient
-from rpc.remote_target import Mode, Patience
 from tests.deployments.conftest import PROMPTS, eventually, free_port
 from tests.deployments.test_generate import AR
 from tests.ray_nodes import ROOT, clean_environment, make_token, ray_node, raylets
@@ -80,8 +80,8 @@ class Cluster:
             },
         }  # fmt: skip
         application = {
-            "name": "paceline", "import_path": "deployments.app:build", "route_prefix": None,
-            "args": args,
+            "name": "paceline", "import_path": "paceline.deployments.app:build",
+            "route_prefix": None, "args": args,
             "deployments": [
                 {"name": name, "num_replicas": num_replicas} for name in ("target", "drafter")
             ],

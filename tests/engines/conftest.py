@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deployments.config import parse_config
+from paceline.deployments.config import parse_config
 
 if TYPE_CHECKING:
-    from deployments.engines.local import LocalVllm
+    from paceline.deployments.engines.local import LocalVllm
 
 HAS_VLLM = find_spec("vllm") is not None
 WITHOUT = "vLLM is not installed: `make test-vllm` runs these tests"
@@ -27,7 +27,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 def running(config: dict[str, Any], drafters: Sequence[str] | None = None) -> LocalVllm:
     """An engine with this configuration; what it lets in lives here."""
-    from deployments.engines.local import LocalVllm
+    from paceline.deployments.engines.local import LocalVllm
 
     topology = "colocated" if drafters is None else "actors"
     return LocalVllm(parse_config({"engine": "vllm", "topology": topology, **config}), drafters)

@@ -16,7 +16,7 @@ from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.engine import EngineThread
 from paceline.loading import load_engine
-from rpc.generate_service import ModelInfo
+from paceline.rpc.generate_service import ModelInfo
 from tests.deployments.http_serving import http_serving
 
 # What `vllm bench serve` runs. The command itself asks for the version of a distribution `vllm`,

@@ -19,7 +19,7 @@ from tests.core.prompts import code_prompts
 from tests.engines.conftest import HAS_VLLM, WITHOUT, DrafterProcess, running
 
 if TYPE_CHECKING:
-    from deployments.engines.local import LocalVllm
+    from paceline.deployments.engines.local import LocalVllm
 
 pytestmark = [pytest.mark.skipif(not HAS_VLLM, reason=WITHOUT), pytest.mark.timeout(900)]
 

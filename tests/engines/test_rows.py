@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from deployments.engines.rows import ABSENT_STEPS, RowDrafting, Wishes, chain_plan, first_path
 from paceline.config import SpeculationConfig
+from paceline.deployments.engines.rows import (
+    ABSENT_STEPS,
+    RowDrafting,
+    Wishes,
+    chain_plan,
+    first_path,
+)
 from paceline.drafters.prompt_lookup import PromptLookup
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS

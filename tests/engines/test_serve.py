@@ -14,9 +14,9 @@ import pytest
 
 from paceline.config import SpeculationConfig
 from paceline.errors import FailedPrecondition, InvalidArgument
+from paceline.rpc.client import Client
+from paceline.rpc.device import DeviceClient
 from paceline.sampling import SamplingParams
-from rpc.client import Client
-from rpc.device import DeviceClient
 from tests.engines.conftest import HAS_VLLM, WITHOUT
 
 pytestmark = [
@@ -37,12 +37,12 @@ SMALL: dict[str, Any] = {"num_cpus": 0.1}
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[tuple[str, str]]:
     """gRPC and HTTP addresses of an application whose drafter is an actor of its own."""
-    from cluster import local
+    from paceline.cluster import local
 
     local.prepare_environment(secrets.token_hex(32))
     import ray
 
-    from deployments.config import CONFIGS_DIR, read_config_file
+    from paceline.deployments.config import CONFIGS_DIR, read_config_file
 
     file = read_config_file(CONFIGS_DIR / "vllm.yaml").with_args(
         {
@@ -98,7 +98,7 @@ def test_the_drafter_dies_and_serve_brings_another(gateway: tuple[str, str]) -> 
     long = SamplingParams(max_tokens=300, ignore_eos=True)
     with Client(address, timeout=120) as client:
         expected = client.complete(PROMPTS[0], long, SpeculationConfig(method="ar")).token_ids
-        from cluster import local
+        from paceline.cluster import local
 
         (drafter,) = local.describe("paceline")["deployments"]["drafter"]["replicas"]
         with ThreadPoolExecutor(1) as pool:

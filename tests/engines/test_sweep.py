@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deployments.config import read_config_file
+from paceline.deployments.config import read_config_file
+from paceline.tuning.results import Results
 from tests.engines.conftest import HAS_VLLM, WITHOUT
-from tuning.results import Results
 
 pytestmark = [
     pytest.mark.skipif(not HAS_VLLM, reason=WITHOUT),

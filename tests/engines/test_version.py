@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import FailedPrecondition
 from tests.engines.conftest import HAS_VLLM
 
-MODULE = "deployments.engines.proposer"
+MODULE = "paceline.deployments.engines.proposer"
 
 
 def load(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ from benchmarks.autoscaling import (
     simulate,
     steady,
 )
-from cluster.autoscaling import Load, Replicas, drafters_wanted, load_of, targets_wanted
+from paceline.cluster.autoscaling import Load, Replicas, drafters_wanted, load_of, targets_wanted
 
 # Ray's own.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -105,7 +105,9 @@ def test_serve_loads_the_policy_by_its_name() -> None:
     from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
     from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-    named = AutoscalingPolicy(policy_function="cluster.autoscaling:Policy", policy_kwargs=GOALS)
+    named = AutoscalingPolicy(
+        policy_function="paceline.cluster.autoscaling:Policy", policy_kwargs=GOALS
+    )
     policy = _apply_app_level_autoscaling_config(_resolve_policy_callable(named))
     config = AutoscalingConfig(max_replicas=8, upscale_delay_s=0)
     key = DeploymentID("target", "paceline")

@@ -14,7 +14,7 @@ import yaml
 from helm_python.chart import Chart, dependency_list, lint, package
 from helm_python.errors import HelmError
 
-from deployments.config import DeploymentConfig, read_config_file
+from paceline.deployments.config import DeploymentConfig, read_config_file
 from tests.helm.conftest import CHART, only, render, serve_config
 from tests.helm.schemas import crd_folder, custom_schemas, problems
 from tests.helm.value_sets import BEST, VALUE_SETS
@@ -135,7 +135,7 @@ def test_generated_certificates_serve_grpc(chart: Chart, tmp_path: Path) -> None
 
     import grpc
 
-    from rpc.tls import ClientTls, ServerTls
+    from paceline.rpc.tls import ClientTls, ServerTls
 
     objects = render(chart, {"tls": {"hosts": ["127.0.0.1"]}})
     for kind in ("gateway", "replica"):

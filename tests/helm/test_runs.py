@@ -16,11 +16,11 @@ import openai
 import pytest
 from helm_python.chart import Chart
 
-from deployments.config import read_config_file
 from paceline.config import SpeculationConfig
+from paceline.deployments.config import read_config_file
 from paceline.engine import Engine
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from rpc.client import Client
 from tests.deployments.conftest import PROMPTS, free_port
 from tests.helm.conftest import only, render
 from tests.ray_nodes import ROOT, clean_environment, make_token, ray_node

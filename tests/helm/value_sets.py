@@ -38,7 +38,7 @@ BEST = {
     "applications": [
         {
             "name": "paceline",
-            "import_path": "deployments.app:build",
+            "import_path": "paceline.deployments.app:build",
             "route_prefix": None,
             "args": {
                 "model": {"dtype": "bfloat16"},

@@ -14,13 +14,13 @@ import pytest
 import ray
 from rich.console import Console
 
-from deployments.config import read_config_file
+from paceline.deployments.config import read_config_file
+from paceline.tuning.results import Results, best_trial
+from paceline.tuning.space import read_space
+from paceline.tuning.sweep import Sweep
+from paceline.tuning.verify import verify
 from tests.deployments.conftest import free_port
 from tests.ray_nodes import RAY, ROOT, clean_environment, make_token, ray_node, raylets
-from tuning.results import Results, best_trial
-from tuning.space import read_space
-from tuning.sweep import Sweep
-from tuning.verify import verify
 
 pytestmark = [pytest.mark.nightly, pytest.mark.serve, pytest.mark.timeout(600)]
 

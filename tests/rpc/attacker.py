@@ -29,10 +29,10 @@ from typing import Any
 
 import grpc
 
-from rpc.client import bearer
-from rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
-from rpc.messages import MAX_MESSAGE_BYTES
-from rpc.tls import ClientTls
+from paceline.rpc.client import bearer
+from paceline.rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
+from paceline.rpc.messages import MAX_MESSAGE_BYTES
+from paceline.rpc.tls import ClientTls
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1

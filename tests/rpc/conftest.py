@@ -11,10 +11,10 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.loading import load_runner
 from paceline.models.base import ModelRunner
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.server import RpcServer
 from paceline.target import ModelTarget
 from paceline.tokenizer import Tokenizer, load_tokenizer
-from rpc.generate_service import ModelInfo
-from rpc.server import RpcServer
 from tests.modelzoo import make_model
 from tests.rpc.serving import eventually, serving
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.loading import limit_threads, load_runner
+from paceline.rpc.client import open_channel
+from paceline.rpc.device import DeviceClient
+from paceline.rpc.remote_target import Mode
 from paceline.sampling import SamplingParams
-from rpc.client import open_channel
-from rpc.device import DeviceClient
-from rpc.remote_target import Mode
 
 
 def main() -> None:

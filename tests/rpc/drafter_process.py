@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.drafters.base import Drafter
 from paceline.loading import limit_threads, load_drafter
+from paceline.rpc.draft_service import DraftServicer
+from paceline.rpc.server import start_server
 from paceline.session import Session
 from paceline.types import Budget, Draft, Need, Outcome
-from rpc.draft_service import DraftServicer
-from rpc.server import start_server
 
 
 class Copycat(Drafter):

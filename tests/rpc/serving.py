@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from rpc.server import RpcServer, start_server
+from paceline.rpc.server import RpcServer, start_server
 
 ROOT = Path(__file__).resolve().parents[2]
 

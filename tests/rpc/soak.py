@@ -28,12 +28,12 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import PacelineError, ResourceExhausted
 from paceline.loading import limit_threads, load_runner
+from paceline.rpc.bridge import on_engine
+from paceline.rpc.client import Client
+from paceline.rpc.server import start_server
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import Draft
-from rpc.bridge import on_engine
-from rpc.client import Client
-from rpc.server import start_server
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup")

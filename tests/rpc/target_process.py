@@ -7,11 +7,11 @@ import asyncio
 
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.loading import limit_threads, load_runner
+from paceline.rpc.access import Gate, Limits
+from paceline.rpc.server import start_server
+from paceline.rpc.tenants import Tenants
+from paceline.rpc.tls import ServerTls
 from paceline.target import ModelTarget
-from rpc.access import Gate, Limits
-from rpc.server import start_server
-from rpc.tenants import Tenants
-from rpc.tls import ServerTls
 
 
 async def main() -> None:

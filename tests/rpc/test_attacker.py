@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.certs import make_certificates
+from paceline.cluster.certs import make_certificates
 from paceline.demo import TARGET_DIR
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
 from paceline.types import Draft
-from rpc.client import Client
 from tests.rpc.serving import ROOT, ReplicaProcess
 
 ALICE = "alice-token-of-many-characters"

@@ -12,13 +12,13 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner
+from paceline.rpc.client import Client
+from paceline.rpc.gen.paceline.v1 import common_pb2
+from paceline.rpc.generate import with_all_knobs
+from paceline.rpc.messages import speculation_from_message, speculation_to_message
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
-from rpc.client import Client
-from rpc.gen.paceline.v1 import common_pb2
-from rpc.generate import with_all_knobs
-from rpc.messages import speculation_from_message, speculation_to_message
-from rpc.server import RpcServer
 from tests.combinations import IMPOSSIBLE, POSSIBLE, Combination
 
 PROMPT = list(b"def f(x): return x")

@@ -9,13 +9,13 @@ import pytest
 from benchmarks.netem import Netem
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument, ResourceExhausted
+from paceline.rpc.client import AsyncClient, Client, Completion
+from paceline.rpc.continuation import Continuation
+from paceline.rpc.errors import Cancelled, ServerUnavailable
+from paceline.rpc.gen.paceline.v1 import generate_pb2
+from paceline.rpc.messages import sampling_to_message, speculation_to_message
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
-from rpc.client import AsyncClient, Client, Completion
-from rpc.continuation import Continuation
-from rpc.errors import Cancelled, ServerUnavailable
-from rpc.gen.paceline.v1 import generate_pb2
-from rpc.messages import sampling_to_message, speculation_to_message
-from rpc.server import RpcServer
 
 PROMPT = list(b"def fibonacci(n):\n    ")
 CASES = {

@@ -16,13 +16,13 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.models.base import ModelRunner
+from paceline.rpc.device import DeviceClient, checked_speculation
+from paceline.rpc.remote_target import Mode, Patience, TargetInfo
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.types import Budget, Draft, Need, Outcome
-from rpc.device import DeviceClient, checked_speculation
-from rpc.remote_target import Mode, Patience, TargetInfo
-from rpc.server import RpcServer
 from tests.fakes import WITH_FAKES, Mix
 
 PROMPT = list(b"import os\nimport ")

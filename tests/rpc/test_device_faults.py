@@ -17,14 +17,14 @@ from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import load_runner
 from paceline.models.base import ModelRunner
+from paceline.rpc.client import Client
+from paceline.rpc.device import DeviceClient
+from paceline.rpc.errors import ServerUnavailable
+from paceline.rpc.gen.paceline.v1 import verify_pb2
+from paceline.rpc.remote_target import Mode, Patience
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
-from rpc.client import Client
-from rpc.device import DeviceClient
-from rpc.errors import ServerUnavailable
-from rpc.gen.paceline.v1 import verify_pb2
-from rpc.remote_target import Mode, Patience
-from rpc.server import RpcServer
 from tests.fakes import WITH_FAKES
 from tests.rpc.serving import TargetProcess, eventually, serving
 from tests.rpc.test_device import PROMPT, RewindingMix, ar

@@ -19,6 +19,11 @@ from paceline.lengths.pearl import Pearl
 from paceline.lengths.round_trip import RoundCosts, RoundTrip, best_depth, expected_tokens
 from paceline.models.base import ForwardResult, Segment
 from paceline.plan import Plan, resolve
+from paceline.rpc.device import LADDER, DeviceClient
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.ladder import Ladder
+from paceline.rpc.remote_target import Mode
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -33,11 +38,6 @@ from paceline.types import (
     Verdict,
     Verification,
 )
-from rpc.device import LADDER, DeviceClient
-from rpc.generate_service import ModelInfo
-from rpc.ladder import Ladder
-from rpc.remote_target import Mode
-from rpc.server import RpcServer
 from tests.core.scripted import ScriptedRunner
 from tests.fakes import WITH_FAKES, Mix
 from tests.rpc.serving import serving

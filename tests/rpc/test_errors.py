@@ -23,7 +23,7 @@ from paceline.errors import (
     SessionNotFound,
     TokenizerMismatch,
 )
-from rpc.errors import (
+from paceline.rpc.errors import (
     DOMAIN,
     ERRORS,
     Cancelled,
@@ -37,7 +37,7 @@ from rpc.errors import (
     Unauthenticated,
     from_rpc_error,
 )
-from rpc.server import RpcServer
+from paceline.rpc.server import RpcServer
 from tests.rpc.serving import serving
 
 CODE = grpc.StatusCode
@@ -219,7 +219,7 @@ def test_codes_without_details_are_understood() -> None:
     """gRPC makes statuses of its own, and proxies strip trailers."""
     from google.rpc import status_pb2
 
-    from rpc.errors import from_status
+    from paceline.rpc.errors import from_status
 
     expected = {
         CODE.UNAVAILABLE: ServerUnavailable,

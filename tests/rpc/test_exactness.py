@@ -11,11 +11,11 @@ import pytest
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
-from rpc.client import Client, Completion
-from rpc.draft_service import DraftServicer, served_with
-from rpc.generate_service import ModelInfo
-from rpc.remote_drafter import RemoteDrafter
-from rpc.server import RpcServer
+from paceline.rpc.client import Client, Completion
+from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.server import RpcServer
 from tests.core.suite import (
     CORE_CASES,
     OTHER_CASES,

@@ -20,11 +20,11 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import EngineThread
 from paceline.models.base import ModelRunner
+from paceline.rpc.client import CHANNEL_OPTIONS, AsyncClient
+from paceline.rpc.draft_service import DraftServicer
+from paceline.rpc.gen.paceline.v1 import draft_pb2, generate_pb2, verify_pb2
+from paceline.rpc.server import RpcServer, start_server
 from paceline.sampling import SamplingParams
-from rpc.client import CHANNEL_OPTIONS, AsyncClient
-from rpc.draft_service import DraftServicer
-from rpc.gen.paceline.v1 import draft_pb2, generate_pb2, verify_pb2
-from rpc.server import RpcServer, start_server
 from tests.rpc.fuzz import Fuzzer
 from tests.rpc.serving import eventually
 
@@ -44,7 +44,7 @@ REFUSALS = {
 @pytest.fixture(autouse=True)
 def _no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals come at once: test_attacker.py has the queue."""
-    monkeypatch.setattr("rpc.access.REFUSALS_PER_SECOND", 1e6)
+    monkeypatch.setattr("paceline.rpc.access.REFUSALS_PER_SECOND", 1e6)
 
 
 def good_generate() -> Message:

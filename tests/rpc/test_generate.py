@@ -13,12 +13,12 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models.base import ModelRunner
+from paceline.rpc.client import AsyncClient, Client
+from paceline.rpc.errors import Cancelled, DeadlineExceeded, ServerUnavailable
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import Draft
-from rpc.client import AsyncClient, Client
-from rpc.errors import Cancelled, DeadlineExceeded, ServerUnavailable
-from rpc.server import RpcServer
 from tests.rpc.serving import eventually, serving
 
 PROMPT = list(b"def fibonacci(n):\n    ")
@@ -218,8 +218,8 @@ def test_bad_prompts(server: RpcServer, prompt: str | list[int], field: str) -> 
 
 
 def test_bad_parameters_are_named_by_the_server(server: RpcServer) -> None:
-    from rpc.errors import from_rpc_error
-    from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
+    from paceline.rpc.errors import from_rpc_error
+    from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 
     cases = {
         "sampling.temperature": {"sampling": {"temperature": float("nan")}},
@@ -280,8 +280,8 @@ def test_a_full_queue_is_resource_exhausted(server: RpcServer, engine: EngineThr
 def test_messages_over_the_limit(server: RpcServer) -> None:
     import grpc
 
-    from rpc.errors import from_rpc_error
-    from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
+    from paceline.rpc.errors import from_rpc_error
+    from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 
     with Client(server.address) as client, pytest.raises(InvalidArgument, match="4194304 bytes"):
         client.complete("x" * (5 * 1024 * 1024))

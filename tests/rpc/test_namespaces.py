@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cluster.certs import make_certificates
+from paceline.cluster.certs import make_certificates
 from paceline.errors import PacelineError
 from paceline.models.base import ModelRunner
+from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from rpc.client import Client
 from tests.modelzoo import make_model
 from tests.rpc.netns import SERVER, CannotMakeNamespaces, Namespaces
 from tests.rpc.serving import ROOT, ReplicaProcess

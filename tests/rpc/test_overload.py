@@ -16,11 +16,11 @@ from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import ResourceExhausted
 from paceline.loading import load_runner
 from paceline.request import Request
+from paceline.rpc.client import Client
+from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
-from rpc.client import Client
-from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from tests.rpc.serving import eventually, serving
 
 PLACES, QUEUE, LENGTH = 4, 2, 40

@@ -32,17 +32,17 @@ from paceline.models.base import ModelRunner
 from paceline.plan import resolve
 from paceline.profile import LoadCosts, find_profile
 from paceline.request import Request
+from paceline.rpc.client import Client
+from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.errors import PrefixDiverged, from_rpc_error, from_status
+from paceline.rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
+from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.tree import accepted_path, path_to
 from paceline.types import Budget, Draft, Need, ShadowDraft
-from rpc.client import Client
-from rpc.draft_service import DraftServicer, served_with
-from rpc.errors import PrefixDiverged, from_rpc_error, from_status
-from rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
-from rpc.remote_drafter import RemoteDrafter
-from rpc.server import RpcServer
 from tests.modelzoo import make_model
 from tests.rpc.drafter_process import Copycat
 from tests.rpc.serving import DrafterProcess, eventually, serving

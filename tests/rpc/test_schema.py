@@ -15,12 +15,9 @@ from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.plan import resolve
-from paceline.sampling import SamplingParams
-from paceline.session import SessionStatistics
-from paceline.types import Draft, DraftProbs
-from rpc.gen.paceline.v1 import common_pb2, verify_pb2
-from rpc.generate import stale
-from rpc.messages import (
+from paceline.rpc.gen.paceline.v1 import common_pb2, verify_pb2
+from paceline.rpc.generate import stale
+from paceline.rpc.messages import (
     MOMENTS,
     PrefixDigest,
     draft_from_message,
@@ -32,6 +29,9 @@ from rpc.messages import (
     statistics_from_message,
     statistics_to_message,
 )
+from paceline.sampling import SamplingParams
+from paceline.session import SessionStatistics
+from paceline.types import Draft, DraftProbs
 
 
 def _names(message: type) -> set[str]:

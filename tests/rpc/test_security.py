@@ -23,28 +23,33 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from cluster.certs import REPLICA_NAME, make_certificates
+from paceline.cluster.certs import REPLICA_NAME, make_certificates
 from paceline.config import SpeculationConfig
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
-from paceline.sampling import SamplingParams
-from paceline.types import Draft
-from rpc.access import Gate, Limits
-from rpc.audit import Audit
-from rpc.client import AsyncClient, Client, open_channel
-from rpc.draft_service import DraftServicer
-from rpc.errors import (
+from paceline.rpc.access import Gate, Limits
+from paceline.rpc.audit import Audit
+from paceline.rpc.client import AsyncClient, Client, open_channel
+from paceline.rpc.draft_service import DraftServicer
+from paceline.rpc.errors import (
     DeadlineExceeded,
     EpochFenced,
     PermissionDenied,
     ServerUnavailable,
     Unauthenticated,
 )
-from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc, verify_pb2, verify_pb2_grpc
-from rpc.remote_drafter import RemoteDrafter
-from rpc.server import RpcServer, start_server
-from rpc.tenants import CHECK_INTERVAL_S, Tenants, digest_of, read_tenants
-from rpc.tls import ClientTls, ServerTls
+from paceline.rpc.gen.paceline.v1 import (
+    generate_pb2,
+    generate_pb2_grpc,
+    verify_pb2,
+    verify_pb2_grpc,
+)
+from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.server import RpcServer, start_server
+from paceline.rpc.tenants import CHECK_INTERVAL_S, Tenants, digest_of, read_tenants
+from paceline.rpc.tls import ClientTls, ServerTls
+from paceline.sampling import SamplingParams
+from paceline.types import Draft
 from tests.rpc.drafter_process import Copycat
 from tests.rpc.serving import eventually, serving
 
@@ -457,7 +462,7 @@ async def test_a_withdrawn_token_ends_a_running_stream(
 def test_a_withdrawn_token_ends_a_running_generation(
     shared: RpcServer, tenants_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rpc.tenants.CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("paceline.rpc.tenants.CHECK_INTERVAL_S", 0.01)
     with Client(shared.address, timeout=10, token=ALICE) as alice:
         generation = iter(
             alice.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True), AR)

@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.errors import InvalidArgument
-from rpc.client import Client
-from rpc.server import PortInUse, RpcServer, start_server
+from paceline.rpc.client import Client
+from paceline.rpc.server import PortInUse, RpcServer, start_server
 from tests.rpc.serving import serving
 
 

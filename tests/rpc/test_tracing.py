@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument
+from paceline.rpc.client import Client
+from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
+from paceline.rpc.tracing import Tracing, start_tracing
 from paceline.sampling import SamplingParams
 from paceline.types import Draft
-from rpc.client import Client
-from rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
-from rpc.tracing import Tracing, start_tracing
 from tests.rpc.serving import serving
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -102,8 +102,8 @@ def test_a_broken_traceparent_begins_a_new_trace(
 
 def test_off_is_the_default_and_imports_nothing() -> None:
     code = (
-        "import sys, rpc.server, rpc.tracing\n"
-        "assert rpc.tracing.start_tracing('x') is None\n"
+        "import sys, paceline.rpc.server, paceline.rpc.tracing\n"
+        "assert paceline.rpc.tracing.start_tracing('x') is None\n"
         "assert not [m for m in sys.modules if m.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

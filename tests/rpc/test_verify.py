@@ -18,14 +18,14 @@ from paceline.drafters.client import ClientDrafter
 from paceline.engine import Engine, EngineThread
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.models.base import ModelRunner
+from paceline.rpc.client import AsyncClient, AsyncVerifySession, Client, VerifySession
+from paceline.rpc.errors import EpochFenced, PrefixDiverged, RoundOutOfOrder, from_rpc_error
+from paceline.rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
+from paceline.rpc.server import RpcServer
+from paceline.rpc.verify_service import trim
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import EMPTY_DRAFT, Draft
-from rpc.client import AsyncClient, AsyncVerifySession, Client, VerifySession
-from rpc.errors import EpochFenced, PrefixDiverged, RoundOutOfOrder, from_rpc_error
-from rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
-from rpc.server import RpcServer
-from rpc.verify_service import trim
 from tests.rpc.serving import ROOT, eventually, serving
 
 PROMPT = list(b"import os\nimport ")
@@ -391,7 +391,7 @@ async def test_the_streams_end_frees_the_session(server: RpcServer, engine: Engi
 
 _VANISHING = """
 import asyncio, sys
-from rpc.client import AsyncClient
+from paceline.rpc.client import AsyncClient
 
 async def main():
     client = AsyncClient(sys.argv[1])

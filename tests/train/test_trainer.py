@@ -18,7 +18,7 @@ import torch
 from matplotlib.image import imread
 from safetensors.torch import load_file
 
-from cluster.train_job import TrainJob, train_here
+from paceline.cluster.train_job import TrainJob, train_here
 from paceline.errors import InvalidArgument
 from paceline.train import trainer
 from paceline.train.trainer import (
@@ -113,7 +113,7 @@ def test_a_kill_at_any_moment_changes_nothing(
         train_here(TrainJob(kind="distill", knobs=knobs, options=options))
 
     command = [
-        sys.executable, "-m", "cluster.cli", "train", "distill", "--target", str(target),
+        sys.executable, "-m", "paceline.cluster.cli", "train", "distill", "--target", str(target),
         "--data", str(text_file), "--out", str(tmp_path / "cut"), "--length", str(LENGTH),
         "--held-out-rows", "4", "--layers", "1", "--data-source", "mixed", "--steps", "12",
         "--eval-every", "4", "--patience", "9", "--checkpoint-steps", "1", "--threads", "1",

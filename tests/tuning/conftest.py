@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster import local
+from paceline.cluster import local
 
 # Before anything imports Ray: its settings are read then.
 local.prepare_environment(secrets.token_hex(32))

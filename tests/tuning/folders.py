@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.config import SpeculationConfig
 from paceline.plan import resolve
-from tuning.results import (
+from paceline.tuning.results import (
     ExampleDraft,
     Interval,
     Manifest,

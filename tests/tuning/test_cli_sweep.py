@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 from typer.testing import Result as Run
 
-from cluster.cli import app
+from paceline.cluster.cli import app
+from paceline.tuning import tables
+from paceline.tuning.results import Results
 from tests.tuning.folders import full_records, write_sweep
-from tuning import tables
-from tuning.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., Run]
@@ -36,8 +36,8 @@ def folder(tmp_path: Path) -> Path:
 def loaded_modules(*arguments: str) -> tuple[str, set[str]]:
     """Standard output of `paceline ARGUMENTS` in a new process, and what it had to import."""
     code = (
-        "import sys; from cluster.cli import app; app(sys.argv[1:], standalone_mode=False); "
-        "print('LOADED', *sys.modules)"
+        "import sys; from paceline.cluster.cli import app; "
+        "app(sys.argv[1:], standalone_mode=False); print('LOADED', *sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -50,14 +50,16 @@ def loaded_modules(*arguments: str) -> tuple[str, set[str]]:
 def test_help_lists_sweep_and_stays_light() -> None:
     text, modules = loaded_modules("--help")
     assert " sweep " in text and "train" in text
-    assert "cluster.cli" in modules
-    assert modules.isdisjoint({"plotly", "ray", "torch", "jinja2", "fsspec", "tuning.results"})
+    assert "paceline.cluster.cli" in modules
+    assert modules.isdisjoint(
+        {"plotly", "ray", "torch", "jinja2", "fsspec", "paceline.tuning.results"}
+    )
 
 
 def test_other_commands_do_not_import_tuning() -> None:
     _, modules = loaded_modules("methods", "--json")
     assert "paceline.methods" in modules
-    assert not any(name.partition(".")[0] == "tuning" for name in modules)
+    assert not any(name.startswith("paceline.tuning") for name in modules)
 
 
 def test_help_of_sweep_lists_its_commands() -> None:

@@ -15,14 +15,14 @@ from paceline.errors import InvalidArgument
 from paceline.plan import resolve
 from paceline.profile import CostProfile
 from paceline.sampling import SamplingParams
+from paceline.tuning import costs as module
+from paceline.tuning.costs import Costs, RoundCosts, Size, _Sample, draft_size, measure_costs
+from paceline.tuning.families import parts_of
+from paceline.tuning.results import Point, Results
+from paceline.tuning.simulator import Simulator
+from paceline.tuning.traces import record
 from tests.core.engines import small_engine
 from tests.modelzoo import make_model
-from tuning import costs as module
-from tuning.costs import Costs, RoundCosts, Size, _Sample, draft_size, measure_costs
-from tuning.families import parts_of
-from tuning.results import Point, Results
-from tuning.simulator import Simulator
-from tuning.traces import record
 
 KEY = {"target": "t", "host": "h"}
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)

@@ -9,9 +9,9 @@ from paceline.bench.backends import LocalBackend
 from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
-from tuning.objective import Pair, PairedMeasurement, estimate, example_draft
-from tuning.results import Point
-from tuning.space import Space, parse_space
+from paceline.tuning.objective import Pair, PairedMeasurement, estimate, example_draft
+from paceline.tuning.results import Point
+from paceline.tuning.space import Space, parse_space
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,9 @@ import pytest
 from matplotlib.image import imread
 
 from paceline.errors import InvalidArgument
+from paceline.tuning import pictures
+from paceline.tuning.report import render, write_report
+from paceline.tuning.results import ExampleDraft, Results, TrialRecord, best_trial
 from tests.tuning.folders import (
     AR,
     full_records,
@@ -20,9 +23,6 @@ from tests.tuning.folders import (
     record,
     write_sweep,
 )
-from tuning import pictures
-from tuning.report import render, write_report
-from tuning.results import ExampleDraft, Results, TrialRecord, best_trial
 
 Pixels = npt.NDArray[np.float64]
 TWO = ("goodput", "latency_p99")

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
-from tuning.results import (
+from paceline.tuning.results import (
     Interval,
     Metrics,
     Point,

@@ -8,9 +8,9 @@ import pytest
 from ray.tune.search import Searcher
 
 from paceline.plan import resolve
-from tuning.results import Interval, Metrics, Point, TrialRecord
-from tuning.search import CannotWin, PointSearch
-from tuning.space import Space, parse_space
+from paceline.tuning.results import Interval, Metrics, Point, TrialRecord
+from paceline.tuning.search import CannotWin, PointSearch
+from paceline.tuning.space import Space, parse_space
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ from paceline.methods import METHODS
 from paceline.plan import resolve
 from paceline.profile import CostProfile
 from paceline.sampling import SamplingParams
+from paceline.tuning.costs import Costs, RoundCosts
+from paceline.tuning.families import parts_of, why_not
+from paceline.tuning.recordings import RankRecording, Truth
+from paceline.tuning.results import Point
+from paceline.tuning.simulator import Rounds, Simulator
+from paceline.tuning.traces import Traces, record
 from tests.core.engines import small_engine
 from tests.core.prompts import code_prompts
 from tests.modelzoo import make_model
-from tuning.costs import Costs, RoundCosts
-from tuning.families import parts_of, why_not
-from tuning.recordings import RankRecording, Truth
-from tuning.results import Point
-from tuning.simulator import Rounds, Simulator
-from tuning.traces import Traces, record
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=5)

@@ -13,8 +13,8 @@ from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.plan import resolve
-from tuning.results import Point
-from tuning.space import SPACES_DIR, Space, parse_space, read_space
+from paceline.tuning.results import Point
+from paceline.tuning.space import SPACES_DIR, Space, parse_space, read_space
 
 SHIPPED = sorted(path.stem for path in SPACES_DIR.glob("*.yaml"))
 

@@ -13,6 +13,8 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import InvalidArgument
+from paceline.tuning import tables
+from paceline.tuning.results import Interval, Results, TrialRecord, best_trial, pareto_front
 from tests.tuning.folders import (
     AR,
     ENVIRONMENT,
@@ -23,8 +25,6 @@ from tests.tuning.folders import (
     record,
     write_sweep,
 )
-from tuning import tables
-from tuning.results import Interval, Results, TrialRecord, best_trial, pareto_front
 
 TWO = ("goodput", "latency_p99")
 

@@ -18,16 +18,16 @@ from paceline.errors import InvalidArgument
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
+from paceline.tuning import traces as module
+from paceline.tuning.families import parts_of
+from paceline.tuning.recorders import right_path
+from paceline.tuning.recordings import ABSENT, DraftRecording, OrderRecording, RankRecording
+from paceline.tuning.results import Results
+from paceline.tuning.simulator import Simulator
+from paceline.tuning.traces import Traces, record, traces_key
 from paceline.types import Budget, Draft, Outcome
 from tests.core.engines import small_engine
 from tests.modelzoo import make_model
-from tuning import traces as module
-from tuning.families import parts_of
-from tuning.recorders import right_path
-from tuning.recordings import ABSENT, DraftRecording, OrderRecording, RankRecording
-from tuning.results import Results
-from tuning.simulator import Simulator
-from tuning.traces import Traces, record, traces_key
 
 KEY = {"target": "t", "workload": "w"}
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True, logit_bias={3: 0.5}, stop_token_ids=(255,))

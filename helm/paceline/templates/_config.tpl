@@ -99,9 +99,9 @@
     {{- $_ := unset $block "num_replicas" -}}
   {{- end -}}
 {{- end -}}
-{{- $application := dict "name" "paceline" "import_path" "deployments.app:build" "route_prefix" nil "args" $args "deployments" $numbers -}}
+{{- $application := dict "name" "paceline" "import_path" "paceline.deployments.app:build" "route_prefix" nil "args" $args "deployments" $numbers -}}
 {{- if and .Values.autoscaling_policy (or $args.target.autoscaling $args.drafter.autoscaling) -}}
-  {{- $_ := set $application "autoscaling_policy" (dict "policy_function" "cluster.autoscaling:Policy" "policy_kwargs" .Values.autoscaling_policy) -}}
+  {{- $_ := set $application "autoscaling_policy" (dict "policy_function" "paceline.cluster.autoscaling:Policy" "policy_kwargs" .Values.autoscaling_policy) -}}
 {{- end -}}
 {{- toYaml (dict "proxy_location" "Disabled" "applications" (list $application)) -}}
 {{- end -}}

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from rpc.gen.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
-from rpc.gen.paceline.v1 import draft_pb2 as paceline_dot_v1_dot_draft__pb2
+from paceline.rpc.gen.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
+from paceline.rpc.gen.paceline.v1 import draft_pb2 as paceline_dot_v1_dot_draft__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__

@@ -5,8 +5,8 @@ The drafter's side: what a target asks for when its drafter lives in another pro
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from rpc.gen.paceline.v1 import common_pb2 as _common_pb2
-from rpc.gen.paceline.v1 import draft_pb2 as _draft_pb2
+from paceline.rpc.gen.paceline.v1 import common_pb2 as _common_pb2
+from paceline.rpc.gen.paceline.v1 import draft_pb2 as _draft_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from rpc.gen.paceline.v1 import generate_pb2 as paceline_dot_v1_dot_generate__pb2
+from paceline.rpc.gen.paceline.v1 import generate_pb2 as paceline_dot_v1_dot_generate__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__

@@ -5,7 +5,7 @@ Prompt in, a stream of committed tokens out."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from rpc.gen.paceline.v1 import generate_pb2 as _generate_pb2
+from paceline.rpc.gen.paceline.v1 import generate_pb2 as _generate_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -8,7 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
-from rpc.gen.paceline.v1 import common_pb2 as _common_pb2
+from paceline.rpc.gen.paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing

@@ -5,7 +5,7 @@ The target's side of draft-then-verify for a drafter that drives the loop itself
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from rpc.gen.paceline.v1 import verify_pb2 as _verify_pb2
+from paceline.rpc.gen.paceline.v1 import verify_pb2 as _verify_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.counters import EngineCounters
 from paceline.rpc.access import Gate
-from paceline.rpc.bridge import Serving, on_engine
+from paceline.rpc.bridge import on_engine
 from paceline.session import SessionState
 
 if TYPE_CHECKING:

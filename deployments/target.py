@@ -15,7 +15,7 @@ from paceline.deployments.config import DeploymentConfig
 from paceline.deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
 from paceline.deployments.metrics import report_engine
 from paceline.rpc.access import Gate
-from paceline.rpc.bridge import Serving, on_engine
+from paceline.rpc.bridge import on_engine
 from paceline.rpc.generate_service import ModelInfo
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import start_server

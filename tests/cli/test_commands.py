@@ -36,7 +36,7 @@ def paceline(*arguments: object, code: str | None = None) -> subprocess.Complete
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=220,
         check=False,
     )
 
@@ -265,7 +265,7 @@ def test_console_script_generates_in_a_process_of_its_own() -> None:
         cwd=ROOT / "docs",  # not the folder that holds the packages
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=220,
         check=True,
     )
     assert json.loads(result.stdout)["num_tokens"] == len(json.loads(result.stdout)["token_ids"])
@@ -345,7 +345,7 @@ def test_reader_that_goes_away(arguments: list[str]) -> None:
         stdout=write_end,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
+        timeout=220,
         check=False,
     )
     os.close(write_end)

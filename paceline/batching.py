@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-from paceline.session import Session
+from paceline.view import SessionView
+
+S = TypeVar("S", bound=SessionView)
 
 BatchStrategy = Literal["ragged", "same_length", "pad", "split"]
 STRATEGIES: tuple[str, ...] = get_args(BatchStrategy)
@@ -63,7 +65,7 @@ class Batching:
         self._window = window
         self._passed_over: tuple[str, int] = "", 0  # the oldest one, and for how many steps
 
-    def choose(self, ready: Sequence[Session]) -> list[Session]:
+    def choose(self, ready: Sequence[S]) -> list[S]:
         """Those of ``ready``, the oldest first, that are verified now."""
         if not ready:
             return []
@@ -78,10 +80,10 @@ class Batching:
         self.counters.num_kv_padding += sum(padding)
         return chosen
 
-    def _group(self, ready: Sequence[Session]) -> list[Session]:
+    def _group(self, ready: Sequence[S]) -> list[S]:
         """A whole batch of one length, the one with the oldest session; none where it must wait."""
         size = self._size or len(ready)
-        by_length: dict[int, list[Session]] = {}
+        by_length: dict[int, list[S]] = {}
         for session in ready[: self._window]:
             by_length.setdefault(session.length, []).append(session)
         group = next((g[:size] for g in by_length.values() if len(g) >= size), [])

@@ -44,7 +44,7 @@ from paceline.lengths.ldlp import LengthPredictor
 from paceline.lengths.pearl import Pearl
 from paceline.lengths.round_trip import RoundTrip
 from paceline.lengths.specdecpp import SpecDecPP
-from paceline.models.exits import D3, DepthPolicy, SkipDecode, UnifiedLayerSkipping
+from paceline.models.exits import D3, SkipDecode, UnifiedLayerSkipping
 from paceline.shapes.base import Shape
 from paceline.shapes.confidence import ConfidenceTree
 from paceline.shapes.dyspec import DySpec
@@ -54,7 +54,7 @@ from paceline.shapes.rsd_c import BranchingVector
 from paceline.shapes.rsd_s import StochasticBeam
 from paceline.shapes.sequoia import sequoia_paths
 from paceline.shapes.template import TEMPLATES, Template
-from paceline.types import Need
+from paceline.types import DepthPolicy, Need
 
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel

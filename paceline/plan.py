@@ -25,10 +25,9 @@ from paceline.methods import (
     template_paths,
     while_pays,
 )
-from paceline.models.exits import DepthPolicy
 from paceline.shapes.base import Shape
 from paceline.shapes.rsd_c import BranchingVector
-from paceline.types import Need
+from paceline.types import DepthPolicy, Need
 
 # Wide enough to lose little acceptance, narrow enough to travel; any width is exact.
 DRAFT_SUPPORT = 64

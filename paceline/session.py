@@ -9,15 +9,18 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidArgument
+from paceline.lengths.base import depth_ahead
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import IncrementalDecoder
 from paceline.tree import height
-from paceline.types import Outcome
+from paceline.types import DepthPolicy, Draws, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
+    from paceline.config import SpeculationConfig
     from paceline.constraints import Constraint
     from paceline.lengths.base import LengthContext, LengthController
     from paceline.plan import Plan
+    from paceline.shapes.base import Shape
     from paceline.tokenizer import Tokenizer
 
 
@@ -176,6 +179,48 @@ class Session:
     def length(self) -> int:
         """Number of committed tokens, prompt included."""
         return len(self.token_ids)
+
+    # What the parts of its method read: see :class:`paceline.view.SessionView`.
+
+    @property
+    def drafter(self) -> str:
+        return self.plan.method.drafter
+
+    @property
+    def config(self) -> SpeculationConfig:
+        return self.plan.config
+
+    @property
+    def shape(self) -> Shape | None:
+        return self.plan.shape
+
+    @property
+    def draws(self) -> Draws:
+        return self.plan.rule.draws
+
+    @property
+    def chain_only(self) -> bool:
+        return self.plan.rule.chain_only
+
+    @property
+    def stop_rule(self) -> StopRule | None:
+        return self.length_controller.stop_rule
+
+    @property
+    def depth_ahead(self) -> int:
+        return depth_ahead(self.length_controller, self.config.num_speculative_tokens or 0)
+
+    @property
+    def depth_policy(self) -> DepthPolicy | None:
+        return self.plan.depth_policy
+
+    @property
+    def target_depth(self) -> DepthPolicy | None:
+        return self.plan.target_depth
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.plan.needs
 
     @property
     def output_ids(self) -> list[int]:

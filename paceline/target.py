@@ -14,9 +14,9 @@ from paceline.models.exits import layers_of
 from paceline.models.llama import LlamaRunner
 from paceline.models.prefix_cache import PrefixCache
 from paceline.numerics import Fingerprint
-from paceline.session import Session
 from paceline.tree import is_chain
 from paceline.types import Draft, FloatArray, IntArray, Need, Verification
+from paceline.view import SessionView
 
 
 class Target(Protocol):
@@ -44,24 +44,24 @@ class Target(Protocol):
     @property
     def kv_capacity(self) -> int: ...
 
-    def open(self, session: Session) -> None: ...
+    def open(self, session: SessionView) -> None: ...
 
-    def close(self, session: Session) -> None: ...
+    def close(self, session: SessionView) -> None: ...
 
-    def prefill_left(self, session: Session) -> int: ...
+    def prefill_left(self, session: SessionView) -> int: ...
 
     def verify(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[SessionView],
         drafts: Sequence[Draft],
         wants: frozenset[Need] = frozenset(),
-        prefill: Sequence[tuple[Session, int]] = (),
+        prefill: Sequence[tuple[SessionView, int]] = (),
         pseudo: Sequence[PseudoTokens | None] = (),
     ) -> list[Verification]: ...
 
-    def commit(self, session: Session, path: Sequence[int]) -> None: ...
+    def commit(self, session: SessionView, path: Sequence[int]) -> None: ...
 
-    def truncate(self, session: Session, length: int) -> None: ...
+    def truncate(self, session: SessionView, length: int) -> None: ...
 
     def exit_logits(self, states: torch.Tensor) -> torch.Tensor: ...
 
@@ -69,9 +69,9 @@ class Target(Protocol):
 _STATES = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
 
 
-def _shareable(session: Session) -> bool:
+def _shareable(session: SessionView) -> bool:
     """Whether all of its entries come from all layers."""
-    return session.plan.target_depth is None
+    return session.target_depth is None
 
 
 class ModelTarget:
@@ -134,15 +134,15 @@ class ModelTarget:
         """KV entries that no session uses."""
         return self.runner.num_free
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
         sequence = self._sequences[session.session_id] = self.runner.new_sequence()
         # A drafter that reads what the target computes for the prompt has to see all of it.
-        if self.prefixes is not None and _shareable(session) and not session.plan.needs & _STATES:
+        if self.prefixes is not None and _shareable(session) and not session.needs & _STATES:
             assert isinstance(self.runner, LlamaRunner)
             self.runner.adopt(sequence, session.token_ids[:-1], session.cache_scope)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         """Free a session's KV entries; a session that is not open is ignored.
 
         They stay in the prefix cache until their memory is needed, unless a step went wrong.
@@ -161,22 +161,22 @@ class ModelTarget:
         runner = self.runner
         return runner.prefixes if self.shares_prefixes and isinstance(runner, LlamaRunner) else None
 
-    def _publish(self, session: Session, sequence: KVSequence) -> None:
+    def _publish(self, session: SessionView, sequence: KVSequence) -> None:
         if self.prefixes is not None and _shareable(session):
             assert isinstance(self.runner, LlamaRunner)
             tokens = session.token_ids[: sequence.length]
             self.runner.publish(sequence, tokens, session.cache_scope)
 
-    def prefill_left(self, session: Session) -> int:
+    def prefill_left(self, session: SessionView) -> int:
         """Committed tokens that have no KV entry yet, without the last one."""
         return session.length - 1 - self._sequences[session.session_id].length
 
     def verify(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[SessionView],
         drafts: Sequence[Draft],
         wants: frozenset[Need] = frozenset(),
-        prefill: Sequence[tuple[Session, int]] = (),
+        prefill: Sequence[tuple[SessionView, int]] = (),
         pseudo: Sequence[PseudoTokens | None] = (),
     ) -> list[Verification]:
         """One forward over the last committed token and all nodes of each draft.
@@ -263,7 +263,7 @@ class ModelTarget:
         return result
 
     def _segment(
-        self, session: Session, draft: Draft, pseudo: PseudoTokens | None
+        self, session: SessionView, draft: Draft, pseudo: PseudoTokens | None
     ) -> tuple[Segment, list[int] | None]:
         """The last committed token and a draft as rows; where each of them is among the rows.
 
@@ -271,7 +271,7 @@ class ModelTarget:
         """
         sequence = self._sequences[session.session_id]
         ids = np.concatenate([[session.token_ids[-1]], draft.token_ids])
-        policy = session.plan.target_depth
+        policy = session.target_depth
         layers = None if policy is None else layers_of(policy, session, 0, self.num_layers)
         if sequence.num_pending and not self._drafted.get(session.session_id):
             self._forget_draft(session)  # nothing of it can go on
@@ -305,7 +305,7 @@ class ModelTarget:
         )  # fmt: skip
         return segment, np.argsort([*resumed, *new_rows]).tolist()
 
-    def commit(self, session: Session, path: Sequence[int]) -> None:
+    def commit(self, session: SessionView, path: Sequence[int]) -> None:
         """Keep the KV entries of the last committed token and of the accepted ``path``."""
         sequence = self._sequences[session.session_id]
         rows = [0, *(node + 1 for node in path)]
@@ -317,7 +317,7 @@ class ModelTarget:
 
     def draft(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[SessionView],
         steps: Sequence[Sequence[tuple[int, int]]],
         layers: Sequence[Sequence[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
@@ -367,7 +367,7 @@ class ModelTarget:
 
     def draft_chains(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[SessionView],
         num_tokens: int,
         exit_layer: int,
         stop_below: FloatArray | None = None,
@@ -399,14 +399,14 @@ class ModelTarget:
             }
         return chains
 
-    def _forget_draft(self, session: Session) -> None:
+    def _forget_draft(self, session: SessionView) -> None:
         """Free what was drafted for a round that did not come to be verified."""
         self._drafted.pop(session.session_id, None)
         sequence = self._sequences[session.session_id]
         if sequence.num_pending:
             self.runner.commit(sequence, ())
 
-    def truncate(self, session: Session, length: int) -> None:
+    def truncate(self, session: SessionView, length: int) -> None:
         """Forget everything after the first ``length`` committed tokens.
 
         Call it before the session's own tokens are cut. The last token that stays is computed

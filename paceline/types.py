@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -319,3 +319,73 @@ class Load:
     num_running: int
     num_waiting: int
     context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """A token that was just added to a chain draft, for controllers that stop token by token.
+
+    Attributes:
+        depth: 1 for the first drafted token.
+        token_id: the drafted token.
+        scores: the drafter's processed logits (over temperature, where above 0, and with the
+            noise of coupled sampling where the token was chosen with it); the token is their
+            argmax unless it was drawn from q.  # [k]
+        hidden: the draft model's last hidden state that gave ``scores``, where
+            the controller asks for it with ``wants_hidden``.  # [hidden_size] or None
+    """
+
+    depth: int
+    token_id: int
+    scores: npt.NDArray[np.floating[Any]]
+    hidden: torch.Tensor | None = None
+
+
+class StopRule(Protocol):
+    """Ends a chain draft early, token by token.
+
+    Attributes:
+        wants_hidden: whether it reads :attr:`DraftStep.hidden`.
+    """
+
+    wants_hidden: bool
+
+    def stop_after(self, step: DraftStep) -> bool:
+        """Whether the draft ends with this token."""
+        ...
+
+
+class DepthPolicy(Protocol):
+    """Chooses layers by the place of a token among the generated ones."""
+
+    def layers_at(self, index: int, length: int, num_layers: int) -> Sequence[int]:
+        """Layers, in order, for a generated token.
+
+        Args:
+            index: 0 for the last prompt token, whose output is the first generated one.
+            length: tokens that will be generated at most.
+        """
+        ...
+
+
+class RoundCosts(Protocol):
+    """What forwards and drafts cost on a machine, in seconds.
+
+    Attributes:
+        methods: of the catalogue, whose drafts were measured.
+        read_seconds: what a drafter takes to read a token that it has not drafted.
+    """
+
+    @property
+    def methods(self) -> tuple[str, ...]: ...
+
+    @property
+    def read_seconds(self) -> float: ...
+
+    def verify(self, nodes: float, batch: int) -> float:
+        """A target forward over so many nodes of each of ``batch`` sessions."""
+        ...
+
+    def draft(self, depth: int, batch: int) -> float:
+        """Drafts of a depth for ``batch`` sessions."""
+        ...

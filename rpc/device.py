@@ -36,6 +36,7 @@ from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionStatistics
 from paceline.tokenizer import Tokenizer, fingerprint
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
+from paceline.view import SessionView
 
 LADDER = (Mode.DEVICE, Mode.SERVER, Mode.AR)
 _LONGEST_COPY = 256  # tokens
@@ -54,14 +55,14 @@ class CopyAhead(Drafter):
         self._drafter = drafter
         self._found: dict[str, tuple[int, list[int]]] = {}  # where a copy begins, and its tokens
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._drafter.open(session)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._found.pop(session.session_id, None)
         self._drafter.close(session)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         wanted = [min(budget.depth, budget.nodes) for budget in budgets]
         asked = [Budget(_LONGEST_COPY, _LONGEST_COPY) if n > 0 else Budget(0, 0) for n in wanted]
         drafts = at_once(self._drafter.propose(sessions, asked))
@@ -71,7 +72,7 @@ class CopyAhead(Drafter):
             drafts[i] = Draft.chain(tokens[:count])
         return drafts
 
-    def draft_ahead(self, session: Session, budget: Budget) -> Draft:
+    def draft_ahead(self, session: SessionView, budget: Budget) -> Draft:
         """As :data:`paceline.rpc.remote_target.DraftAhead`."""
         start, tokens = self._found.get(session.session_id, (session.length, []))
         done = session.length - start
@@ -79,7 +80,7 @@ class CopyAhead(Drafter):
             return EMPTY_DRAFT
         return Draft.chain(tokens[done : done + budget.depth])
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         self._drafter.observe(sessions, outcomes)
 
 
@@ -96,13 +97,13 @@ class DeviceDrafter(Drafter):
         """As the drafter's own."""
         self._drafter.check_knobs(config)
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._drafter.open(session)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._drafter.close(session)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [self._known(session) for session in sessions]
         asking = [i for i, draft in enumerate(drafts) if draft is None]
         if asking:
@@ -113,12 +114,12 @@ class DeviceDrafter(Drafter):
                 drafts[i] = draft
         return [EMPTY_DRAFT if draft is None else draft for draft in drafts]
 
-    def _known(self, session: Session) -> Draft | None:
+    def _known(self, session: SessionView) -> Draft | None:
         if self._target.mode(session) is not Mode.DEVICE:
             return EMPTY_DRAFT  # the server does not ask for one
         return self._target.sent_ahead(session)
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """What became of drafts, except where the drafter has gone on meanwhile: it looks at the
         tokens then."""
         told = [
@@ -333,7 +334,7 @@ class DeviceClient:
         change = ModeChange(self.result.statistics.num_tokens, old, new)
         self.result.mode_changes.append(change)
 
-    def _on_alone(self, session: Session, token_ids: list[int]) -> None:
+    def _on_alone(self, session: SessionView, token_ids: list[int]) -> None:
         self._unverified = token_ids
         self._on_unverified(token_ids)
 

@@ -40,7 +40,7 @@ from paceline.types import EMPTY_DRAFT, Budget, Draft, Need
 
 if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ _CHANNEL_OPTIONS = (
 _FIRST_BACKOFF_S = 0.05
 _STUCK_AFTER = 5  # deadlines, until a silent stream is given up
 
-AskList = list[tuple["Session", Budget, "Future[Draft]"]]
+AskList = list[tuple["SessionView", Budget, "Future[Draft]"]]
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Ahead:
     expected_ids: list[int]  # the draft that is verified now, and the target's own token
     draft: Draft
 
-    def after(self, session: Session) -> Draft:
+    def after(self, session: SessionView) -> Draft:
         """The draft that follows the session's tokens; an empty one if they are not as expected."""
         come_true = session.token_ids[self.length :] == self.expected_ids
         return self.draft if come_true else EMPTY_DRAFT
@@ -213,7 +213,7 @@ class RemoteDrafter(Drafter):
 
     # --- Drafter ----------------------------------------------------------------------------------
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         """Tell the drafter to free the session's state."""
         with self._lock:
             connection = self._connection
@@ -225,7 +225,7 @@ class RemoteDrafter(Drafter):
             self._send(connection, frame, [])
 
     def propose(
-        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
         """One future for each session; all of them in one frame."""
         futures: list[Future[Draft]] = [Future() for _ in sessions]
@@ -264,7 +264,7 @@ class RemoteDrafter(Drafter):
         self,
         connection: _Connection,
         frame: draft_pb2.ProposeFrame,
-        session: Session,
+        session: SessionView,
         budget: Budget,
     ) -> None:
         told, asked = connection.told.get(session.session_id), budget.asked
@@ -275,7 +275,7 @@ class RemoteDrafter(Drafter):
             item.shadow = True
         if told is None:
             item.open.sampling.CopyFrom(sampling_to_message(_drafted_with(session.params)))
-            item.open.speculation.CopyFrom(speculation_to_message(session.plan.config))
+            item.open.speculation.CopyFrom(speculation_to_message(session.config))
             item.open.traceparent = session.traceparent
             item.open.prediction.extend(session.prediction)
             told = 0

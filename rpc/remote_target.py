@@ -48,7 +48,6 @@ from paceline.errors import (
     ResourceExhausted,
     SessionNotFound,
 )
-from paceline.lengths.base import depth_ahead
 from paceline.models.base import PseudoTokens
 from paceline.numerics import check_mismatch
 from paceline.rpc.client import open_channel
@@ -76,7 +75,6 @@ from paceline.rpc.messages import (
     sampling_to_message,
     speculation_to_message,
 )
-from paceline.session import Session
 from paceline.tree import is_chain
 from paceline.types import (
     EMPTY_DRAFT,
@@ -87,12 +85,13 @@ from paceline.types import (
     Verdict,
     Verification,
 )
+from paceline.view import SessionView
 
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[str], grpc.Channel]
 # A chain after the tokens of a session, which end in guesses.
-DraftAhead = Callable[[Session, Budget], Draft]
+DraftAhead = Callable[[SessionView, Budget], Draft]
 
 # After these another attempt, there or elsewhere, can help; everything else is the caller's to see.
 _TRANSIENT = (
@@ -284,7 +283,7 @@ class _Stream:
 class _Link:
     """What a session has to do with its server."""
 
-    def __init__(self, session: Session, owner: RemoteTarget) -> None:
+    def __init__(self, session: SessionView, owner: RemoteTarget) -> None:
         self.session = session
         self.mode = owner.first_mode
         self.rounds: deque[_Round] = deque()
@@ -446,7 +445,7 @@ class _Link:
         self.numerics_changed |= reply.numerics_changed
 
     def _draft_limits(self) -> common_pb2.Speculation:
-        config = self.session.plan.config
+        config = self.session.config
         depth = max(config.num_speculative_tokens or 0, config.length_max or 0)
         return speculation_to_message(
             SpeculationConfig(
@@ -774,7 +773,7 @@ class _Link:
         owner = self._owner
         if owner.draft_ahead is None or self._ahead_done or not self.rounds:
             return False
-        if self.session.stats.drafter_lost:
+        if self.session.drafter == "none":
             return False  # the loop has closed it
         if not is_chain(self.rounds[-1].draft.parent_indices):
             return False
@@ -795,9 +794,9 @@ class _Link:
         if guess and session.stops_at(last):
             self._ahead_done = True
             return
-        config = session.plan.config
-        depth = depth_ahead(session.length_controller, config.num_speculative_tokens or 0)
-        depth = min(depth, config.node_budget or 0, session.remaining - len(guess) - 2)
+        config = session.config
+        room = session.remaining - len(guess) - 2
+        depth = min(session.depth_ahead, config.node_budget or 0, room)
         committed = session.length
         self.went_ahead = True
         session.token_ids += guess
@@ -864,7 +863,7 @@ class RemoteTarget:
         connect: Connect = open_channel,
         patience: Patience | None = None,
         alone_ok: bool = False,
-        on_alone: Callable[[Session, list[int]], None] = lambda session, tokens: None,
+        on_alone: Callable[[SessionView, list[int]], None] = lambda session, tokens: None,
         numerics_mismatch: str = "refuse",
         first_mode: Mode = Mode.DEVICE,
         max_in_flight: int = MAX_IN_FLIGHT,
@@ -901,26 +900,26 @@ class RemoteTarget:
     def context_length(self) -> int:
         return self.info.context_length
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         """Open the session on a server, without waiting for it."""
         self._links[session.session_id] = _Link(session, self)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         """Free the session on its server; one that is not open is ignored."""
         link = self._links.pop(session.session_id, None)
         if link is not None:
             link.close()
 
-    def prefill_left(self, session: Session) -> int:
+    def prefill_left(self, session: SessionView) -> int:
         """0: the server computes prompts by itself."""
         return 0
 
     def verify(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[SessionView],
         drafts: Sequence[Draft],
         wants: frozenset[Need] = frozenset(),
-        prefill: Sequence[tuple[Session, int]] = (),
+        prefill: Sequence[tuple[SessionView, int]] = (),
         pseudo: Sequence[PseudoTokens | None] = (),
     ) -> list[Verification]:
         """Send all drafts, then wait for all verdicts; drafts ahead meanwhile.
@@ -938,10 +937,10 @@ class RemoteTarget:
         nothing = torch.empty(0, self.vocab_size)
         return [Verification(nothing, verdict=link.wait()) for link in links]
 
-    def commit(self, session: Session, path: Sequence[int]) -> None:
+    def commit(self, session: SessionView, path: Sequence[int]) -> None:
         """Nothing to do: the server has committed what its verdict says."""
 
-    def truncate(self, session: Session, length: int) -> None:
+    def truncate(self, session: SessionView, length: int) -> None:
         """Not possible: open a new session with the tokens that stay."""
         raise FailedPrecondition("a session of a remote target cannot be cut")
 
@@ -950,24 +949,24 @@ class RemoteTarget:
 
     # --- beside the loop ------------------------------------------------------------------------
 
-    def sent_ahead(self, session: Session) -> Draft | None:
+    def sent_ahead(self, session: SessionView) -> Draft | None:
         """The session's next draft, where it has left already."""
         link = self._links[session.session_id]
         return link.rounds[0].draft if link.rounds else None
 
-    def went_ahead(self, session: Session) -> bool:
+    def went_ahead(self, session: SessionView) -> bool:
         """Whether the drafter has drafted on guesses since its last proper draft."""
         return self._links[session.session_id].went_ahead
 
-    def mode(self, session: Session) -> Mode:
+    def mode(self, session: SessionView) -> Mode:
         """How the session gets its tokens."""
         return self._links[session.session_id].mode
 
-    def change_mode(self, session: Session, mode: Mode) -> None:
+    def change_mode(self, session: SessionView, mode: Mode) -> None:
         """Get the session's tokens in another way from its next round on."""
         self._links[session.session_id].change(mode)
 
-    def unverified(self, session: Session) -> list[int]:
+    def unverified(self, session: SessionView) -> list[int]:
         """Drafted tokens after the committed ones that no target has answered for yet."""
         link = self._links.get(session.session_id)
         return link.guess if link is not None else []

@@ -36,8 +36,8 @@ from paceline.methods import METHODS
 from paceline.rpc.draft_service import served_with
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.tls import ClientTls
-from paceline.session import Session
 from paceline.types import EMPTY_DRAFT, Budget, Draft
+from paceline.view import SessionView
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +139,12 @@ class RemotePool(Drafter):
         """Addresses of the replicas that answer."""
         return [address for address, remote in self._remotes.items() if remote.connected]
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         remote = self._remotes.get(self._places.pop(session.session_id, ""))
         if remote is not None:
             remote.close(session)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         until = time.perf_counter() + self._deadline_s
         groups: dict[str, list[int]] = {}
         for i, session in enumerate(sessions):
@@ -167,7 +167,7 @@ class RemotePool(Drafter):
                 drafts[i] = future.result()
         return drafts
 
-    def _place(self, session: Session) -> str:
+    def _place(self, session: SessionView) -> str:
         """The address of the session's replica; "" while none answers."""
         address = self._places.get(session.session_id, "")
         remote = self._remotes.get(address)

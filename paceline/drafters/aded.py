@@ -21,7 +21,7 @@ from paceline.drafters.base import Drafter
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 Bigram = tuple[int, int]
 Successors = tuple[tuple[int, ...], tuple[float, ...]]  # tokens and weights, best first
@@ -100,39 +100,39 @@ class Aded(Drafter):
         self.table = table
         self._states: dict[str, _State] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._states[session.session_id] = _State(session.params.seed)
         self._learn(session)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._states.pop(session.session_id, None)
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         for session in sessions:
             if session.session_id in self._states:
                 self._learn(session)
 
-    def _learn(self, session: Session) -> None:
+    def _learn(self, session: SessionView) -> None:
         state = self._states[session.session_id]
         self.table.learn(session.token_ids[max(0, state.num_learnt - 2) :])
         state.num_learnt = session.length
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return [self._propose(s, b) for s, b in zip(sessions, budgets, strict=True)]
 
-    def _propose(self, session: Session, budget: Budget) -> Draft:
+    def _propose(self, session: SessionView, budget: Budget) -> Draft:
         if min(budget.depth, budget.nodes) <= 0 or session.length < 2:
             return EMPTY_DRAFT
         state, latest = self._states[session.session_id], session.token_ids[-WINDOW:]
         for trigram in zip(latest, latest[1:], latest[2:], strict=False):
             state.gains[trigram] = min(HIGHEST_WEIGHT, state.gains.get(trigram, 0.0) + GAIN)
         successors = SessionTable(self.table, state.gains)
-        iterations = session.plan.config.search_iterations
+        iterations = session.config.search_iterations
         assert iterations is not None  # resolved
         root = search(
             (latest[-2], latest[-1]), successors, iterations, budget.depth - 1, state.random
         )
-        paths = most_visited(root, 1 if session.plan.rule.chain_only else NUM_PREFIXES)
+        paths = most_visited(root, 1 if session.chain_only else NUM_PREFIXES)
         return _trie([_extended(path, root, successors) for path in paths], budget)
 
 

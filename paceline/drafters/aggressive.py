@@ -15,7 +15,7 @@ from paceline.drafters.base import Drafter
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class AggressiveDecoding(Drafter):
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         ids = session.token_ids[: session.prompt_length]
         ends: dict[tuple[int, ...], int] = {}
         for length in _lengths(session):
@@ -49,13 +49,13 @@ class AggressiveDecoding(Drafter):
         state = self._states[session.session_id] = _State(ids, ends)
         _follow(state, session.output_ids)  # none, unless the session was opened again
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._states.pop(session.session_id, None)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return [self._propose(s, b) for s, b in zip(sessions, budgets, strict=True)]
 
-    def _propose(self, session: Session, budget: Budget) -> Draft:
+    def _propose(self, session: SessionView, budget: Budget) -> Draft:
         state, count = self._states[session.session_id], min(budget.depth, budget.nodes)
         if state.place is None:
             state.place = _find(state, session)
@@ -63,14 +63,14 @@ class AggressiveDecoding(Drafter):
             return EMPTY_DRAFT
         return Draft.chain(state.input_ids[state.place : state.place + count])
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
             _follow(self._states[session.session_id], outcome.token_ids)
 
 
-def _lengths(session: Session) -> range:
+def _lengths(session: SessionView) -> range:
     """Lengths of the n-grams that are looked for, longest first."""
-    config = session.plan.config
+    config = session.config
     assert config.ngram_min is not None  # resolved
     assert config.ngram_max is not None
     return range(config.ngram_max, config.ngram_min - 1, -1)
@@ -86,7 +86,7 @@ def _follow(state: _State, token_ids: Sequence[int]) -> None:
         state.place = place + 1 if same else None
 
 
-def _find(state: _State, session: Session) -> int | None:
+def _find(state: _State, session: SessionView) -> int | None:
     """Where to copy on: after the longest n-gram of the input that ends the output."""
     length = session.length - session.prompt_length
     for size in _lengths(session):

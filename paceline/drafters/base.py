@@ -11,19 +11,28 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from paceline.acceptance.base import PathLogits
-from paceline.lengths.base import ConfidenceStop, StopRule
+from paceline.lengths.base import ConfidenceStop
 from paceline.sampling import argmax_rows, coupled_sample
 from paceline.shapes.kary import chain
 from paceline.tree import align, is_chain, path_to, subset
-from paceline.types import EMPTY_DRAFT, Budget, Draft, FloatArray, Need, Outcome, Verification
+from paceline.types import (
+    EMPTY_DRAFT,
+    Budget,
+    Draft,
+    FloatArray,
+    Need,
+    Outcome,
+    StopRule,
+    Verification,
+)
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
     from paceline.models.base import PseudoTokens
     from paceline.models.heads.base import Head
-    from paceline.session import Session
     from paceline.shapes.base import Expander, Shape
     from paceline.target import ModelTarget
+    from paceline.view import SessionView
 
 
 class Drafter(ABC):
@@ -60,13 +69,13 @@ class Drafter(ABC):
             InvalidArgument: its model cannot serve the request.
         """
 
-    def open(self, session: Session) -> None:  # noqa: B027
+    def open(self, session: SessionView) -> None:  # noqa: B027
         """Prepare state for a session, which holds its prompt. Called once, before any round."""
 
-    def close(self, session: Session) -> None:  # noqa: B027
+    def close(self, session: SessionView) -> None:  # noqa: B027
         """Free the state of a session; unknown sessions are ignored."""
 
-    def read_prompt(self, session: Session, read: Verification) -> None:  # noqa: B027
+    def read_prompt(self, session: SessionView, read: Verification) -> None:  # noqa: B027
         """Take what the target computed for the next prompt tokens, chunk by chunk after ``open``.
 
         What it computed for the last of them comes with a round.
@@ -77,7 +86,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> Sequence[Draft | Future[Draft]]:
         """One draft for each session, at most as deep and large as its budget; or its future.
 
@@ -85,7 +94,7 @@ class Drafter(ABC):
         shadow drafts: see :attr:`Budget.asked`.
         """
 
-    def pseudo_tokens(self, session: Session, draft: Draft) -> PseudoTokens | None:
+    def pseudo_tokens(self, session: SessionView, draft: Draft) -> PseudoTokens | None:
         """Rows that the target computes along with ``draft``, the one that is verified.
 
         Parents count as in a verification: 0 is the last committed token, ``i + 1`` is node i, and
@@ -95,11 +104,11 @@ class Drafter(ABC):
         return None
 
     def observe(  # noqa: B027
-        self, sessions: Sequence[Session], outcomes: Sequence[Outcome]
+        self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]
     ) -> None:
         """Learn what became of the last drafts; the sessions hold the new tokens already."""
 
-    def suspend(self, session: Session, draft: Draft | Future[Draft] | None) -> None:
+    def suspend(self, session: SessionView, draft: Draft | Future[Draft] | None) -> None:
         """The session gives up its place, and is opened again later.
 
         Args:
@@ -145,14 +154,16 @@ class DrafterContext:
         return self.find_target()
 
 
-def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+def grow(
+    expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
+) -> list[Draft]:
     """``propose`` of an expanding drafter: each shape grows the trees of all of its sessions."""
     drafts = [EMPTY_DRAFT] * len(sessions)
     by_shape: dict[Shape, list[int]] = {}
     for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
         if min(budget.depth, budget.nodes) > 0:
-            assert session.plan.shape is not None  # every row with an expanding drafter has one
-            by_shape.setdefault(session.plan.shape, []).append(i)
+            assert session.shape is not None  # every row with an expanding drafter has one
+            by_shape.setdefault(session.shape, []).append(i)
     for shape, members in by_shape.items():
         grown = shape.build(expander, [sessions[i] for i in members], [budgets[i] for i in members])
         for i, draft in zip(members, grown, strict=True):
@@ -161,7 +172,7 @@ def grow(expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budg
 
 
 def greedy_chain_depth(
-    sessions: Sequence[Session], budgets: Sequence[Budget], *, stops: bool = False
+    sessions: Sequence[SessionView], budgets: Sequence[Budget], *, stops: bool = False
 ) -> int:
     """How deep the deepest draft is, where all are chains of argmax tokens that nothing ends early;
     0 where they are not.
@@ -175,9 +186,9 @@ def greedy_chain_depth(
     depth = max(depths, default=0)
     plain = all(
         (own == depth or session.remaining > depth)  # there is room for what will be cut
-        and session.plan.shape == chain()
+        and session.shape == chain()
         and session.params.is_plain_argmax
-        and _runs_on(session.length_controller.stop_rule, stops)
+        and _runs_on(session.stop_rule, stops)
         for session, own in zip(sessions, depths, strict=True)
     )
     return depth if plain else 0
@@ -187,12 +198,12 @@ def _runs_on(rule: StopRule | None, stops: bool) -> bool:
     return rule is None or (stops and isinstance(rule, ConfidenceStop))
 
 
-def stop_below(sessions: Sequence[Session], depth: int) -> FloatArray | None:
+def stop_below(sessions: Sequence[SessionView], depth: int) -> FloatArray | None:
     """Confidence below which a token ends its draft; None where no draft has an end.
 
     # [depth, num_sessions]
     """
-    rules = [session.length_controller.stop_rule for session in sessions]
+    rules = [session.stop_rule for session in sessions]
     table = np.zeros((depth, len(rules)), np.float32)
     for i, rule in enumerate(rules):
         if isinstance(rule, ConfidenceStop):
@@ -200,7 +211,7 @@ def stop_below(sessions: Sequence[Session], depth: int) -> FloatArray | None:
     return table if table.any() else None
 
 
-def target_tokens(session: Session, outcome: Outcome, nodes: Iterable[int]) -> list[int]:
+def target_tokens(session: SessionView, outcome: Outcome, nodes: Iterable[int]) -> list[int]:
     """The token that the target has after each of ``nodes`` (-1: the root), given its path.
 
     For ``observe``: the session holds the round's tokens already. At temperature 0 it is the
@@ -246,28 +257,28 @@ class LookupDrafter(Drafter, Generic[State]):
         self._fell_back: set[str] = set()
 
     @abstractmethod
-    def start(self, session: Session) -> State:
+    def start(self, session: SessionView) -> State:
         """What to remember of a session, which holds its prompt."""
 
     @abstractmethod
-    def find(self, session: Session, state: State, budget: Budget) -> Draft | None:
+    def find(self, session: SessionView, state: State, budget: Budget) -> Draft | None:
         """A draft within a budget of at least one token, or None."""
 
     def find_behind(
-        self, session: Session, state: State, drafted: list[int], room: int
+        self, session: SessionView, state: State, drafted: list[int], room: int
     ) -> list[int]:
         """Up to ``room`` tokens that may follow the session's and ``drafted``, a fallback's."""
         return []
 
-    def finish(self, session: Session, state: State) -> None:
+    def finish(self, session: SessionView, state: State) -> None:
         """Called when a session closes."""
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         if self.fallback is not None:
             self.fallback.open(session)
         self._states[session.session_id] = self.start(session)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._fell_back.discard(session.session_id)
         state = self._states.pop(session.session_id, None)
         try:
@@ -277,7 +288,7 @@ class LookupDrafter(Drafter, Generic[State]):
             if self.fallback is not None:
                 self.fallback.close(session)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
         without: list[int] = []
         for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
@@ -298,18 +309,18 @@ class LookupDrafter(Drafter, Generic[State]):
             drafts[i] = self._relayed(sessions[i], draft, limit, budgets[i])
         return drafts
 
-    def _relayed(self, session: Session, draft: Draft, limit: Budget, budget: Budget) -> Draft:
+    def _relayed(self, session: SessionView, draft: Draft, limit: Budget, budget: Budget) -> Draft:
         """A fallback's draft that became as long as it may, with what is found behind it."""
         size = min(limit.depth, limit.nodes)
         room = min(budget.depth, budget.nodes) - size
-        room = min(room, session.plan.config.relay_tokens or 0)
+        room = min(room, session.config.relay_tokens or 0)
         if room <= 0 or draft.num_nodes < size or not is_chain(draft.parent_indices):
             return draft
         drafted = draft.token_ids.tolist()
         state = self._states[session.session_id]
         return Draft.chain(drafted + self.find_behind(session, state, drafted, room))
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """The fallback sees its own drafts' outcomes, or all if it learns from the target."""
         if self.fallback is None:
             return
@@ -323,8 +334,8 @@ class LookupDrafter(Drafter, Generic[State]):
             self.fallback.observe([s for s, _ in pairs], [o for _, o in pairs])
 
 
-def _shallow(session: Session, budget: Budget) -> Budget:
-    depth = session.plan.config.fallback_depth
+def _shallow(session: SessionView, budget: Budget) -> Budget:
+    depth = session.config.fallback_depth
     return budget if depth is None else replace(budget, depth=min(budget.depth, depth))
 
 

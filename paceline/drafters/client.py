@@ -12,7 +12,7 @@ from paceline.errors import FailedPrecondition, SessionNotFound
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class ClientDrafter(Drafter):
@@ -51,7 +51,7 @@ class ClientDrafter(Drafter):
         if future is not None:
             future.cancel()
 
-    def suspend(self, session: Session, draft: Draft | Future[Draft] | None) -> None:
+    def suspend(self, session: SessionView, draft: Draft | Future[Draft] | None) -> None:
         """Keep a draft that came, or comes, until it is asked for again."""
         with self._lock:
             self._waiting.pop(session.session_id, None)
@@ -60,10 +60,10 @@ class ClientDrafter(Drafter):
             if draft is not None:
                 self._offered[session.session_id] = draft
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self.expect(session.session_id)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self.forget(session.session_id)
 
     def offer(self, session_id: str, draft: Draft) -> None:
@@ -85,7 +85,7 @@ class ClientDrafter(Drafter):
                 self._offered[session_id] = draft
 
     def propose(
-        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
         futures = []
         for session in sessions:

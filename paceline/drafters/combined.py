@@ -21,7 +21,7 @@ from paceline.tree import merge
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class Combined(Drafter):
@@ -37,8 +37,8 @@ class Combined(Drafter):
         self._part = part
         self._states: dict[str, dict[str, Draft]] = {}  # session -> part -> draft, in order
 
-    def open(self, session: Session) -> None:
-        names = session.plan.config.drafters
+    def open(self, session: SessionView) -> None:
+        names = session.config.drafters
         assert names is not None  # resolved
         self._states[session.session_id] = dict.fromkeys(names, EMPTY_DRAFT)
         try:
@@ -48,12 +48,12 @@ class Combined(Drafter):
             self.close(session)  # nobody else will
             raise
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         with ExitStack() as parts:  # all of them, even if one fails
             for name in self._states.pop(session.session_id, {}):
                 parts.callback(self._part(name).close, session)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         states = [self._states[session.session_id] for session in sessions]
         merged = [EMPTY_DRAFT] * len(sessions)
         asked = [min(budget.depth, budget.nodes) > 0 for budget in budgets]
@@ -67,7 +67,7 @@ class Combined(Drafter):
                 shares = []
                 for i in members:
                     left = budgets[i].nodes - merged[i].num_nodes
-                    if sessions[i].plan.rule.chain_only and merged[i].num_nodes:
+                    if sessions[i].chain_only and merged[i].num_nodes:
                         left = 0
                     nodes = -(-left // (len(states[i]) - turn))
                     shares.append(Budget(budgets[i].depth if nodes else 0, nodes))
@@ -80,7 +80,7 @@ class Combined(Drafter):
                         merged[i] = merge([merged[i], draft], budgets[i].nodes)
         return merged
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         states = [self._states.get(session.session_id, {}) for session in sessions]
         for turn in range(max(map(len, states), default=0)):
             for name, members in self._by_part(states, turn).items():

@@ -17,7 +17,7 @@ from paceline.drafters.base import LookupDrafter
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class FirstOccurrences:
@@ -52,21 +52,21 @@ class CopySpec(LookupDrafter[FirstOccurrences]):
 
     finds_chains = True
 
-    def start(self, session: Session) -> FirstOccurrences:
-        gamma = session.plan.config.min_match
+    def start(self, session: SessionView) -> FirstOccurrences:
+        gamma = session.config.min_match
         assert gamma is not None  # resolved
         state = FirstOccurrences(gamma)
         state.find(session.token_ids)  # index the prompt now, so that all rounds cost the same
         return state
 
-    def find(self, session: Session, state: FirstOccurrences, budget: Budget) -> Draft | None:
+    def find(self, session: SessionView, state: FirstOccurrences, budget: Budget) -> Draft | None:
         place = state.find(session.token_ids)
         if place is None:
             return None
         return Draft.chain(session.token_ids[place : place + min(budget.depth, budget.nodes)])
 
     def find_behind(
-        self, session: Session, state: FirstOccurrences, drafted: list[int], room: int
+        self, session: SessionView, state: FirstOccurrences, drafted: list[int], room: int
     ) -> list[int]:
         place = state.find(session.token_ids, drafted)
         return [] if place is None else (session.token_ids[place : place + room] + drafted)[:room]

@@ -19,8 +19,8 @@ from paceline.models.llama import LlamaRunner
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
     from paceline.shapes.base import Shape
+    from paceline.view import SessionView, TokensView
 
 PREFILL_CHUNK = 512
 _HIDDEN = frozenset({Need.HIDDEN_STATES})
@@ -72,15 +72,15 @@ class DraftModel(Drafter):
         self.vocab_size = vocab_size
         self._padding = vocab_size - self.runner.vocab_size
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._states[session.session_id] = _State(self.runner.new_sequence())
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         state = self._states.pop(session.session_id, None)
         if state is not None:
             self.runner.free(state.sequence)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
         # Sessions of one step may use different shapes; each shape grows all of its trees at once.
         by_shape: dict[Shape, list[int]] = {}
@@ -88,8 +88,8 @@ class DraftModel(Drafter):
             # Its context may be shorter than the target's.
             fits = session.length + budget.depth <= self.runner.context_length
             if fits and min(budget.depth, budget.nodes) > 0:
-                assert session.plan.shape is not None  # every row with this drafter has one
-                by_shape.setdefault(session.plan.shape, []).append(i)
+                assert session.shape is not None  # every row with this drafter has one
+                by_shape.setdefault(session.shape, []).append(i)
         for shape, members in by_shape.items():
             chosen, limits = [sessions[i] for i in members], [budgets[i] for i in members]
             grown = self._greedy_chains(chosen, limits) or shape.build(self, chosen, limits)
@@ -98,7 +98,7 @@ class DraftModel(Drafter):
         return drafts
 
     def _greedy_chains(
-        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
         """Chains by argmax, in one call of the model; None where it cannot."""
         runner, depth = self.runner, greedy_chain_depth(sessions, budgets, stops=True)
@@ -124,7 +124,7 @@ class DraftModel(Drafter):
             drafts.append(Draft.chain(chain[: min(budget.depth, budget.nodes)]))
         return drafts
 
-    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+    def root(self, sessions: Sequence[TokensView]) -> torch.Tensor:
         """Catch up with the committed tokens; logits after the last.  # [num_sessions, vocab]"""
         segments = [
             Segment(
@@ -135,7 +135,7 @@ class DraftModel(Drafter):
         ]  # fmt: skip
         return self._logits(sessions, segments)
 
-    def _catch_up(self, sessions: Sequence[Session]) -> list[list[int]]:
+    def _catch_up(self, sessions: Sequence[TokensView]) -> list[list[int]]:
         """Forget what was not committed and read long prompts, chunk by chunk.
 
         Returns:
@@ -158,7 +158,7 @@ class DraftModel(Drafter):
         return lacking
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[TokensView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
         segments = []
         for session, frontier in zip(sessions, frontiers, strict=True):
@@ -175,8 +175,8 @@ class DraftModel(Drafter):
             segments.append(Segment(state.sequence, tokens, np.asarray(parents, np.int32)))
         return self._logits(sessions, segments)
 
-    def _logits(self, sessions: Sequence[Session], segments: Sequence[Segment]) -> torch.Tensor:
-        rules = (session.length_controller.stop_rule for session in sessions)
+    def _logits(self, sessions: Sequence[TokensView], segments: Sequence[Segment]) -> torch.Tensor:
+        rules = (session.stop_rule for session in sessions)
         wanted = any(rule is not None and rule.wants_hidden for rule in rules)
         result = self.runner.forward(segments, _HIDDEN if wanted else frozenset())
         self.last_hidden = result.beside_logits(Need.HIDDEN_STATES)
@@ -184,7 +184,7 @@ class DraftModel(Drafter):
         # A negative padding cuts.
         return F.pad(logits, (0, self._padding), value=-torch.inf) if self._padding else logits
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Keep the KV entries of accepted nodes that were expanded; the rest is caught up later."""
         for session, outcome in zip(sessions, outcomes, strict=True):
             state = self._states.get(session.session_id)

@@ -14,7 +14,7 @@ from paceline.sampling import argmax_rows
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class _Reading:
@@ -34,19 +34,19 @@ class HeadDrafter(Drafter):
         (self._feature,) = head.needs - {Need.TREE_LOGITS}
         self._readings: dict[str, _Reading] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._readings[session.session_id] = _Reading(self._head.new_state())
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         reading = self._readings.pop(session.session_id, None)
         if reading is not None:
             self._head.free(reading.state)
 
-    def read_prompt(self, session: Session, read: Verification) -> None:
+    def read_prompt(self, session: SessionView, read: Verification) -> None:
         self._readings[session.session_id].features.append(read.extras[self._feature])
 
     @torch.no_grad()
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
         deepest = self._head.max_depth
         if deepest is not None:
@@ -66,7 +66,7 @@ class HeadDrafter(Drafter):
         return drafts
 
     def _greedy_chains(
-        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
         depth = greedy_chain_depth(sessions, budgets)
         if not depth:
@@ -76,10 +76,10 @@ class HeadDrafter(Drafter):
         sizes = [min(budget.depth, budget.nodes) for budget in budgets]
         return [Draft.chain(chain[:size]) for chain, size in zip(chains, sizes, strict=True)]
 
-    def _states_of(self, sessions: Sequence[Session]) -> list[State]:
+    def _states_of(self, sessions: Sequence[SessionView]) -> list[State]:
         return [self._readings[session.session_id].state for session in sessions]
 
-    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
         features, following = [], []
         for session in sessions:
             reading = self._readings[session.session_id]
@@ -92,11 +92,11 @@ class HeadDrafter(Drafter):
         return self._head.root(self._states_of(sessions), features, following)
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
         return self._head.expand(self._states_of(sessions), frontiers)
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Keep the features of the tokens whose KV entries were committed."""
         for session, outcome in zip(sessions, outcomes, strict=True):
             reading = self._readings.get(session.session_id)

@@ -20,7 +20,7 @@ from paceline.drafters.base import Drafter, target_tokens
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 Blocks = Literal["whole", "blocks", "hybrid"]
 
@@ -45,16 +45,16 @@ class Jacobi(Drafter):
         self._blocks = blocks
         self._states: dict[str, list[int]] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._states[session.session_id] = []
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._states.pop(session.session_id, None)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return [self._propose(s, b) for s, b in zip(sessions, budgets, strict=True)]
 
-    def _propose(self, session: Session, budget: Budget) -> Draft:
+    def _propose(self, session: SessionView, budget: Budget) -> Draft:
         count = min(budget.depth, budget.nodes, self._room(session))
         if count <= 0:
             return EMPTY_DRAFT
@@ -66,18 +66,18 @@ class Jacobi(Drafter):
             guesses = guesses[: next(ends, count)]
         return Draft.chain(guesses)
 
-    def _room(self, session: Session) -> int:
+    def _room(self, session: SessionView) -> int:
         """Guesses that the current block has room for; a window has what the budget allows."""
         if self._blocks == "whole":
             return MAX_DEPTH
-        config = session.plan.config
+        config = session.config
         size = (config.num_speculative_tokens or 0) + 1
         done = session.length - session.prompt_length
         if self._blocks == "hybrid" and done >= (config.parallel_tokens or session.prompt_length):
             return 0
         return size - done % size - 1
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
             # The last committed token stands where node len(token_ids) - 1 had been guessed.
             later = range(len(outcome.token_ids) - 1, outcome.draft.num_nodes)

@@ -29,7 +29,7 @@ from paceline.tree import merge
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 _MAX_KEYS = 8192  # first tokens that a pool remembers
 
@@ -84,14 +84,14 @@ class Lookahead(Drafter):
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         """The window and the pool are made for the first draft."""
 
-    def _start(self, session: Session) -> _State:
+    def _start(self, session: SessionView) -> _State:
         window, size, guesses = _sizes(session)
         state = self._states[session.session_id] = _State(NGramPool(guesses))
         ids = session.token_ids
-        if session.plan.config.pool_from_prompt:
+        if session.config.pool_from_prompt:
             for end in range(size, len(ids) + 1):
                 state.pool.add(ids[end - size : end])
         # Any tokens will do to start with; those of the prompt are likely ones.
@@ -99,13 +99,13 @@ class Lookahead(Drafter):
         state.levels.append([ids[i] for i in random.integers(0, len(ids), window)])
         return state
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._states.pop(session.session_id, None)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return [self._propose(s, b) for s, b in zip(sessions, budgets, strict=True)]
 
-    def _propose(self, session: Session, budget: Budget) -> Draft:
+    def _propose(self, session: SessionView, budget: Budget) -> Draft:
         if min(budget.depth, budget.nodes) <= 0:
             return EMPTY_DRAFT
         state = self._states.get(session.session_id) or self._start(session)
@@ -113,7 +113,7 @@ class Lookahead(Drafter):
         paths = [*state.pool.get(session.token_ids[-1]), *state.columns()]
         return merge([Draft.chain(path[: budget.depth]) for path in paths], budget.nodes)
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
             if outcome.draft.num_nodes:  # no column was verified otherwise
                 self._refine(self._states[session.session_id], outcome, _sizes(session)[1])
@@ -139,9 +139,9 @@ class Lookahead(Drafter):
             del state.levels[0]
 
 
-def _sizes(session: Session) -> tuple[int, int, int]:
+def _sizes(session: SessionView) -> tuple[int, int, int]:
     """W, N and G."""
-    config = session.plan.config
+    config = session.config
     assert config.window_size is not None  # resolved
     assert config.ngram_size is not None
     assert config.pool_guesses is not None

@@ -9,11 +9,11 @@ from paceline.drafters.base import Drafter
 from paceline.types import EMPTY_DRAFT, Budget, Draft
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class NoDrafter(Drafter):
     """Proposes nothing."""
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return [EMPTY_DRAFT] * len(sessions)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -25,10 +25,10 @@ from paceline.sampling import gumbel_at
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
-    from paceline.drafters.draft_model import DraftModel
-    from paceline.lengths.base import StopRule
-    from paceline.session import Session
+    from paceline.models.base import ModelRunner
     from paceline.tokenizer import Tokenizer
+    from paceline.types import StopRule
+    from paceline.view import SessionView, TokensView
 
 MAX_NGRAM = 8  # draft tokens of one pair
 MAX_PAIRS = 65_536
@@ -126,14 +126,32 @@ def _ends(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[float]:
     return ends
 
 
-class _NoStop:
-    stop_rule: StopRule | None = None
+class TokenModel(Protocol):
+    """A draft model that drafts chains by itself, and answers what comes after a few tokens."""
+
+    runner: ModelRunner
+
+    def open(self, session: SessionView) -> None: ...
+
+    def close(self, session: SessionView) -> None: ...
+
+    def propose(
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
+    ) -> list[Draft]: ...
+
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None: ...
+
+    def root(self, sessions: Sequence[TokensView]) -> torch.Tensor: ...
+
+    def expand(
+        self, sessions: Sequence[TokensView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> torch.Tensor: ...
 
 
 class _Mirror:
     """A session in draft tokens, as the draft model looks at it."""
 
-    length_controller = _NoStop()
+    stop_rule: StopRule | None = None
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
@@ -151,20 +169,20 @@ class OmniDraft(Drafter):
 
     rewinds = True
 
-    def __init__(self, model: DraftModel, translator: Translator | None = None) -> None:
+    def __init__(self, model: TokenModel, translator: Translator | None = None) -> None:
         self.model = model
         self.translator = translator
         self._states: dict[str, _Mirror] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self.model.open(session)
         self._states[session.session_id] = _Mirror(session.session_id)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._states.pop(session.session_id, None)
         self.model.close(session)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         if self.translator is None:
             return self.model.propose(sessions, budgets)
         drafts = [EMPTY_DRAFT] * len(sessions)
@@ -182,22 +200,22 @@ class OmniDraft(Drafter):
                 drafts[i] = Draft.chain(self.translator.translate(drafted, depth))
         return drafts
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """With a translator nothing: the next draft is made from the text."""
         if self.translator is None:
             self.model.observe(sessions, outcomes)
 
-    def _learn(self, mirror: _Mirror, session: Session) -> None:
+    def _learn(self, mirror: _Mirror, session: SessionView) -> None:
         assert self.translator is not None
         length = session.length
         if length - mirror.num_learned >= WINDOW // 4 or not mirror.num_learned:
             self.translator.learn_from(session.token_ids[-min(WINDOW, length) :])
             mirror.num_learned = length
 
-    def _draft(self, asked: Sequence[tuple[Session, _Mirror, int]]) -> list[list[int]]:
+    def _draft(self, asked: Sequence[tuple[SessionView, _Mirror, int]]) -> list[list[int]]:
         """Chains of draft tokens, each as long as its depth."""
         drafted: list[list[int]] = [[] for _ in asked]
-        mirrors = cast("list[Session]", [mirror for _, mirror, _ in asked])
+        mirrors = [mirror for _, mirror, _ in asked]
         logits = self.model.root(mirrors)  # [len(asked), draft_vocab_size]
         active = list(range(len(asked)))
         while True:
@@ -209,7 +227,7 @@ class OmniDraft(Drafter):
             steps = [[(len(d) - 1, d[-1], len(d) - 2)] for d in (drafted[i] for i in active)]
             logits = self.model.expand([mirrors[i] for i in active], steps)
 
-    def _choose(self, session: Session, drafted: list[int], logits: torch.Tensor) -> int:
+    def _choose(self, session: SessionView, drafted: list[int], logits: torch.Tensor) -> int:
         params = session.params
         if params.temperature == 0:
             return int(logits.argmax())

@@ -17,7 +17,7 @@ from paceline.drafters.base import LookupDrafter
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 MIN_MATCH = 2
 _LONGEST_MATCH = 16  # tokens by which places are told apart
@@ -98,12 +98,12 @@ class PredictedOutputs(LookupDrafter[_State]):
 
     finds_chains = True
 
-    def start(self, session: Session) -> _State:
-        min_match = session.plan.config.min_match
+    def start(self, session: SessionView) -> _State:
+        min_match = session.config.min_match
         assert min_match is not None  # resolved
         return _State(Follower(session.prediction, min_match), session.prompt_length)
 
-    def find(self, session: Session, state: _State, budget: Budget) -> Draft | None:
+    def find(self, session: SessionView, state: _State, budget: Budget) -> Draft | None:
         state.follower.extend(session.token_ids[state.seen :])
         state.seen = session.length
         tokens = state.follower.expected(min(budget.depth, budget.nodes))

@@ -14,7 +14,7 @@ from paceline.drafters.base import Drafter
 from paceline.types import EMPTY_DRAFT, Budget, Draft
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class _SuffixIndex:
@@ -51,19 +51,19 @@ class PromptLookup(Drafter):
     def __init__(self) -> None:
         self._indexes: dict[str, _SuffixIndex] = {}
 
-    def open(self, session: Session) -> None:
-        config = session.plan.config
+    def open(self, session: SessionView) -> None:
+        config = session.config
         assert config.ngram_min is not None  # resolved
         assert config.ngram_max is not None
         self._indexes[session.session_id] = _SuffixIndex(config.ngram_min, config.ngram_max)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._indexes.pop(session.session_id, None)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return [self._propose(s, b) for s, b in zip(sessions, budgets, strict=True)]
 
-    def _propose(self, session: Session, budget: Budget) -> Draft:
+    def _propose(self, session: SessionView, budget: Budget) -> Draft:
         count = min(budget.depth, budget.nodes)
         if count <= 0:
             return EMPTY_DRAFT

@@ -24,7 +24,7 @@ from paceline.shapes.template import Template
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class _Round:
@@ -48,13 +48,13 @@ class PseudoTokenDrafter(Drafter):
         self._accuracy = tuple(tuple(row) for row in head.accuracy.tolist())
         self._rounds: dict[str, _Round] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._rounds[session.session_id] = _Round(self._head.new_state())
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._rounds.pop(session.session_id, None)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
         by_tree: dict[tuple[Path, ...], list[int]] = {}
         for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
@@ -76,7 +76,7 @@ class PseudoTokenDrafter(Drafter):
         known = 0 if turn.guesses is None else len(turn.guesses)
         return best_trees(self._accuracy[:depth], budget.nodes)[min(known, depth)]
 
-    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
         states, features = [], []
         for session in sessions:
             turn = self._rounds[session.session_id]
@@ -86,12 +86,12 @@ class PseudoTokenDrafter(Drafter):
         return self._head.root(states, features, [session.token_ids[-1:] for session in sessions])
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
         states = [self._rounds[session.session_id].state for session in sessions]
         return self._head.expand(states, frontiers)
 
-    def pseudo_tokens(self, session: Session, draft: Draft) -> PseudoTokens | None:
+    def pseudo_tokens(self, session: SessionView, draft: Draft) -> PseudoTokens | None:
         """Those that the tree wants, chains behind the nodes of the draft."""
         turn = self._rounds[session.session_id]
         num_rows = draft.num_nodes + 1
@@ -120,7 +120,7 @@ class PseudoTokenDrafter(Drafter):
 
         return PseudoTokens(np.asarray(parents, np.int32), head.first_layer, inputs)
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Keep the guesses behind the last accepted node."""
         for session, outcome in zip(sessions, outcomes, strict=True):
             turn = self._rounds.get(session.session_id)

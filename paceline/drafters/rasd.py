@@ -24,8 +24,8 @@ from paceline.tree import merge, subset
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
     from paceline.shapes.base import Expander, Rows
+    from paceline.view import SessionView
 
 STORE_TOKENS = 65_536  # of earlier outputs, all together; the oldest output goes first
 MAX_PLACES = 32  # latest places of a pair of tokens that are looked at, in each store
@@ -128,13 +128,13 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)  # hidden states, for length controllers
 
-    def root(self, sessions: Sequence[Session]) -> Rows:
+    def root(self, sessions: Sequence[SessionView]) -> Rows:
         rows = self._model.root(sessions)
         self._keep(rows, [(session.session_id, ()) for session in sessions])
         return rows
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Rows:
         rows, keys = self._model.expand(sessions, frontiers), []
         for session, frontier in zip(sessions, frontiers, strict=True):
@@ -190,18 +190,18 @@ class Rasd(Drafter):
         self._earlier = Store(STORE_TOKENS)
         self._states: dict[str, tuple[Store, Draft]] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         own = Store(session.max_length + 1)
         own.add(())
         self._model.open(session)
         self._states[session.session_id] = own, EMPTY_DRAFT
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         if self._states.pop(session.session_id, None) is not None:
             self._earlier.add(session.output_ids)
             self._model.close(session)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
         able = [i for i, b in enumerate(budgets) if min(b.depth, b.nodes) > 0]
         for session in sessions:
@@ -212,7 +212,7 @@ class Rasd(Drafter):
                 drafts[i] = draft
         return drafts
 
-    def _propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def _propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         retrieved, shares = [], []
         for session, budget in zip(sessions, budgets, strict=True):
             own, _ = self._states[session.session_id]
@@ -221,7 +221,7 @@ class Rasd(Drafter):
             tree = retrieve((own, self._earlier), tail, budget.depth, budget.nodes)
             retrieved.append(tree)
             nodes = budget.nodes - min(tree.num_nodes, budget.nodes // 2)
-            if session.plan.rule.chain_only:
+            if session.chain_only:
                 nodes = budget.nodes
             fits = session.length + budget.depth <= self._context_length
             shares.append(Budget(budget.depth, nodes) if fits else Budget(0, 0))
@@ -235,11 +235,11 @@ class Rasd(Drafter):
             known = {
                 p: row for (name, p), row in watched.rows.items() if name == session.session_id
             }
-            tree = prune(tree, known, session.plan.config.prune_threshold or 0.0)
-            drafts.append(_fuse(base, tree, budget, session.plan.rule.chain_only))
+            tree = prune(tree, known, session.config.prune_threshold or 0.0)
+            drafts.append(_fuse(base, tree, budget, session.chain_only))
         return drafts
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         members = [i for i, s in enumerate(sessions) if s.session_id in self._states]
         parts = [
             part_outcome(outcomes[i], self._states[sessions[i].session_id][1], self._model.needs)

@@ -27,7 +27,7 @@ from paceline.types import Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 PREFILL_CHUNK = 512
 _NO_TOKENS = np.empty(0, np.int64)
@@ -117,8 +117,8 @@ class S2D(Drafter):
         """Raises InvalidArgument for an exit that the draft model does not have."""
         check_exits(config, self.runner.config.num_layers, "the draft model")
 
-    def open(self, session: Session) -> None:
-        config = session.plan.config
+    def open(self, session: SessionView) -> None:
+        config = session.config
         threshold = config.exit_threshold or 0.0
         exits = tuple(sorted(set(config.exit_layers or halvings(self.runner.config.num_layers))))
         if threshold == 0.0:
@@ -129,12 +129,12 @@ class S2D(Drafter):
         state.forget()
         self._states[session.session_id] = state
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         state = self._states.pop(session.session_id, None)
         if state is not None:
             self.runner.free(state.sequence)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         context = self.runner.context_length  # which may be shorter than the target's
         fitting = [
             budget if session.length + budget.depth <= context else Budget(0, 0)
@@ -142,7 +142,7 @@ class S2D(Drafter):
         ]
         return grow(self, sessions, fitting)
 
-    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
         """Catch up with the committed tokens; logits after the last.  # [num_sessions, vocab]"""
         rows, segments = [], []
         for session in sessions:
@@ -164,7 +164,7 @@ class S2D(Drafter):
         return self._settle(rows, result.logits[last])
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
         rows, segments = [], []
         for session, frontier in zip(sessions, frontiers, strict=True):
@@ -219,7 +219,7 @@ class S2D(Drafter):
             segments.append(state.deepen(going, state.exits[stage]))
         return self.runner.forward(segments).logits[places]
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Keep the entries of accepted tokens, once they have been through all layers in use."""
         kept: dict[str, list[int]] = {}
         for session, outcome in zip(sessions, outcomes, strict=True):

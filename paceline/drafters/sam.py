@@ -14,7 +14,7 @@ from paceline.drafters.base import Drafter, LookupDrafter
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 MAX_CORPUS = 100_000  # tokens in each of two automata, 0.4 KB each
 _BORDER = -1  # between two sequences of a corpus; no context contains it
@@ -125,13 +125,13 @@ class SamDecoding(LookupDrafter[_State]):
         self._max_corpus = max_corpus
         self._corpora = [SuffixAutomaton()]  # the newest first
 
-    def start(self, session: Session) -> _State:
+    def start(self, session: SessionView) -> _State:
         state = _State()
         self._catch_up(session, state)
         return state
 
-    def find(self, session: Session, state: _State, budget: Budget) -> Draft | None:
-        config = session.plan.config
+    def find(self, session: SessionView, state: _State, budget: Budget) -> Draft | None:
+        config = session.config
         assert config.min_match is not None  # resolved
         assert config.corpus_bias is not None
         self._catch_up(session, state)
@@ -158,7 +158,7 @@ class SamDecoding(LookupDrafter[_State]):
             tokens = tokens[: tokens.index(_BORDER)]
         return Draft.chain(tokens) if tokens else None
 
-    def _catch_up(self, session: Session, state: _State) -> None:
+    def _catch_up(self, session: SessionView, state: _State) -> None:
         known = {id(cursor.automaton): cursor for cursor in state.cursors}
         state.cursors = [known.get(id(corpus)) or Cursor(corpus) for corpus in self._corpora]
         for token in session.token_ids[len(state.own.tokens) :]:
@@ -166,7 +166,7 @@ class SamDecoding(LookupDrafter[_State]):
             for cursor in state.cursors:
                 cursor.advance(token)
 
-    def finish(self, session: Session, state: _State) -> None:
+    def finish(self, session: SessionView, state: _State) -> None:
         """The output joins the corpus."""
         output = session.output_ids[: self._max_corpus - 1]
         if not output:

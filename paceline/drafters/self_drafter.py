@@ -20,8 +20,8 @@ from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
-    from paceline.session import Session
     from paceline.target import ModelTarget
+    from paceline.view import SessionView
 
 
 class SelfDrafter(Drafter):
@@ -38,19 +38,19 @@ class SelfDrafter(Drafter):
         """Raises InvalidArgument for an exit that the target does not have."""
         check_exits(config, self._target.num_layers, "the target")
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         """Nothing is kept from round to round."""
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._layers.pop(session.session_id, None)
         self._entries.pop(session.session_id, None)
 
-    def exit_layer(self, session: Session, budget: Budget) -> int:
+    def exit_layer(self, session: SessionView, budget: Budget) -> int:
         """Where drafting leaves the model: what the controller or else the request says."""
         default = max(1, self._target.num_layers // 3)
-        return budget.exit_layer or session.plan.config.exit_layer or default
+        return budget.exit_layer or session.config.exit_layer or default
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
         able = [i for i, b in enumerate(budgets) if min(b.depth, b.nodes) > 0]
         if able:
@@ -59,9 +59,9 @@ class SelfDrafter(Drafter):
                 drafts[i] = draft
         return drafts
 
-    def _propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def _propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         for session, budget in zip(sessions, budgets, strict=True):
-            policy = session.plan.depth_policy
+            policy = session.depth_policy
             if policy is None:
                 layers: Sequence[int] = range(self.exit_layer(session, budget))
             else:
@@ -70,11 +70,11 @@ class SelfDrafter(Drafter):
         return self._greedy_chains(sessions, budgets) or grow(self, sessions, budgets)
 
     def _greedy_chains(
-        self, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
         depth = greedy_chain_depth(sessions, budgets, stops=True)
         layers = {tuple(self._layers[session.session_id]) for session in sessions}
-        if not depth or len(layers) > 1 or sessions[0].plan.depth_policy is not None:
+        if not depth or len(layers) > 1 or sessions[0].depth_policy is not None:
             return None
         ends = stop_below(sessions, depth)
         chains = self._target.draft_chains(sessions, depth, len(layers.pop()), ends)
@@ -83,13 +83,13 @@ class SelfDrafter(Drafter):
         sizes = [min(budget.depth, budget.nodes) for budget in budgets]
         return [Draft.chain(chain[:size]) for chain, size in zip(chains, sizes, strict=True)]
 
-    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
         for session in sessions:
             self._entries[session.session_id] = {-1: -1}
         return self.expand(sessions, [[(-1, s.token_ids[-1], -1)] for s in sessions])
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
         steps, layers = [], []
         for session, frontier in zip(sessions, frontiers, strict=True):
@@ -102,5 +102,5 @@ class SelfDrafter(Drafter):
             self._entries[session.session_id] |= dict(zip(nodes, new, strict=True))
         return logits
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Nothing: verification commits the entries."""

@@ -25,7 +25,7 @@ from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.types import Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 PREFILL_CHUNK = 512
 # Guesses need logits of a whole segment, so none are made along with a prompt.
@@ -98,30 +98,30 @@ class Staged(Drafter):
         self._wants: frozenset[Need] = frozenset()  # of this round's length controllers
         self.last_hidden: torch.Tensor | None = None  # of the last answer, a row for each row
 
-    def open(self, session: Session) -> None:
-        config = session.plan.config
+    def open(self, session: SessionView) -> None:
+        config = session.config
         assert config.ngram_min is not None  # resolved
         assert config.ngram_max is not None
         ngrams = _Ngrams(config.ngram_min, config.ngram_max)
         self._states[session.session_id] = _State(self.runner.new_sequence(), ngrams)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         state = self._states.pop(session.session_id, None)
         if state is not None:
             self.runner.free(state.sequence)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         fitting = []
         for session, budget in zip(sessions, budgets, strict=True):
             fits = session.length + budget.depth <= self.runner.context_length
             fitting.append(budget if fits else Budget(0, 0))
             self._states[session.session_id].budget = fitting[-1]
-        rules = [session.length_controller.stop_rule for session in sessions]
+        rules = [session.stop_rule for session in sessions]
         wanted = any(rule is not None and rule.wants_hidden for rule in rules)
         self._wants = frozenset({Need.HIDDEN_STATES}) if wanted else frozenset()
         return grow(self, sessions, fitting)
 
-    def root(self, sessions: Sequence[Session]) -> torch.Tensor:
+    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
         """Catch up with the committed tokens; logits after the last.  # [num_sessions, vocab]"""
         segments, computed = [], []
         for session in sessions:
@@ -147,7 +147,7 @@ class Staged(Drafter):
         return self._answer([self._states[s.session_id].rows[()] for s in sessions])
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
         """Logits after new nodes, from a forward only for those that nobody guessed."""
         members, segments, computed, answer = [], [], [], []
@@ -175,9 +175,9 @@ class Staged(Drafter):
         self.last_hidden = torch.stack(hidden) if len(hidden) == len(rows) else None
         return torch.stack([logits for logits, _ in rows])
 
-    def _ahead(self, session: Session, path: Path) -> list[int]:
+    def _ahead(self, session: SessionView, path: Path) -> list[int]:
         """The n-gram stage's guesses after a node: as deep as the chain will be expanded."""
-        config, state = session.plan.config, self._states[session.session_id]
+        config, state = session.config, self._states[session.session_id]
         if config.shape != "chain":
             return []
         deepest = min(state.budget.depth, state.budget.nodes) - 1  # the last is not expanded
@@ -198,7 +198,7 @@ class Staged(Drafter):
 
     def _forward(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[SessionView],
         segments: Sequence[Segment],
         computed: Sequence[Sequence[Path | None]],
     ) -> None:
@@ -217,7 +217,7 @@ class Staged(Drafter):
                     )
                 row += 1
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Keep the KV entries of accepted tokens that were computed; the rest is caught up."""
         for session, outcome in zip(sessions, outcomes, strict=True):
             state = self._states.get(session.session_id)

@@ -21,7 +21,7 @@ from paceline.shapes.base import SparseRows
 from paceline.types import Budget, Draft, FloatArray, IntArray, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 NGram = tuple[int, ...]
 
@@ -137,16 +137,16 @@ class Stand(Drafter):
         self._learn()
         return self._table
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         self._states[session.session_id] = {}
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._states.pop(session.session_id, None)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return grow(self, sessions, budgets)
 
-    def root(self, sessions: Sequence[Session]) -> SparseRows:
+    def root(self, sessions: Sequence[SessionView]) -> SparseRows:
         contexts = []
         for session in sessions:
             context = tuple(session.token_ids[-_order(session) :])
@@ -155,7 +155,7 @@ class Stand(Drafter):
         return self._rows(contexts)
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> SparseRows:
         contexts = []
         for session, frontier in zip(sessions, frontiers, strict=True):
@@ -171,7 +171,7 @@ class Stand(Drafter):
         with np.errstate(divide="ignore"):
             return SparseRows(ids, np.log(probs))
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Average the distribution after every node into all n-grams that end in it."""
         for session, outcome in zip(sessions, outcomes, strict=True):
             order, before = _order(session), session.length - len(outcome.token_ids)
@@ -201,8 +201,8 @@ class Stand(Drafter):
         self._table.learn(ngrams, ids[rows], probs.cpu().numpy()[rows])
 
 
-def _order(session: Session) -> int:
+def _order(session: SessionView) -> int:
     """Length of the longest n-gram that the session learns and looks up."""
-    order = session.plan.config.ngram_max
+    order = session.config.ngram_max
     assert order is not None  # resolved
     return order

@@ -20,7 +20,7 @@ from paceline.drafters.base import Drafter, LookupDrafter
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 MAX_DEPTH = 64  # tokens of a match together with its continuation
 MAX_REQUESTS = 100_000  # outputs that the shared tree holds, as in the paper
@@ -314,13 +314,13 @@ class SuffixDecoding(LookupDrafter[SuffixTree]):
         self._max_requests = max_requests
         self._max_nodes = max_nodes
 
-    def start(self, session: Session) -> SuffixTree:
+    def start(self, session: SessionView) -> SuffixTree:
         tree = SuffixTree()
         _catch_up(tree, session)
         return tree
 
-    def find(self, session: Session, state: SuffixTree, budget: Budget) -> Draft | None:
-        config = session.plan.config
+    def find(self, session: SessionView, state: SuffixTree, budget: Budget) -> Draft | None:
+        config = session.config
         _catch_up(state, session)
         context, shared = session.token_ids[-MAX_DEPTH:], self.shared
         best = _best_of(
@@ -334,7 +334,7 @@ class SuffixDecoding(LookupDrafter[SuffixTree]):
             return Draft.chain(best.token_ids)
         return Draft(np.asarray(best.token_ids, np.int64), np.asarray(best.parents, np.int32))
 
-    def finish(self, session: Session, state: SuffixTree) -> None:
+    def finish(self, session: SessionView, state: SuffixTree) -> None:
         """The output joins the shared tree, and the oldest ones leave it."""
         output = session.output_ids[-(self._max_nodes // 2) :]  # which has two nodes a token
         if not output:
@@ -346,7 +346,7 @@ class SuffixDecoding(LookupDrafter[SuffixTree]):
             self.shared.remove(self._outputs.popleft())
 
 
-def _catch_up(tree: SuffixTree, session: Session) -> None:
+def _catch_up(tree: SuffixTree, session: SessionView) -> None:
     for token in session.token_ids[len(tree.text) :]:
         tree.append(token)
 
@@ -355,15 +355,15 @@ def _best_of(
     tree: SuffixTree,
     longest: int,
     place_of: Callable[[int], Place | None],
-    session: Session,
+    session: SessionView,
     budget: Budget,
     best: Candidate | None,
 ) -> Candidate | None:
     """The best draft after any of the suffixes of 1 to ``longest`` tokens, or ``best`` still."""
-    config = session.plan.config
+    config = session.config
     factor, offset = config.draft_per_match or 0.0, config.draft_offset or 0
     min_prob = config.min_token_prob or 0.0
-    tree_shaped = bool(config.use_tree) and not session.plan.rule.chain_only
+    tree_shaped = bool(config.use_tree) and not session.chain_only
     # The probabilities of a depth sum to 1 at most, so what bounds the depth bounds the score.
     cap = min(budget.depth, budget.nodes)
     bounds = [

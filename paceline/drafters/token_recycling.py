@@ -23,7 +23,7 @@ from paceline.shapes.base import SparseRows
 from paceline.types import Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 UNKNOWN = -1
 MAX_UNREAD = 32  # rows of logits that wait to be written
@@ -52,20 +52,20 @@ class TokenRecycling(Drafter):
         self._num_observed = 0
         self._num_read: dict[str, int] = {}  # tokens learnt of sessions that come without logits
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionView) -> None:
         """The matrix belongs to all sessions."""
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionView) -> None:
         self._num_read.pop(session.session_id, None)
 
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         return grow(self, sessions, budgets)
 
-    def root(self, sessions: Sequence[Session]) -> SparseRows:
+    def root(self, sessions: Sequence[SessionView]) -> SparseRows:
         return self._rows([session.token_ids[-1] for session in sessions])
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> SparseRows:
         return self._rows([token for frontier in frontiers for _, token, _ in frontier])
 
@@ -81,7 +81,7 @@ class TokenRecycling(Drafter):
         scores = self._rank_logits - 1e-4 * np.arange(len(self._rank_logits))
         return SparseRows(ids, np.broadcast_to(scores.astype(np.float32), ids.shape))
 
-    def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
             if not outcome.verification.logits.numel():
                 self._read_tokens(session)
@@ -92,7 +92,7 @@ class TokenRecycling(Drafter):
         if len(self._unread_tokens) >= MAX_UNREAD:
             self._write()
 
-    def _read_tokens(self, session: Session) -> None:
+    def _read_tokens(self, session: SessionView) -> None:
         """Each token goes to the front of the row of the one before it."""
         start = self._num_read.get(session.session_id, 1)
         for token, follower in pairwise(session.token_ids[start - 1 :]):

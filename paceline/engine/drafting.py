@@ -31,6 +31,7 @@ from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.tree import clip, is_chain, subset
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome, Verification
+from paceline.view import SessionView
 
 logger = logging.getLogger(__name__)
 
@@ -193,8 +194,8 @@ class Drafting:
         self._arrival = arrival or threading.Condition()
         self._asked: dict[str, _Asked] = {}
 
-    def _of(self, session: Session) -> Drafter:
-        return self.drafters[session.plan.method.drafter]
+    def _of(self, session: SessionView) -> Drafter:
+        return self.drafters[session.drafter]
 
     # --- sessions ------------------------------------------------------------------------------
 
@@ -255,13 +256,13 @@ class Drafting:
 
     # --- what length controllers and the engine ask --------------------------------------------
 
-    def shadow_share(self, session: Session) -> float | None:
+    def shadow_share(self, session: SessionView) -> float | None:
         """As :attr:`LengthContext.shadow_share`.
 
         Tokens that are drawn from q do not tell the worth of a draft that was not verified.
         """
         drafter = self._of(session)
-        if session.plan.rule.draws.needs_q or not drafter.shadows:
+        if session.draws.needs_q or not drafter.shadows:
             return None
         return 0.0 if drafter.elsewhere else 1.0
 
@@ -284,7 +285,7 @@ class Drafting:
         groups: dict[str, list[Session]] = {}
         for session in sessions:
             if session.session_id not in self._asked and self.comes_later(session):
-                groups.setdefault(session.plan.method.drafter, []).append(session)
+                groups.setdefault(session.drafter, []).append(session)
         for name, members in groups.items():
             budgets = [round_budget(session, load) for session in members]
             started = time.perf_counter()
@@ -424,7 +425,7 @@ class Drafting:
     def _by_drafter(self, sessions: Sequence[Session]) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = {}
         for i, session in enumerate(sessions):
-            groups.setdefault(session.plan.method.drafter, []).append(i)
+            groups.setdefault(session.drafter, []).append(i)
         return groups
 
     def _usable(self, draft: Draft, session: Session) -> Draft:
@@ -433,15 +434,15 @@ class Drafting:
             return EMPTY_DRAFT
         if not draft.num_nodes:
             return draft
-        if session.plan.rule.chain_only and not is_chain(draft.parent_indices):
+        if session.chain_only and not is_chain(draft.parent_indices):
             logger.warning(
                 "session %s: a tree for a chain-only rule is dropped", session.session_id
             )
             return EMPTY_DRAFT
         # One place is for the target's own token.
-        draft = clip(draft, session.remaining - 1, session.plan.config.node_budget or 0)
+        draft = clip(draft, session.remaining - 1, session.config.node_budget or 0)
         # A rule that corrects for q has to see what was drawn, even if it can only reject it.
-        if session.constraint is not None and not session.plan.rule.draws.needs_q:
+        if session.constraint is not None and not session.draws.needs_q:
             draft = _permitted(draft, session.constraint)
         return draft
 

@@ -40,7 +40,7 @@ def decode_round(
 
     # 2. Verify: one forward over the last committed token and all nodes of every draft.
     wants = frozenset[Need]().union(
-        *(s.plan.needs | s.length_controller.needs for s in (*sessions, *(s for s, _ in prefill)))
+        *(s.needs | s.length_controller.needs for s in (*sessions, *(s for s, _ in prefill)))
     )
     pseudo = drafting.pseudo_tokens(sessions, drafts)
     found = target.verify(sessions, drafts, wants, prefill, pseudo)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds, StopRule
+from paceline.lengths.base import LengthBounds
 from paceline.tree import height
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 RHO = 0.5  # weight of the newest round in the averages
 GROWTH = 10  # tokens beyond the accepted average while drafts are accepted whole
@@ -37,7 +37,7 @@ class AdaptiveDraftLength:
         self._generated = self._accepted = float(bounds.clip(bounds.start))
         self._depth = bounds.clip(bounds.start)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         return self._bounds.budget(self._depth)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

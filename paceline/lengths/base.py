@@ -14,49 +14,23 @@ import numpy.typing as npt
 
 from paceline.errors import InvalidArgument
 from paceline.exact_math import weights64
-from paceline.types import Budget, FloatArray, Load, Need, Outcome
+from paceline.types import (
+    Budget,
+    DraftStep,
+    FloatArray,
+    Load,
+    Need,
+    Outcome,
+    RoundCosts,
+    StopRule,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.profile import CostProfile
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class DraftStep:
-    """A token that was just added to a chain draft, for controllers that stop token by token.
-
-    Attributes:
-        depth: 1 for the first drafted token.
-        token_id: the drafted token.
-        scores: the drafter's processed logits (over temperature, where above 0, and with the
-            noise of coupled sampling where the token was chosen with it); the token is their
-            argmax unless it was drawn from q.  # [k]
-        hidden: the draft model's last hidden state that gave ``scores``, where
-            the controller asks for it with ``wants_hidden``.  # [hidden_size] or None
-    """
-
-    depth: int
-    token_id: int
-    scores: npt.NDArray[np.floating[Any]]
-    hidden: torch.Tensor | None = None
-
-
-class StopRule(Protocol):
-    """Ends a chain draft early, token by token.
-
-    Attributes:
-        wants_hidden: whether it reads :attr:`DraftStep.hidden`.
-    """
-
-    wants_hidden: bool
-
-    def stop_after(self, step: DraftStep) -> bool:
-        """Whether the draft ends with this token."""
-        ...
 
 
 class ConfidenceStop:
@@ -94,7 +68,7 @@ class LengthController(Protocol):
         """What it wants from the target's next forward, beside what the drafter wants."""
         ...
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         """Depth and nodes for the next round of ``session``."""
         ...
 
@@ -170,20 +144,20 @@ class LengthContext:
             # [num_rows, hidden_size] -> [num_rows, vocab_size]
     """
 
-    profile: CostProfile | None = None
-    measure: Callable[[], CostProfile | None] = lambda: None
+    profile: RoundCosts | None = None
+    measure: Callable[[], RoundCosts | None] = lambda: None
     heads: Path | None = None
     vocab_size: int = 0
     target_hidden_size: int = 0
     drafter_hidden_size: int = 0
     num_layers: int = 0
     head_layers: float = 0.0
-    shadow_share: Callable[[Session], float | None] = lambda session: None
+    shadow_share: Callable[[SessionView], float | None] = lambda session: None
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
 
     @property
-    def costs(self) -> CostProfile | None:
+    def costs(self) -> RoundCosts | None:
         """What forwards and drafts cost here; the first to ask may wait until it is measured."""
         return self.profile or self.measure()
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds, LengthContext, StopRule
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.lengths.base import LengthBounds, LengthContext
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 START = 7
 
@@ -67,7 +67,7 @@ class Bass:
         self._bounds = bounds
         self._batch = context.shared(("bass", config), lambda: BatchLength(bounds))
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         return self._bounds.budget(self._batch.length_for(load))
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

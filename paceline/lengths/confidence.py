@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import ConfidenceStop, LengthBounds, StopRule
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.lengths.base import ConfidenceStop, LengthBounds
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class Confidence:
@@ -27,7 +27,7 @@ class Confidence:
         self._budget = bounds.budget(bounds.longest)
         self.stop_rule: StopRule | None = ConfidenceStop(bounds.shortest, threshold)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         return self._budget
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

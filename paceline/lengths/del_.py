@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.lengths.base import ConfidenceStop, LengthBounds, LengthContext, StopRule
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.lengths.base import ConfidenceStop, LengthBounds, LengthContext
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 DECAY = 0.9  # weight of a round whose shadow tokens are looked at relative to the next one
 COMMON_DECAY = 0.99  # the same, for what all sessions of an engine know
@@ -185,7 +185,7 @@ class Del:
         """Estimated acceptance rate of each exit.  # [num_exits]"""
         return self._rates.values
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         self._temperature = session.params.temperature
         if not self.exit_layers or not self._num_layers:
             return Budget(0, 0)

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.lengths.base import (
-    DraftStep,
     LengthBounds,
     LengthContext,
-    StopRule,
     load_head,
     sigmoid,
 )
-from paceline.types import Budget, FloatArray, Load, Need, Outcome
+from paceline.types import Budget, DraftStep, FloatArray, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 NUM_FEATURES = 3
 
@@ -70,7 +68,7 @@ class Disco:
         weights = load_head(context, "disco")
         self.stop_rule: StopRule | None = ClassifierStop(bounds.shortest, threshold, weights)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         return self._budget
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import StopRule
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class FixedLength:
@@ -20,7 +19,7 @@ class FixedLength:
     def __init__(self, depth: int, nodes: int) -> None:
         self._budget = Budget(depth, nodes)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         return self._budget
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

@@ -24,17 +24,15 @@ from paceline.lengths.base import (
     LengthContext,
     LengthController,
     Line,
-    StopRule,
     depth_ahead,
     rounds_for_a_try,
 )
 from paceline.tree import accepted_path
-from paceline.types import Budget, Load, Need, Outcome, ShadowDraft
+from paceline.types import Budget, Load, Need, Outcome, RoundCosts, ShadowDraft, StopRule
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
-    from paceline.profile import CostProfile
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 Costs = Callable[[int, Load], float]  # seconds of a round with drafts of this depth
 
@@ -222,7 +220,7 @@ class _Low:
 class _Measured:
     """Seconds of a verification, as measured when the models were loaded and as rounds go by."""
 
-    def __init__(self, profile: CostProfile) -> None:
+    def __init__(self, profile: RoundCosts) -> None:
         self._profile = profile
         # By batch size and tokens of each session; asked for every length of every round.
         self._by_tokens: dict[int, list[float]] = defaultdict(list)
@@ -297,7 +295,7 @@ class Learnt:
         self,
         longest: int,
         sizes: Sequence[int] = (0,),
-        profile: CostProfile | None = None,
+        profile: RoundCosts | None = None,
         method: str = "",
     ) -> None:
         self.acceptance = Sizes(
@@ -518,7 +516,7 @@ class _Sharing:
         self._price = 0.0
         self._reckoned: tuple[int, int] | None = None
 
-    def _ask(self, budget: Budget, session: Session, step: _Step) -> Budget:
+    def _ask(self, budget: Budget, session: SessionView, step: _Step) -> Budget:
         """The step takes note of what it was asked for."""
         depth = max(0, min(budget.depth, session.remaining - 1))
         step.first = step.first or session.session_id
@@ -534,19 +532,21 @@ class _Sharing:
             step.steady &= behind == 0
         return budget
 
-    def _behind(self, session: Session) -> int:
+    def _behind(self, session: SessionView) -> int:
         """Tokens that the drafter has to read before it drafts; 0 for few."""
         if not self._has_drafted:
             return session.length
         return self._unread if self._unread > CATCH_UP else 0
 
-    def _earns(self, session: Session, expected: float, spent: float, ar: float) -> bool:
+    def _earns(self, session: SessionView, expected: float, spent: float, ar: float) -> bool:
         """Whether rounds of so many tokens and seconds save time, with what the drafter reads
         first; ``ar``: seconds without a draft."""
         saved = (ar - LEAST_GAIN * spent / expected) * min(session.remaining, HORIZON)
         return saved > 0 and saved >= self._learnt.read_seconds * self._behind(session)
 
-    def _reckon(self, session: Session, load: Load, costs: Costs, short: int, longest: int) -> None:
+    def _reckon(
+        self, session: SessionView, load: Load, costs: Costs, short: int, longest: int
+    ) -> None:
         """Drafts do not pay: what it would cost to try ``short`` ones.
 
         Where not even drafts that are accepted whole would pay, tries have a smaller share of the
@@ -580,7 +580,7 @@ class _Sharing:
     def _moment(self, load: Load) -> tuple[int, int]:
         return load.num_running, self._rounds_without // RECONSIDER
 
-    def _next_shadow(self, session: Session, load: Load, wanted: Budget) -> ShadowDraft | None:
+    def _next_shadow(self, session: SessionView, load: Load, wanted: Budget) -> ShadowDraft | None:
         """A draft like ``wanted`` to judge the drafter by; None while one is under way or its time
         is not paid for."""
         depth = min(wanted.depth, session.remaining - 1)
@@ -596,7 +596,7 @@ class _Sharing:
         learnt.shadow_rounds -= price
         return ShadowDraft(session.length, Budget(depth, wanted.nodes))
 
-    def _judge_shadow(self, session: Session) -> None:
+    def _judge_shadow(self, session: SessionView) -> None:
         """Learn from a shadow draft, token by token, as AR commits what it should have been.
 
         A token that follows the same context is drafted with the same chance wherever the draft
@@ -684,7 +684,7 @@ class Goodput(_Sharing):
     ) -> None:
         super().__init__("goodput", bounds, bounds.sizes, config, context)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         """Depth for this round; see :func:`best_length`."""
         step = self._step = self._learnt.step(load)
         self._judge_shadow(session)
@@ -700,7 +700,7 @@ class Goodput(_Sharing):
             return depth
         return self._sizes[size]
 
-    def _choose(self, session: Session, load: Load, step: _Step) -> int:
+    def _choose(self, session: SessionView, load: Load, step: _Step) -> int:
         bounds, learnt = self._bounds, self._learnt
         if bounds.longest == 0:
             return 0
@@ -720,7 +720,7 @@ class Goodput(_Sharing):
         self._tries_left = 0
         return depth
 
-    def _best(self, session: Session, load: Load) -> int:
+    def _best(self, session: SessionView, load: Load) -> int:
         """The depth with the highest goodput, for the size that has it; 0 where none gains."""
         bounds, learnt = self._bounds, self._learnt
         chosen, highest, gains = 0, -1.0, True
@@ -774,7 +774,7 @@ class WhilePays(_Sharing):
         """As the inner controller's; see :func:`paceline.lengths.base.depth_ahead`."""
         return depth_ahead(self._inner, self._bounds.start)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         """The inner controller's, a shorter one where only that pays, or none."""
         step = self._step = self._learnt.step(load)
         self._judge_shadow(session)
@@ -792,7 +792,7 @@ class WhilePays(_Sharing):
             self._drafts = True  # the inner controller's own choice
         return self._ask(budget, session, step)
 
-    def _depth(self, session: Session, wanted: Budget, load: Load, step: _Step) -> int:
+    def _depth(self, session: SessionView, wanted: Budget, load: Load, step: _Step) -> int:
         """How much of what the inner controller wants is drafted."""
         learnt = self._learnt
         if step.measures_ar:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds, StopRule
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.lengths.base import LengthBounds
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class Heuristic:
@@ -26,7 +26,7 @@ class Heuristic:
         self._depth = bounds.clip(bounds.start)
         self._asked = 0
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         self._asked = min(self._depth, session.remaining - 1)
         return self._bounds.budget(self._depth)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.lengths.base import LengthBounds, LengthContext, StopRule, load_head
-from paceline.types import Budget, FloatArray, Load, Need, Outcome
+from paceline.lengths.base import LengthBounds, LengthContext, load_head
+from paceline.types import Budget, FloatArray, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 NUM_LAYERS = 3
 
@@ -57,7 +57,7 @@ class LengthPredictor:
         self._head = LengthHead(load_head(context, "ldlp"))
         self._depth = bounds.clip(bounds.start)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         return self._bounds.budget(self._depth)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

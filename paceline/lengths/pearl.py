@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import StopRule
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 class Pearl:
@@ -36,7 +35,7 @@ class Pearl:
         self._nodes = nodes
         self._works_beside = True  # until a round says otherwise
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         """No draft (pre-verify), or gamma tokens where nothing can be drafted ahead."""
         if self._works_beside:
             return Budget(0, 0)

@@ -17,14 +17,13 @@ from paceline.lengths.base import (
     LengthBounds,
     LengthContext,
     Line,
-    StopRule,
     rounds_for_a_try,
 )
 from paceline.tree import height
-from paceline.types import Budget, Load, Need, Outcome
+from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 MEMORY = 0.9  # of seconds, for each round
 ACCEPTANCE_MEMORY = 0.97  # for each drafted token
@@ -132,7 +131,7 @@ class RoundTrip:
         first = max(first, SHORTEST)
         return RoundCosts(known.draft.value, first, each, known.travel.value, self._overlaps)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         """Depth for this round; see :func:`best_depth`."""
         bounds, costs = self._bounds, self.costs
         if costs is None:

@@ -16,17 +16,15 @@ import numpy as np
 
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import (
-    DraftStep,
     LengthBounds,
     LengthContext,
-    StopRule,
     load_head,
     sigmoid,
 )
-from paceline.types import Budget, FloatArray, Load, Need, Outcome
+from paceline.types import Budget, DraftStep, FloatArray, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 Predictor = Callable[[DraftStep], float]  # chance that the step's token is accepted
 
@@ -91,7 +89,7 @@ class SpecDecPP:
         head = AcceptanceHead(weights)
         self.stop_rule: StopRule | None = RejectionStop(bounds.shortest, threshold, head)
 
-    def budget(self, session: Session, load: Load) -> Budget:
+    def budget(self, session: SessionView, load: Load) -> Budget:
         return self._budget
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

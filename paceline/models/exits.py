@@ -11,29 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidArgument
+from paceline.types import DepthPolicy
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
-class DepthPolicy(Protocol):
-    """Chooses layers by the place of a token among the generated ones."""
-
-    def layers_at(self, index: int, length: int, num_layers: int) -> Sequence[int]:
-        """Layers, in order, for a generated token.
-
-        Args:
-            index: 0 for the last prompt token, whose output is the first generated one.
-            length: tokens that will be generated at most.
-        """
-        ...
-
-
-def layers_of(policy: DepthPolicy, session: Session, ahead: int, num_layers: int) -> Sequence[int]:
+def layers_of(
+    policy: DepthPolicy, session: SessionView, ahead: int, num_layers: int
+) -> Sequence[int]:
     """The policy's layers for the token ``ahead`` places after the last committed one."""
     index = session.length - session.prompt_length + ahead
     return policy.layers_at(index, session.max_length - session.prompt_length, num_layers)

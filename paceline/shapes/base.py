@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.exact_math import exp64, log_of, sum64, weights64
-from paceline.lengths.base import DraftStep
 from paceline.sampling import (
     Probs,
     Row,
@@ -23,12 +22,12 @@ from paceline.sampling import (
     scaled_scores,
 )
 from paceline.tree import subset
-from paceline.types import Budget, Draft, DraftProbs, Draws, FloatArray, IntArray
+from paceline.types import Budget, Draft, DraftProbs, DraftStep, Draws, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 ALL_DRAWS = frozenset(Draws)
 # Each call of TreeBuilder.choose has noise of its own: two nodes of one depth share a position.
@@ -59,12 +58,12 @@ class Expander(Protocol):
     ``last_hidden``, one row for each row of the answer.  # [rows, hidden_size]
     """
 
-    def root(self, sessions: Sequence[Session]) -> Rows:
+    def root(self, sessions: Sequence[SessionView]) -> Rows:
         """What follows the last committed token of each session.  # num_sessions rows"""
         ...
 
     def expand(
-        self, sessions: Sequence[Session], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Rows:
         """What follows new nodes, all sessions in one forward.  # as many rows as nodes
 
@@ -91,7 +90,7 @@ class Shape(Protocol):
     def draws(self) -> frozenset[Draws]: ...
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]: ...
 
 
@@ -188,7 +187,7 @@ class Choices:
 class TreeBuilder:
     """A draft under construction."""
 
-    session: Session
+    session: SessionView
     budget: Budget
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -243,7 +242,7 @@ class TreeBuilder:
         if not choices.tokens:
             return []
         added = self.add(node, choices, 0)
-        rule = self.session.length_controller.stop_rule
+        rule = self.session.stop_rule
         if rule is None:
             return [added]
         hidden = getattr(expander, "last_hidden", None) if rule.wants_hidden else None
@@ -269,7 +268,7 @@ class TreeBuilder:
         Args:
             weighted: fill in ``log_q``, ``perturbed`` and ``confidences``.
         """
-        params, draws = self.session.params, self.session.plan.rule.draws
+        params, draws = self.session.params, self.session.draws
         if params.is_plain_argmax:
             choices = Choices(level.best[row][:count])
             if weighted:
@@ -293,7 +292,7 @@ class TreeBuilder:
             if count == 1 and ids is None and not weighted:
                 token = perturbed_argmax(scores, params.seed, position)
                 choices = Choices([token])
-                if self.session.length_controller.stop_rule is not None:
+                if self.session.stop_rule is not None:
                     choices.scores = scores + gumbel(params.seed, position, len(scores))
                 return choices
             if ids is None:
@@ -323,7 +322,7 @@ class TreeBuilder:
     def _draw(self, ids: IntArray | None, scores: Probs, position: int, count: int) -> Choices:
         """Draws from the truncated and renormalised q, which the rule gets along with them."""
         support = np.flatnonzero(np.isfinite(scores))
-        limit = self.session.plan.config.draft_support or len(scores)
+        limit = self.session.config.draft_support or len(scores)
         if limit < len(support):
             # Not argpartition: which of equals it takes depends on the processor.
             least = np.partition(scores[support], -limit)[-limit]
@@ -334,7 +333,7 @@ class TreeBuilder:
         tokens = support.astype(np.int64) if ids is None else ids[support]
         log_q = _log_softmax(scores[support])
         q = exp64(log_q)
-        if self.session.plan.rule.draws is Draws.WITH_REPLACEMENT:
+        if self.session.draws is Draws.WITH_REPLACEMENT:
             total = np.stack([log_q + self._noise(position, tokens) for _ in range(count)])
             order = total.argmax(-1)
             perturbed = total.max(-1)
@@ -363,7 +362,7 @@ class TreeBuilder:
 
     def draft(self, keep: Sequence[int] | None = None) -> Draft:
         """The finished draft, with all nodes or with those of ``keep`` (parents among them)."""
-        probs = DraftProbs.stack(self.q_rows) if self.session.plan.rule.draws.needs_q else None
+        probs = DraftProbs.stack(self.q_rows) if self.session.draws.needs_q else None
         whole = Draft(
             np.asarray(self.token_ids, np.int64), np.asarray(self.parents, np.int32), probs
         )

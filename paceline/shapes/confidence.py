@@ -16,7 +16,7 @@ from paceline.shapes.base import Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ConfidenceTree:
         return frozenset({Draws.TOP, Draws.COUPLED})
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]:
         trees = self.grow(expander, sessions, budgets)
         return [
@@ -43,7 +43,7 @@ class ConfidenceTree:
         ]
 
     def grow(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[TreeBuilder]:
         """The trees with all nodes that were grown, more than a draft keeps.
 

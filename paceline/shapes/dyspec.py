@@ -19,7 +19,7 @@ from paceline.shapes.base import Choices, Expander, Level, TreeBuilder, expand
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 _Slot = tuple[float, int, int, int]  # -value, age (ties: oldest first), parent node, rank
 
@@ -77,12 +77,12 @@ class DySpec:
         return frozenset({Draws.TOP, Draws.COUPLED, Draws.WITHOUT_REPLACEMENT})
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]:
         return [growth.tree.draft() for growth in self.grow(expander, sessions, budgets)]
 
     def grow(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[_Growth]:
         """The trees with the values of their slots (``tree.values``, in the order of filling)."""
         growths = [_Growth(TreeBuilder(s, b)) for s, b in zip(sessions, budgets, strict=True)]

@@ -15,7 +15,7 @@ from paceline.shapes.base import Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class IndependentSequences:
         return frozenset({Draws.WITH_REPLACEMENT})
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]:
         def step(tree: TreeBuilder, frontier: list[int], level: Level, row: int) -> list[int]:
             if frontier == [-1]:

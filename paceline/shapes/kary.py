@@ -10,7 +10,7 @@ from paceline.shapes.base import ALL_DRAWS, Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Kary:
         return ALL_DRAWS
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]:
         def step(tree: TreeBuilder, frontier: list[int], level: Level, row: int) -> list[int]:
             if self.branching == 1:

@@ -14,7 +14,7 @@ from paceline.shapes.base import Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class BranchingVector:
         return total
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]:
         def step(tree: TreeBuilder, frontier: list[int], level: Level, row: int) -> list[int]:
             depth = tree.depth_of[frontier[0]] if frontier[0] >= 0 else 0

@@ -19,7 +19,7 @@ from paceline.shapes.base import Choices, Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StochasticBeam:
         return frozenset({Draws.TOP, Draws.COUPLED, Draws.WITHOUT_REPLACEMENT})
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]:
         trees = [TreeBuilder(s, b) for s, b in zip(sessions, budgets, strict=True)]
         grow(expander, trees, self._step, lambda depth: self.width)

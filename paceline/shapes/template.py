@@ -19,7 +19,7 @@ from paceline.shapes.base import ALL_DRAWS, Expander, Level, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.view import SessionView
 
 Path = tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Template:
         return max(map(len, self.paths), default=0)
 
     def build(
-        self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
+        self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]:
         def step(tree: TreeBuilder, frontier: list[int], level: Level, row: int) -> list[int]:
             wanted = _children(self.paths, tree.budget.depth, tree.budget.nodes)

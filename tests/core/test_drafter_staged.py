@@ -13,12 +13,11 @@ from paceline.config import SpeculationConfig
 from paceline.drafters import staged as staged_module
 from paceline.drafters.staged import Staged, _Ngrams
 from paceline.engine import RoundEvent
-from paceline.lengths.base import DraftStep
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.llama import LlamaRunner
 from paceline.request import Request
 from paceline.sampling import SamplingParams
-from paceline.types import Budget, IntArray
+from paceline.types import Budget, DraftStep, IntArray
 from tests.core.engines import Reference, Small, small_engine
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)

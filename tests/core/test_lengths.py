@@ -19,7 +19,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import DraftStep, LengthBounds, LengthContext, Line, StopRule
+from paceline.lengths.base import LengthBounds, LengthContext, Line
 from paceline.lengths.bass import BatchLength
 from paceline.lengths.disco import ClassifierStop, features
 from paceline.lengths.goodput import Acceptance, best_length, expected_tokens
@@ -30,7 +30,7 @@ from paceline.profile import CostProfile
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
-from paceline.types import Load, Need, Verification
+from paceline.types import DraftStep, Load, Need, StopRule, Verification
 from tests.core.lengths_sim import Simulator, new_session, outcome, play
 from tests.core.prompts import code_prompts
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from paceline.config import parse_speculation
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import DraftStep
 from paceline.methods import SHAPES
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams, gumbel, gumbel_at
@@ -30,7 +29,7 @@ from paceline.shapes.rsd_c import BranchingVector
 from paceline.shapes.rsd_s import StochasticBeam, conditional_gumbel
 from paceline.shapes.template import TEMPLATES, Template, best_first
 from paceline.tree import depths, path_to
-from paceline.types import Budget, Draft, Draws
+from paceline.types import Budget, Draft, DraftStep, Draws
 from tests.core.statistics import ALPHA, chi_square_p
 
 VOCAB = 6

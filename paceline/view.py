@@ -1,0 +1,112 @@
+"""What the parts of a method may read of a session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.types import DepthPolicy, Draws, Need, StopRule
+
+if TYPE_CHECKING:
+    from paceline.config import SpeculationConfig
+    from paceline.sampling import SamplingParams
+
+
+class TokensView(Protocol):
+    """What a draft model needs of a sequence that it continues.
+
+    Attributes:
+        session_id: unique in the engine.
+        token_ids: prompt plus everything committed, in order.
+    """
+
+    session_id: str
+    token_ids: list[int]
+
+    @property
+    def stop_rule(self) -> StopRule | None:
+        """The length controller's, which ends a draft early."""
+        ...
+
+
+class SessionView(TokensView, Protocol):
+    """A session as drafters, shapes, length controllers and targets see it.
+
+    Attributes:
+        prompt_length: number of prompt tokens at the start of ``token_ids``.
+        max_length: number of tokens at which the generation ends.
+        prediction: tokens that the client expects as the output.
+        cache_scope: sessions begin with cached entries of sessions of the same scope only.
+        finish_reason: None while running.
+    """
+
+    prompt_length: int
+    max_length: int
+    params: SamplingParams
+    prediction: tuple[int, ...]
+    cache_scope: str
+    traceparent: str
+    finish_reason: str | None
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens, prompt included."""
+        ...
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        ...
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        ...
+
+    @property
+    def drafter(self) -> str:
+        """Name of its drafter, as in the catalogue; "none" where that was lost."""
+        ...
+
+    @property
+    def config(self) -> SpeculationConfig:
+        """Every knob of its method, filled in."""
+        ...
+
+    @property
+    def shape(self) -> Any:
+        """The tree shape (:class:`paceline.shapes.base.Shape`) of an expanding drafter, or None."""
+        ...
+
+    @property
+    def draws(self) -> Draws:
+        """How the acceptance rule wants children to be chosen."""
+        ...
+
+    @property
+    def chain_only(self) -> bool:
+        """Whether the acceptance rule verifies chains alone."""
+        ...
+
+    @property
+    def depth_ahead(self) -> int:
+        """Depth of a draft that is made before the answer to the one before has come."""
+        ...
+
+    @property
+    def depth_policy(self) -> DepthPolicy | None:
+        """Which of the target's layers compute a token, in methods that have such a policy."""
+        ...
+
+    @property
+    def target_depth(self) -> DepthPolicy | None:
+        """The policy where the target itself decodes with it."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What all of its drafters together want from the target."""
+        ...
+
+    def stops_at(self, token: int) -> bool:
+        """Whether this token would end the generation."""
+        ...

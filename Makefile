@@ -80,11 +80,11 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 demo test test-slow test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test
-test: $(STAMP) ## run the test suite (TIME minutes on 2 cores)
+test: $(STAMP) ## run the test suite (11 minutes on 2 cores)
 	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) ## run what is left out of it: a wheel, a browser, a whole demo (SLOW minutes)
+test-slow: $(STAMP) ## run what is left out of it: a wheel, a browser, a whole demo (about 10 minutes)
 	@$(BIN)/python tests/run.py --slow $(PYTEST_ARGS)
 
 # Arm's kernels run in an emulator where Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and
@@ -133,7 +133,7 @@ test-vllm: $(VLLM_STAMP) ## run the tests of the engine vLLM in an environment o
 	@$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/engines $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: $(STAMP) ## style, types, import contracts, generated code and documents
+lint: $(STAMP) ## style, types, import contracts, commit subjects, generated code and documents
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -142,6 +142,10 @@ lint: $(STAMP) ## style, types, import contracts, generated code and documents
 	@$(BIN)/python -m paceline.methods_table --check
 	@$(BIN)/python -m paceline.deployments.dashboard --check
 	@$(BIN)/python helm/generate.py --check
+	@long=$$(git log --since=2026-11-25 --no-merges --format='%h %s' 2>/dev/null | \
+	  awk '{ subject = $$0; sub(/^[^ ]+ /, "", subject); if (length(subject) > 72) print }'); \
+	if [ -n "$$long" ]; then echo "commit subjects of more than 72 characters:" >&2; \
+	  echo "$$long" >&2; exit 1; fi
 
 .PHONY: format
 format: $(STAMP) ## format the code and mend what ruff can mend

@@ -19,6 +19,10 @@ ROUNDED_INPUTS = 0.05
 too."""
 
 
+ROUNDED_WEIGHTS = 0.15
+"""Nats. What rounding the file's weights once more, to four bits without a least value, may cost."""
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     try:
@@ -36,9 +40,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_logits_are_near_those_of_the_weights(measured: dict[str, Any]) -> None:
     found = measured["divergence"]
-    for name, row in found.items():
-        assert row["mean"] < ROUNDED_INPUTS, name
-        assert row["same_best"] > 0.9, name
+    for name, each in found.items():
+        again = name == "--dtype q4_0"
+        assert each["mean"] < (ROUNDED_WEIGHTS if again else ROUNDED_INPUTS), name
+        assert again or each["same_best"] > 0.9, name
     if "llama.cpp" in found:
         assert found["as the file has them"]["mean"] <= 1.1 * found["llama.cpp"]["mean"]
 

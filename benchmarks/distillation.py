@@ -32,7 +32,7 @@ from paceline.cluster.cli_output import set_threads
 from paceline.demo import TARGET_DIR
 from paceline.train import losses
 from paceline.train.checkpoints import all_logits
-from paceline.train.data import Text, load_text
+from paceline.train.data import TrainingText, load_text
 from paceline.train.draft_models import DraftTask
 from paceline.train.trainer import TrainOptions, train
 
@@ -93,7 +93,7 @@ def interval(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def compare(
-    target: Path, text: Text, drafter: Path | None, layers: int, options: Mapping[str, Any],
+    target: Path, text: TrainingText, drafter: Path | None, layers: int, options: Mapping[str, Any],
     work: Path, runs: tuple[tuple[str, str], ...] = RUNS,
 ) -> dict[str, Any]:  # fmt: skip
     """Train every run, and measure it and the drafter that all start from.

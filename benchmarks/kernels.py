@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.bench.environment import describe_environment
-from paceline.bench.kernels import DTYPES, MODELS, ROWS, Cell, measure
+from paceline.bench.kernels import DTYPES, MODELS, ROWS, ProductTiming, measure
 from paceline.loading import limit_threads
 from paceline.models import kernels
 
@@ -36,7 +36,7 @@ def _chosen(text: str, allowed: Sequence[str], option: str) -> list[str]:
     return names
 
 
-def show(cell: Cell) -> str:
+def show(cell: ProductTiming) -> str:
     """One line of the table."""
     return (
         f"{cell.variant:12} {cell.model:5} {cell.dtype:10} {cell.rows:4} "
@@ -45,7 +45,7 @@ def show(cell: Cell) -> str:
     )
 
 
-def markdown(cells: Sequence[Cell]) -> str:
+def markdown(cells: Sequence[ProductTiming]) -> str:
     """Variants beside each other: milliseconds and share of the roofline."""
     variants = list(dict.fromkeys(cell.variant for cell in cells))
     found = {(c.model, c.dtype, c.rows, c.variant): c for c in cells}

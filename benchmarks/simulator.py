@@ -27,8 +27,8 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
-from paceline.tuning.costs import Costs, measure_costs
-from paceline.tuning.results import Point, Prediction
+from paceline.tuning.costs import MeasuredCosts, measure_costs
+from paceline.tuning.results import Point, PredictedResult
 from paceline.tuning.simulator import Simulator
 from paceline.tuning.traces import Traces, record
 
@@ -69,7 +69,7 @@ def predict(
     params: SamplingParams,
     concurrency: int,
     console: Console,
-) -> tuple[Traces, Costs, dict[str, Prediction | None], dict[str, float]]:
+) -> tuple[Traces, MeasuredCosts, dict[str, PredictedResult | None], dict[str, float]]:
     """Traces, costs, a prediction for each label, and the seconds of each stage."""
     configs = [point.speculation for point in points.values()]
     seconds: dict[str, float] = {}
@@ -201,7 +201,7 @@ def main() -> None:
 
 def report(
     points: dict[str, Point],
-    predictions: dict[str, Prediction | None],
+    predictions: dict[str, PredictedResult | None],
     measured: dict[str, tuple[float, float]],
     seconds: dict[str, float],
     count: int,

@@ -30,7 +30,7 @@ _STUCK = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class PoolLoad:
     """What all targets together measured in the look-back period.
 
     Attributes:
@@ -55,7 +55,7 @@ class Replicas:
 
 
 def targets_wanted(
-    load: Load, now: Replicas, *, sessions_per_target: float, round_ms: float
+    load: PoolLoad, now: Replicas, *, sessions_per_target: float, round_ms: float
 ) -> int:
     """Targets for the sessions that there are, at ``round_ms`` a round.
 
@@ -72,7 +72,7 @@ def targets_wanted(
     return min(now.wanted, max(1, math.ceil(wanted / _SPARE)))
 
 
-def drafters_wanted(load: Load, now: Replicas, *, draft_ms: float) -> int:
+def drafters_wanted(load: PoolLoad, now: Replicas, *, draft_ms: float) -> int:
     """Drafters for the time that targets wait for a draft.
 
     A draft that never comes says nothing about load: with more drafters it would not come either,
@@ -126,7 +126,7 @@ def _replicas(context: AutoscalingContext) -> Replicas:
     return Replicas(context.target_num_replicas, context.current_num_replicas)
 
 
-def load_of(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> Load:
+def load_of(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> PoolLoad:
     """The load from what target replicas recorded.
 
     Args:
@@ -144,7 +144,7 @@ def load_of(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> Load:
         return 1000 * grown(seconds) / number if number > 0 else None
 
     answered, lost = grown("draft_frames"), grown("drafts_lost")
-    return Load(
+    return PoolLoad(
         sessions=sum(sum(values) / len(values) for values in series("sessions")),
         round_ms=mean_ms("verify_seconds", "rounds"),
         draft_ms=mean_ms("draft_wait_seconds", "draft_frames"),

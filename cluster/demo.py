@@ -24,7 +24,7 @@ from paceline.cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, Piec
 from paceline.cluster.cli_output import err, model_to_show, out
 from paceline.cluster.local import (
     CONFIGS,
-    PortInUse,
+    ClusterPortInUse,
     check_ports,
     deployed,
     showing_progress,
@@ -208,7 +208,7 @@ def _with_free_port(file: ConfigFile) -> ConfigFile:
     """The demo needs no particular port; it gives way to whatever runs already."""
     try:
         check_ports(file)
-    except PortInUse:
+    except ClusterPortInUse:
         return file.with_args({"gateway": {"grpc_port": 0, "http_port": 0}})
     return file
 

@@ -60,7 +60,7 @@ class ClusterError(PacelineError, RuntimeError):
     """A deployment cannot be started, found or stopped."""
 
 
-class PortInUse(ClusterError):
+class ClusterPortInUse(ClusterError):
     """Something else listens on the gateway's port."""
 
 
@@ -173,7 +173,7 @@ def check_ports(file: ConfigFile) -> None:
                 probe.bind((gateway.host, port))
                 probe.listen(1)
             except OSError as error:
-                raise PortInUse(
+                raise ClusterPortInUse(
                     f"gateway.{key}: {gateway.host}:{port} cannot be used ({error.strerror}); stop "
                     f"what listens there, or choose another port in {file.path} (gateway: {key}: "
                     "N, 0 picks a free one)"

@@ -35,7 +35,7 @@ from paceline.errors import (
     ResourceExhausted,
     SessionNotFound,
 )
-from paceline.rpc.access import CACHE_SCOPE, Admission, Gate, QuotaExceeded
+from paceline.rpc.access import CACHE_SCOPE, CallAdmission, Gate, QuotaExceeded
 from paceline.rpc.audit import Audit
 from paceline.rpc.continuation import Continuation
 from paceline.rpc.errors import Cancelled, ServerUnavailable, from_rpc_error, to_status
@@ -82,7 +82,7 @@ class _Route:
 
     __slots__ = ("admission", "idle_timeout_s", "lease", "touched_at", "unary", "users")
 
-    def __init__(self, lease: Lease, admission: Admission) -> None:
+    def __init__(self, lease: Lease, admission: CallAdmission) -> None:
         self.lease = lease
         self.admission = admission
         self.users = 0
@@ -517,7 +517,7 @@ def _client_left() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _metadata(admission: Admission, span: Span | None = None) -> Metadata:
+def _metadata(admission: CallAdmission, span: Span | None = None) -> Metadata:
     """What a target has to know about a call beyond the message."""
     metadata: Metadata = ()
     if admission.owner is not None:  # a tenant's name may have letters that metadata may not have
@@ -555,7 +555,7 @@ class _Stream:
     would then replace by INTERNAL.
     """
 
-    def __init__(self, call: Any, admission: Admission, context: Context) -> None:
+    def __init__(self, call: Any, admission: CallAdmission, context: Context) -> None:
         self.error: BaseException | None = None  # why the sender ended before the client did
         self._call = call
         self._admission = admission

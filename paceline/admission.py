@@ -69,7 +69,7 @@ class PrefillPace:
             self._room = min(self._most, 1.1 * self._room + 1)
 
 
-class Admission:
+class KvAdmission:
     """The sessions that hold KV memory. What several of them share counts for each.
 
     Args:

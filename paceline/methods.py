@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from paceline.acceptance.base import AcceptanceRule
-from paceline.acceptance.block import Block
+from paceline.acceptance.block import BlockVerification
 from paceline.acceptance.exact_match import Coupled, Greedy
 from paceline.acceptance.k_seq import KSeq
 from paceline.acceptance.rejection import RecursiveRejection, Rejection
@@ -129,7 +129,7 @@ ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
         Coupled(),
         Greedy(),
         Rejection(),
-        Block(),
+        BlockVerification(),
         RecursiveRejection(),
         KSeq(),
         Typical(),

@@ -1,7 +1,7 @@
 """Who may call a server, and how much: tokens, tenants, quotas, limits of the replica.
 
 A :class:`Gate` stands before the services of one server. Its interceptor finds out who calls;
-services ask it for an :class:`Admission` for each session and tell it of rounds and tokens.
+services ask it for an :class:`CallAdmission` for each session and tell it of rounds and tokens.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Gate:
         """Admissions that are not released yet."""
         return self._replica.num_sessions
 
-    def admit(self) -> Admission:
+    def admit(self) -> CallAdmission:
         """Admit one more session of the caller.
 
         Raises:
@@ -209,7 +209,7 @@ class Gate:
         """
         accounts = self._accounts_of_caller()
         self._open(accounts, session=True)
-        return Admission(self, _caller.get(), accounts)
+        return CallAdmission(self, _caller.get(), accounts)
 
     def count_open(self) -> None:
         """Count a call that costs about as much as an open and leaves no new session.
@@ -348,7 +348,7 @@ class Gate:
         return [account, self._replica]
 
 
-class Admission:
+class CallAdmission:
     """One session that was admitted, and whose it is. Release it when the session is over."""
 
     __slots__ = ("_accounts", "_gate", "_open", "_released", "owner")

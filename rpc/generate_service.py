@@ -17,7 +17,7 @@ from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
-from paceline.rpc.access import Admission, Gate
+from paceline.rpc.access import CallAdmission, Gate
 from paceline.rpc.bridge import hand_over
 from paceline.rpc.errors import InternalError
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
@@ -113,7 +113,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     async def _generate(
         self,
         request: generate_pb2.GenerateRequest,
-        admission: Admission,
+        admission: CallAdmission,
         span: Span | None,
         scope: str,
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:

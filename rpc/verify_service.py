@@ -22,7 +22,7 @@ from paceline.drafters.client import ClientDrafter
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
-from paceline.rpc.access import CHEAP, Admission, Gate, QuotaExceeded
+from paceline.rpc.access import CHEAP, CallAdmission, Gate, QuotaExceeded
 from paceline.rpc.bridge import hand_over, on_engine
 from paceline.rpc.errors import (
     Cancelled,
@@ -78,7 +78,7 @@ def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
 class _Wire:
     """One session as its client knows it. Lives on the event loop."""
 
-    def __init__(self, session: Session, admission: Admission, span: Span | None) -> None:
+    def __init__(self, session: Session, admission: CallAdmission, span: Span | None) -> None:
         self.session = session
         self.admission = admission
         self.span = span
@@ -308,7 +308,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     async def _submit(
         self,
         request: verify_pb2.OpenRequest,
-        admission: Admission,
+        admission: CallAdmission,
         span: Span | None,
         scope: str,
     ) -> _Wire:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from paceline.models.heads import HEADS, HeadLibrary
-from paceline.models.heads.base import Head, Target
+from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.llama import LlamaRunner
 
 
 def untrained(
-    kind: str, target: Target, seed: int = 0, *, noise: float = 0.02, **options: Any
+    kind: str, target: HeadTarget, seed: int = 0, *, noise: float = 0.02, **options: Any
 ) -> Head:
     """A head with random weights; little ``noise`` keeps it near the target's states."""
     torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def untrained(
 
 def save_untrained(folder: Path, target_folder: Path, seed: int = 0) -> None:
     """One head of each kind with random weights, small enough to stay near the target's states."""
-    target = Target.from_folder(target_folder)
+    target = HeadTarget.from_folder(target_folder)
     for kind in HEADS:
         untrained(kind, target, seed).save(folder / kind)
 
@@ -55,7 +55,7 @@ class UntrainedHeads(HeadLibrary):
     def __init__(self, target: Path, runner: LlamaRunner) -> None:
         super().__init__(target / "heads", target, runner)
         self._made: dict[str, Head] = {}
-        self._parts = Target.of_runner(target, runner)
+        self._parts = HeadTarget.of_runner(target, runner)
 
     def has(self, kind: str) -> bool:
         return kind in HEADS

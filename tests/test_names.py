@@ -16,7 +16,10 @@ def test_no_public_class_name_is_defined_twice() -> None:
         for file in sorted((ROOT / folder).rglob("*.py")):
             relative = file.relative_to(ROOT)
             # The package shows the other folders through links; protoc chooses its own names.
-            if relative.parts[:2] in {("paceline", name) for name in FOLDERS} or "gen" in relative.parts:
+            if (
+                relative.parts[:2] in {("paceline", name) for name in FOLDERS}
+                or "gen" in relative.parts
+            ):
                 continue
             for node in ast.parse(file.read_text("utf-8")).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -32,7 +32,7 @@ from paceline.plan import resolve
 from paceline.profile import CostProfile, measure
 from paceline.request import Request
 from paceline.sampling import SamplingParams
-from paceline.tuning.families import Part, is_ar, parts_of, why_not, with_budget
+from paceline.tuning.families import FamilyPart, is_ar, parts_of, why_not, with_budget
 from paceline.tuning.results import Results
 from paceline.tuning.shapes import size_of
 
@@ -49,7 +49,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (runs done, runs in all, what comes next)."""
 
 
-class RoundCosts(BaseModel):
+class SimulatedRound(BaseModel):
     """Seconds of a round, all sessions that are decoded together.
 
     Attributes:
@@ -88,7 +88,7 @@ class Size(NamedTuple):
     expanded: int
 
 
-def draft_size(part: Part) -> Size:
+def draft_size(part: FamilyPart) -> Size:
     """The size of a part's full drafts."""
     return Size(part.timed.config.exit_layer or 0, *size_of(part.timed.shape, part.budget))
 
@@ -98,7 +98,7 @@ def _features(size: Size) -> tuple[int, int, int, int, int]:
     return 1, levels, levels * layer, expanded, expanded * layer
 
 
-class Costs(BaseModel):
+class MeasuredCosts(BaseModel):
     """Measured costs of one machine.
 
     Attributes:
@@ -115,14 +115,14 @@ class Costs(BaseModel):
     key: dict[str, str]
     concurrency: int
     profile: CostProfile
-    ar: RoundCosts
-    groups: dict[str, RoundCosts]
+    ar: SimulatedRound
+    groups: dict[str, SimulatedRound]
 
     def save(self, results: Results, name: str = FILE) -> None:
         results.write(name, self.model_dump_json(indent=1) + "\n")
 
     @staticmethod
-    def load(results: Results, key: Mapping[str, str], name: str = FILE) -> Costs:
+    def load(results: Results, key: Mapping[str, str], name: str = FILE) -> MeasuredCosts:
         """Read the costs of a result folder.
 
         Raises:
@@ -136,7 +136,7 @@ class Costs(BaseModel):
                 raise InvalidArgument(
                     "costs", where, f"costs of version {VERSION}, not {raw['version']}"
                 )
-            costs = Costs.model_validate(raw)
+            costs = MeasuredCosts.model_validate(raw)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, InvalidArgument):
                 raise
@@ -191,7 +191,7 @@ def measure_costs(
     repetitions: int = REPETITIONS,
     limit_s: float = LIMIT_S,
     progress: Progress = lambda done, total, what: None,
-) -> Costs:
+) -> MeasuredCosts:
     """Measure what the rounds of the given configurations cost.
 
     Args:
@@ -240,11 +240,11 @@ def measure_costs(
     fitted: dict[str, list[tuple[Size, _Sample]]] = defaultdict(list)
     for (group, size), found in samples.items():
         fitted[group].append((size, _medians(found).over(1 / base.round)))
-    return Costs(
+    return MeasuredCosts(
         key=dict(key),
         concurrency=concurrency,
         profile=profile,
-        ar=RoundCosts(
+        ar=SimulatedRound(
             draft=(base.draft, 0.0, 0.0, 0.0, 0.0), verify=(base.factor, 0.0), rest=base.rest,
             prefill=base.prefill,
         ),
@@ -256,7 +256,7 @@ def _choose(
     engine: Engine, configs: Iterable[SpeculationConfig], params: SamplingParams
 ) -> tuple[_Picks, int]:
     """A few configurations of each group, far apart, and the largest number of nodes of all."""
-    known: dict[str, dict[Size, Part]] = defaultdict(dict)
+    known: dict[str, dict[Size, FamilyPart]] = defaultdict(dict)
     count: dict[str, int] = defaultdict(int)
     largest = 1
     for config in configs:
@@ -352,7 +352,7 @@ def _medians(samples: Sequence[_Sample]) -> _Sample:
     )
 
 
-def _fit(samples: Sequence[tuple[Size, _Sample]]) -> RoundCosts:
+def _fit(samples: Sequence[tuple[Size, _Sample]]) -> SimulatedRound:
     """Least squares of the relative error, no part of drafting below 0."""
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
@@ -362,7 +362,7 @@ def _fit(samples: Sequence[tuple[Size, _Sample]]) -> RoundCosts:
     layers: Floats = np.array([size.exit_layer for size, _ in samples], np.float64)
     factors: Floats = np.array([sample.factor for _, sample in samples])
     slope, first = np.polyfit(layers, factors, 1) if np.ptp(layers) else (0.0, np.median(factors))
-    return RoundCosts(
+    return SimulatedRound(
         draft=tuple(draft.tolist()),
         verify=(float(first), float(slope)),
         rest=median(sample.rest for _, sample in samples),

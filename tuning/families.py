@@ -80,7 +80,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FamilyPart:
     """The drafts of one budget.
 
     Attributes:
@@ -98,9 +98,9 @@ class Part:
     budget: Budget
     timed: Plan
     cost_group: str
-    fallback: Part | None = None
+    fallback: FamilyPart | None = None
 
-    def everything(self) -> tuple[Part, ...]:
+    def everything(self) -> tuple[FamilyPart, ...]:
         """The part itself and its fallback."""
         return (self,) if self.fallback is None else (self, self.fallback)
 
@@ -136,7 +136,7 @@ def _is_head(plan: Plan) -> bool:
     return method.head is not None and method.shape is not None
 
 
-def parts_of(plan: Plan) -> list[Part]:
+def parts_of(plan: Plan) -> list[FamilyPart]:
     """The drafts that a configuration may ask for.
 
     Those of its length; of each of its lengths for the controller ``goodput``.
@@ -151,7 +151,7 @@ def parts_of(plan: Plan) -> list[Part]:
     return [_part(plan, budget) for budget in budgets]
 
 
-def _part(plan: Plan, budget: Budget) -> Part:
+def _part(plan: Plan, budget: Budget) -> FamilyPart:
     drafter, config = plan.method.drafter, plan.config
     kind: Kind = "drafts"
     dropped = set(_LENGTH_KNOBS)
@@ -177,10 +177,10 @@ def _part(plan: Plan, budget: Budget) -> Part:
     if kind == "ranks":
         dear["chain"] = plan.shape == chain()
     group = " ".join(f"{name}={json.dumps(value)}" for name, value in dear.items())
-    return Part(family, plan, budget, plan, group)
+    return FamilyPart(family, plan, budget, plan, group)
 
 
-def _hybrid(plan: Plan, budget: Budget, family: Family) -> Part:
+def _hybrid(plan: Plan, budget: Budget, family: Family) -> FamilyPart:
     lookup, fallback = (METHODS[name] for name in _HYBRID[plan.method.drafter])
     knobs = with_budget(plan, budget).overrides()
     own = {name: knobs[name] for name in lookup.defaults.keys() & knobs.keys()}

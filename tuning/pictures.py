@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 
 from paceline.config import SpeculationConfig
 from paceline.plan import resolve
-from paceline.tuning.results import Manifest, Point, Prediction, TrialRecord, pareto_front
+from paceline.tuning.results import Manifest, Point, PredictedResult, TrialRecord, pareto_front
 from paceline.tuning.tables import (
     LENGTH,
     best_first,
@@ -134,7 +134,7 @@ class Tree:
     nodes: tuple[TreeNode, ...]
 
 
-class Sweep:
+class SweepPicture:
     """What the pictures are drawn from.
 
     Attributes:
@@ -143,7 +143,10 @@ class Sweep:
     """
 
     def __init__(
-        self, manifest: Manifest, records: Sequence[TrialRecord], predictions: Sequence[Prediction]
+        self,
+        manifest: Manifest,
+        records: Sequence[TrialRecord],
+        predictions: Sequence[PredictedResult],
     ) -> None:
         self.manifest = manifest
         self.records = list(records)
@@ -169,9 +172,9 @@ class Sweep:
         return SYMBOLS[self.methods.index(method) // len(COLOURS) % len(SYMBOLS)]
 
 
-def draw(sweep: Sweep) -> list[Picture]:
+def draw(sweep: SweepPicture) -> list[Picture]:
     """Every picture for which there is data."""
-    makers: tuple[Callable[[Sweep], list[Picture]], ...] = (
+    makers: tuple[Callable[[SweepPicture], list[Picture]], ...] = (
         lengths, heat_maps, intervals, fronts, acceptance_by_position, parallel_coordinates,
         predicted_against_measured,
     )  # fmt: skip
@@ -266,7 +269,7 @@ def _legend_below(
 # --- speculation length ---------------------------------------------------------------------------
 
 
-def lengths(sweep: Sweep) -> list[Picture]:
+def lengths(sweep: SweepPicture) -> list[Picture]:
     """Goodput over speculation length: a line for each method, the best of each length."""
     figure = go.Figure()
     several, shown = False, 0
@@ -275,7 +278,7 @@ def lengths(sweep: Sweep) -> list[Picture]:
         for record in reversed(sweep.compared):  # the best one comes last
             if record.point.speculation.method == method:
                 measured[sweep.config(record.point).num_speculative_tokens or 0] = record
-        predicted: dict[int, Prediction] = {}
+        predicted: dict[int, PredictedResult] = {}
         for prediction in sorted(sweep.predictions, key=lambda p: p.goodput_ratio):
             if prediction.point.speculation.method == method:
                 predicted[sweep.config(prediction.point).num_speculative_tokens or 0] = prediction
@@ -332,7 +335,7 @@ def lengths(sweep: Sweep) -> list[Picture]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class HeatmapCell:
     """What a heat map shows at one place."""
 
     ratio: float
@@ -340,12 +343,14 @@ class Cell:
     point: Point
 
 
-def heat_cells(sweep: Sweep, method: str, x: str, y: str) -> dict[tuple[float, float], Cell]:
+def heat_cells(
+    sweep: SweepPicture, method: str, x: str, y: str
+) -> dict[tuple[float, float], HeatmapCell]:
     """The best goodput for each pair of values: a measured one if there is any, else predicted.
 
     A point without ``y`` has no cell: what a default follows from ``x`` says nothing about ``y``.
     """
-    cells: dict[tuple[float, float], Cell] = {}
+    cells: dict[tuple[float, float], HeatmapCell] = {}
 
     def put(point: Point, value: float, measured: bool) -> None:
         if point.speculation.method != method:
@@ -355,7 +360,7 @@ def heat_cells(sweep: Sweep, method: str, x: str, y: str) -> dict[tuple[float, f
         if there is not None and (there.measured, there.ratio) >= (measured, value):
             return
         if None not in place:
-            cells[place] = Cell(value, measured, point)
+            cells[place] = HeatmapCell(value, measured, point)
 
     for prediction in sweep.predictions:
         put(prediction.point, prediction.goodput_ratio, False)
@@ -364,7 +369,7 @@ def heat_cells(sweep: Sweep, method: str, x: str, y: str) -> dict[tuple[float, f
     return cells
 
 
-def varied_numbers(sweep: Sweep, method: str) -> list[str]:
+def varied_numbers(sweep: SweepPicture, method: str) -> list[str]:
     """Numeric knobs that the space sets to several values for a method, the length first."""
     points = [record.point for record in sweep.compared]
     points += [prediction.point for prediction in sweep.predictions]
@@ -380,9 +385,9 @@ def varied_numbers(sweep: Sweep, method: str) -> list[str]:
     return sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n))
 
 
-def heat_maps(sweep: Sweep) -> list[Picture]:
+def heat_maps(sweep: SweepPicture) -> list[Picture]:
     """Goodput over the speculation length and each other numeric knob of a method."""
-    grids: list[tuple[str, str, str, dict[tuple[float, float], Cell]]] = []
+    grids: list[tuple[str, str, str, dict[tuple[float, float], HeatmapCell]]] = []
     for method in sweep.methods:
         names = varied_numbers(sweep, method)
         grids += [(method, names[0], y, heat_cells(sweep, method, names[0], y)) for y in names[1:]]
@@ -394,12 +399,12 @@ def heat_maps(sweep: Sweep) -> list[Picture]:
 
 
 def _heat_map(
-    method: str, x: str, y: str, cells: dict[tuple[float, float], Cell], reach: float
+    method: str, x: str, y: str, cells: dict[tuple[float, float], HeatmapCell], reach: float
 ) -> Picture:
     columns, rows = (sorted({place[i] for place in cells}) for i in (0, 1))
     grid = [[cells.get((column, row)) for column in columns] for row in rows]
 
-    def hover(cell: Cell) -> str:
+    def hover(cell: HeatmapCell) -> str:
         how = "measured" if cell.measured else "predicted"
         return f"<b>{markup(short_label(cell.point))}</b><br>{how} {cell.ratio:.2f}"
 
@@ -447,7 +452,7 @@ def _colour_value(ratio: float) -> float:
     return math.log2(max(ratio, 1e-3))
 
 
-def _cell_text(cell: Cell) -> str:
+def _cell_text(cell: HeatmapCell) -> str:
     return f"<b>{cell.ratio:.2f}</b>" if cell.measured else f"≈{cell.ratio:.2f}"
 
 
@@ -458,7 +463,7 @@ def _number(value: float) -> str:
 # --- confidence intervals -------------------------------------------------------------------------
 
 
-def intervals(sweep: Sweep) -> list[Picture]:
+def intervals(sweep: SweepPicture) -> list[Picture]:
     """A line for each measured trial, the best on top."""
     if not sweep.compared:
         return []
@@ -524,7 +529,7 @@ def intervals(sweep: Sweep) -> list[Picture]:
 # --- several objectives ---------------------------------------------------------------------------
 
 
-def fronts(sweep: Sweep) -> list[Picture]:
+def fronts(sweep: SweepPicture) -> list[Picture]:
     """Each pair of objectives with the trials that none beats in all of them."""
     names = sweep.manifest.objectives
     front = pareto_front(sweep.records, names)
@@ -539,7 +544,7 @@ def fronts(sweep: Sweep) -> list[Picture]:
 
 
 def _front(
-    sweep: Sweep, x: str, y: str, beaten: Sequence[TrialRecord], front: Sequence[TrialRecord]
+    sweep: SweepPicture, x: str, y: str, beaten: Sequence[TrialRecord], front: Sequence[TrialRecord]
 ) -> Picture:
     figure = go.Figure()
     for records, name, colour, size in (
@@ -574,7 +579,7 @@ def _front(
 # --- acceptance -----------------------------------------------------------------------------------
 
 
-def acceptance_by_position(sweep: Sweep, num_trials: int = 6) -> list[Picture]:
+def acceptance_by_position(sweep: SweepPicture, num_trials: int = 6) -> list[Picture]:
     """Share of drafted tokens that were accepted, by depth, for the best trial of each method."""
     figure = go.Figure()
     seen: set[str] = set()
@@ -617,7 +622,7 @@ def acceptance_rates(accepted: Sequence[int], drafted: Sequence[int]) -> list[fl
 # --- parallel coordinates -------------------------------------------------------------------------
 
 
-def parallel_coordinates(sweep: Sweep) -> list[Picture]:
+def parallel_coordinates(sweep: SweepPicture) -> list[Picture]:
     """A line for each trial through its knobs to its ratio.
 
     Drawn as a plain scatter plot: plotly's own parallel coordinates need WebGL, which many browsers
@@ -683,7 +688,7 @@ def parallel_coordinates(sweep: Sweep) -> list[Picture]:
     ]  # fmt: skip
 
 
-def _knob_axes(sweep: Sweep) -> list[tuple[str, dict[str, str], list[str]]]:
+def _knob_axes(sweep: SweepPicture) -> list[tuple[str, dict[str, str], list[str]]]:
     """Name, value of each trial and values in order, for whatever differs between trials."""
     columns: dict[str, dict[str, Any]] = {
         "method": {r.key: r.point.speculation.method for r in sweep.compared}
@@ -733,7 +738,7 @@ def _between(share: float) -> str:
 # --- the simulator --------------------------------------------------------------------------------
 
 
-def predicted_against_measured(sweep: Sweep) -> list[Picture]:
+def predicted_against_measured(sweep: SweepPicture) -> list[Picture]:
     """What the simulator said and what was measured, a dot for each trial."""
     pairs = predicted_and_measured(sweep.records)
     if len(pairs) < 2:
@@ -774,7 +779,7 @@ def predicted_against_measured(sweep: Sweep) -> list[Picture]:
 _CHARACTER, _PADDING, _ROW, _GAP, _BOX = 7.3, 14, 28, 34, 22
 
 
-def trees(sweep: Sweep, num_shapes: int = 4) -> list[Tree]:
+def trees(sweep: SweepPicture, num_shapes: int = 4) -> list[Tree]:
     """Example drafts: the best trial's, then the best one of each other tree shape."""
     found: dict[str, Tree] = {}
     for record in sweep.compared:

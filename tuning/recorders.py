@@ -59,7 +59,7 @@ class _Follow:
         return Acceptance((), self._output[logits.position - self._prompt_length])
 
 
-class Recorder(ABC):
+class DraftRecorder(ABC):
     """In the place of a drafter: looks at what it proposes, and proposes nothing itself.
 
     Attributes:
@@ -152,7 +152,7 @@ class Recorder(ABC):
         return int(getattr(runner, "context_length", 0))
 
 
-class _Expanded(Recorder):
+class _Expanded(DraftRecorder):
     """Looks at an expanding drafter through a shape of its own."""
 
     def __init__(self, plan: Plan, truth: Truth, depth: int, nodes: int, **changes: Any) -> None:
@@ -275,7 +275,7 @@ def _grown(
     return drafts, [list(range(draft.num_nodes)) for draft in drafts]
 
 
-class _Drafts(Recorder):
+class _Drafts(DraftRecorder):
     """Asks for a draft of every budget."""
 
     def __init__(self, plan: Plan, budgets: Budgets, truth: Truth) -> None:
@@ -305,7 +305,7 @@ class _Drafts(Recorder):
         return DraftRecording(np.asarray(self._budgets, np.int64), self._accepted, self._nodes)
 
 
-RECORDERS: Mapping[Kind, Callable[[Plan, Budgets, Truth], Recorder]] = {
+RECORDERS: Mapping[Kind, Callable[[Plan, Budgets, Truth], DraftRecorder]] = {
     "ranks": _Ranks,
     "order": _Order,
     "drafts": _Drafts,

@@ -47,7 +47,7 @@ def render(results: Results) -> str:
     manifest, records = results.manifest(), results.trials()
     objective = manifest.objectives[0]
     best, measured = best_trial(records, objective), best_first(records, objective)
-    sweep = pictures.Sweep(manifest, records, results.predictions())
+    sweep = pictures.SweepPicture(manifest, records, results.predictions())
     drawn = pictures.draw(sweep)
     environment = Environment(  # everything is escaped; what is not says `safe`
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -188,7 +188,7 @@ class TrialRecord(_Value):
         return found
 
 
-class Prediction(_Value):
+class PredictedResult(_Value):
     """What the simulator says of a point."""
 
     key: str
@@ -297,15 +297,15 @@ class Results:
         ]
         return sorted(records, key=lambda record: record.number)
 
-    def save_predictions(self, predictions: Iterable[Prediction]) -> None:
+    def save_predictions(self, predictions: Iterable[PredictedResult]) -> None:
         values = [p.model_dump(mode="json", exclude_defaults=True) for p in predictions]
         self.write("predictions.json", json.dumps(values) + "\n")
 
-    def predictions(self) -> list[Prediction]:
+    def predictions(self) -> list[PredictedResult]:
         if not self.exists("predictions.json"):
             return []
-        found: list[Prediction] = _parse(
-            TypeAdapter(list[Prediction]), self.read("predictions.json"),
+        found: list[PredictedResult] = _parse(
+            TypeAdapter(list[PredictedResult]), self.read("predictions.json"),
             self.path("predictions.json"),
         )  # fmt: skip
         return found

@@ -22,10 +22,10 @@ from paceline.errors import InvalidArgument
 from paceline.plan import Plan, resolve
 from paceline.shapes.base import Shape
 from paceline.shapes.template import Template
-from paceline.tuning.costs import Costs, RoundCosts, Size, draft_size
-from paceline.tuning.families import Part, is_ar, parts_of, why_not
+from paceline.tuning.costs import MeasuredCosts, SimulatedRound, Size, draft_size
+from paceline.tuning.families import FamilyPart, is_ar, parts_of, why_not
 from paceline.tuning.recordings import ABSENT, NUM_RANKS, OrderRecording, RankRecording
-from paceline.tuning.results import Point, Prediction
+from paceline.tuning.results import Point, PredictedResult
 from paceline.tuning.shapes import StaticShape, paths_of
 from paceline.tuning.traces import Traces
 
@@ -69,7 +69,9 @@ class Simulator:
         InvalidArgument: the costs are for another concurrency.
     """
 
-    def __init__(self, traces: Traces, costs: Costs | None = None, dtype: str = "float32") -> None:
+    def __init__(
+        self, traces: Traces, costs: MeasuredCosts | None = None, dtype: str = "float32"
+    ) -> None:
         if costs is not None and costs.concurrency != traces.concurrency:
             allowed = f"costs for {traces.concurrency} sessions at a time, as the traces"
             raise InvalidArgument("costs", f"for {costs.concurrency}", allowed)
@@ -108,7 +110,7 @@ class Simulator:
         nothing = np.zeros(len(self._left), np.int64)
         return self._walk(nothing, nothing, nothing > 0)
 
-    def _rounds_of(self, part: Part) -> Rounds:
+    def _rounds_of(self, part: FamilyPart) -> Rounds:
         shape, budget = part.plan.shape, part.budget
         other = part.fallback.budget.depth if part.fallback else 0
         key = part.family.key, shape, budget.depth, budget.nodes, other
@@ -123,7 +125,7 @@ class Simulator:
             self._rounds[key] = self._walk(accepted, nodes, falls_back)
         return self._rounds[key]
 
-    def _drafts(self, part: Part) -> tuple[Ints, Ints]:
+    def _drafts(self, part: FamilyPart) -> tuple[Ints, Ints]:
         """Accepted tokens and nodes of a draft at every position.  # 2 x [positions]"""
         recording, budget = self.traces.recordings[part.family.key], part.budget
         if isinstance(recording, RankRecording | OrderRecording):
@@ -196,7 +198,7 @@ class Simulator:
 
     # --- seconds ----------------------------------------------------------------------------------
 
-    def predict(self, point: Point) -> Prediction | None:
+    def predict(self, point: Point) -> PredictedResult | None:
         """Goodput over AR's and mean accepted length; None where :meth:`why_not` has a reason."""
         if self.why_not(point) is not None:
             return None
@@ -210,14 +212,14 @@ class Simulator:
             )
             if plan.config.length == "goodput" and not plan.config.length_min and best < 1.0:
                 best, rounds = 1.0, self._ar
-        return Prediction(
+        return PredictedResult(
             key=point.key,
             point=point,
             goodput_ratio=best,
             mean_accepted_length=rounds.mean_accepted_length,
         )
 
-    def predict_all(self, points: Iterable[Point]) -> list[Prediction]:
+    def predict_all(self, points: Iterable[Point]) -> list[PredictedResult]:
         """Those of the points that can be predicted, in order."""
         found = (self.predict(point) for point in points)
         return [prediction for prediction in found if prediction is not None]
@@ -248,7 +250,7 @@ class Simulator:
                 return "what its drafter proposes was not recorded"
         return None
 
-    def _ratio(self, part: Part) -> float:
+    def _ratio(self, part: FamilyPart) -> float:
         assert self.costs is not None
         rounds, groups = self._rounds_of(part), self.costs.groups
         own = groups[part.cost_group]
@@ -265,7 +267,7 @@ class Simulator:
         return self._seconds(self._ar, self.costs.ar, Size(0, 0, 0))
 
     def _seconds(
-        self, rounds: Rounds, costs: RoundCosts, size: Size, lookup: float | None = None
+        self, rounds: Rounds, costs: SimulatedRound, size: Size, lookup: float | None = None
     ) -> float:
         """Until all prompts are done, ``concurrency`` of them at a time.
 

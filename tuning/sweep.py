@@ -40,7 +40,7 @@ from paceline.tuning.results import (
     Manifest,
     Metrics,
     Point,
-    Prediction,
+    PredictedResult,
     Results,
     TrialRecord,
     best_trial,
@@ -268,7 +268,7 @@ class Sweep:
                 f"should reach {best.goodput_ratio:.2f}x: {best.point.label}"
             )
 
-    def _predictions(self) -> list[Prediction]:
+    def _predictions(self) -> list[PredictedResult]:
         import ray
         from ray.util.queue import Queue
 
@@ -293,7 +293,7 @@ class Sweep:
                 self._say(f"        {lines[-1]}")
         told.shutdown()
         texts = _get(answer, "the simulation failed")
-        return [Prediction.model_validate_json(text) for text in texts]
+        return [PredictedResult.model_validate_json(text) for text in texts]
 
     def _search(self) -> None:
         records = [r for r in self.results.trials() if r.status != "failed"]
@@ -515,7 +515,7 @@ def run_trials(
 
     from paceline.tuning.search import CannotWin, PointSearch
     from paceline.tuning.trial import Trial
-    from paceline.tuning.watch import Recorder
+    from paceline.tuning.watch import SweepRecorder
 
     search = space.document.search
     searcher = PointSearch(
@@ -538,7 +538,7 @@ def run_trials(
             grace_period=1,
             reduction_factor=3,
         )
-    recorder = Recorder(
+    recorder = SweepRecorder(
         space, results, stopper, predicted=predicted, done=len(records), total=left, say=say,
         best=best_trial(records, space.objectives[0]),
     )  # fmt: skip

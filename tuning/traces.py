@@ -30,7 +30,15 @@ from paceline.profile import fingerprint
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from paceline.tuning.families import COMPOSITE, REMEMBERING, Family, Part, is_ar, parts_of, why_not
+from paceline.tuning.families import (
+    COMPOSITE,
+    REMEMBERING,
+    Family,
+    FamilyPart,
+    is_ar,
+    parts_of,
+    why_not,
+)
 from paceline.tuning.recorders import RECORDERS
 from paceline.tuning.recordings import (
     DraftRecording,
@@ -72,7 +80,7 @@ class Traces:
     recordings: dict[str, Recording]
     refused: dict[str, str]
 
-    def covers(self, part: Part) -> bool:
+    def covers(self, part: FamilyPart) -> bool:
         """Whether nothing is left to record of a part itself."""
         found = self.recordings.get(part.family.key)
         return part.family.key in self.refused or (found is not None and found.covers(part.budget))
@@ -315,7 +323,7 @@ def _tasks(
     return sorted(parts, key=lambda task: task.rank)
 
 
-def _wanted(plan: Plan, params: SamplingParams) -> list[Part]:
+def _wanted(plan: Plan, params: SamplingParams) -> list[FamilyPart]:
     """All that has to be recorded of a configuration."""
     if is_ar(plan) or why_not(plan, params) is not None:
         return []

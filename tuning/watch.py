@@ -16,7 +16,7 @@ _TABLE_EVERY_S = 60.0
 _TABLE_LINES = 5
 
 
-class Recorder(tune.Callback):
+class SweepRecorder(tune.Callback):
     """Writes the record of each trial that ends, and a line about it.
 
     Attributes:

@@ -37,18 +37,18 @@ class StreamOptions(_Body):
     include_obfuscation: Flag | None = None  # pads the events of others; without effect here
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """A piece of a message's content."""
 
     type: Text
     text: Text | None = None
 
 
-class Prediction(_Body):
+class PredictedOutput(_Body):
     """The text that is expected as the output."""
 
     type: Literal["content"]
-    content: Text | list[Part]
+    content: Text | list[ContentPart]
 
     @property
     def text(self) -> str:
@@ -108,7 +108,7 @@ class StructuredOutputs(_Body):
         return given
 
 
-def _joined(content: str | list[Part], where: str) -> str:
+def _joined(content: str | list[ContentPart], where: str) -> str:
     """The text of a content that may be in pieces.
 
     Raises:
@@ -150,7 +150,7 @@ class _Request(_Body):
     return_rounds: Flag | None = None
     numerics_mismatch: Literal["refuse", "allow"] | None = None
     speculation: dict[str, Any] | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
 
     structured_outputs: StructuredOutputs | None = None
 
@@ -280,7 +280,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Text
-    content: Text | list[Part] | None = None
+    content: Text | list[ContentPart] | None = None
 
     def plain(self, where: str) -> dict[str, Any]:
         """The message as chat templates expect it: its content is one text.

@@ -20,7 +20,7 @@ from paceline.sampling import Probs
 from paceline.types import Acceptance, Draft, Draws
 
 
-class Block:
+class BlockVerification:
     """Accept the longest prefix of a chain that the joint test lets through."""
 
     name = "block"

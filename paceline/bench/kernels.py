@@ -56,7 +56,7 @@ QUANTISED = "Q8_0", "Q4_1"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ProductTiming:
     """One measurement.
 
     Attributes:
@@ -231,8 +231,8 @@ def measure(
     rows: Sequence[int] = ROWS,
     threads: int = 1,
     seconds: float = 0.3,
-    progress: Callable[[Cell], None] = lambda cell: None,
-) -> list[Cell]:
+    progress: Callable[[ProductTiming], None] = lambda cell: None,
+) -> list[ProductTiming]:
     """Products of each variant, model, dtype and number of rows, beside their roofline.
 
     Numbers of rows take turns, the fastest turn of each counts, and so does the faster one of two
@@ -262,7 +262,7 @@ def measure(
                         best = max(products.weights * count / peak, products.bytes / memory)
                         flops = 2 * products.weights * count / took
                         name = products.packing.name.lower()
-                        cell = Cell(
+                        cell = ProductTiming(
                             variant, shapes.name, dtype, name, count, took, flops,
                             products.bytes / took, best,
                         )  # fmt: skip

@@ -71,7 +71,7 @@ class TrigramTable:
         return {token: count / total for token, count in counts.items()}
 
 
-class Node:
+class SearchNode:
     """A continuation in the search tree."""
 
     __slots__ = ("bigram", "children", "score", "visits", "weight")
@@ -81,7 +81,7 @@ class Node:
         self.weight = weight
         self.visits = 0
         self.score = 0.0
-        self.children: list[Node] | None = None  # None until the node is visited again
+        self.children: list[SearchNode] | None = None  # None until the node is visited again
 
 
 class _State:
@@ -160,14 +160,14 @@ def search(
     iterations: int,
     depth: int,
     rng: random.Random,
-) -> Node:
+) -> SearchNode:
     """Monte Carlo tree search with the PUCT rule over continuations of ``bigram``.
 
     Each iteration walks down to a node that was not expanded yet, expands it, completes it to
     ``depth`` with tokens drawn from the table, and adds the share of ``depth`` that the table
     could fill to the score of every node on the way.
     """
-    root = Node(bigram, 1.0)
+    root = SearchNode(bigram, 1.0)
     for _ in range(iterations):
         node, path = root, [root]
         while len(path) <= depth:
@@ -175,7 +175,7 @@ def search(
                 tokens, weights = successors[node.bigram]
                 second = node.bigram[1]
                 node.children = [
-                    Node((second, token), weight)
+                    SearchNode((second, token), weight)
                     for token, weight in zip(tokens, weights, strict=True)
                 ]
                 if node is not root:
@@ -198,7 +198,7 @@ def search(
     return root
 
 
-def _select(parent: Node) -> Node:
+def _select(parent: SearchNode) -> SearchNode:
     assert parent.children
     if len(parent.children) == 1:
         return parent.children[0]
@@ -217,13 +217,13 @@ def _select(parent: Node) -> Node:
     return best
 
 
-def most_visited(root: Node, count: int) -> list[tuple[int, ...]]:
+def most_visited(root: SearchNode, count: int) -> list[tuple[int, ...]]:
     """Token paths of the ``count`` most visited ends of the search tree, best first.
 
     An end is a visited node without visited children. The root is one if nothing was visited.
     """
     ends: list[tuple[int, tuple[int, ...]]] = []
-    stack: list[tuple[Node, tuple[int, ...]]] = [(root, ())]
+    stack: list[tuple[SearchNode, tuple[int, ...]]] = [(root, ())]
     while stack:
         node, path = stack.pop()
         visited = [child for child in node.children or () if child.visits]
@@ -235,7 +235,7 @@ def most_visited(root: Node, count: int) -> list[tuple[int, ...]]:
 
 
 def _extended(
-    path: tuple[int, ...], root: Node, successors: dict[Bigram, Successors]
+    path: tuple[int, ...], root: SearchNode, successors: dict[Bigram, Successors]
 ) -> tuple[int, ...]:
     """The path and the heaviest token after it, if the table has one."""
     before = (*root.bigram, *path)

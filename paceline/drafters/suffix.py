@@ -27,7 +27,7 @@ MAX_REQUESTS = 100_000  # outputs that the shared tree holds, as in the paper
 MAX_NODES = 200_000  # of the shared tree, about 0.3 KB each
 
 
-class Node:
+class SuffixNode:
     """An edge of the tree together with the node that it leads to.
 
     Attributes:
@@ -43,13 +43,13 @@ class Node:
         "best", "children", "count", "end", "parent", "stamp", "start", "text", "total",
     )  # fmt: skip
 
-    def __init__(self, text: list[int], start: int, end: int, parent: Node | None) -> None:
+    def __init__(self, text: list[int], start: int, end: int, parent: SuffixNode | None) -> None:
         self.text = text
         self.start = start
         self.end = end
         self.parent = parent
-        self.children: dict[int, Node] = {}
-        self.best: Node | None = None
+        self.children: dict[int, SuffixNode] = {}
+        self.best: SuffixNode | None = None
         self.count = self.total = self.stamp = 0
 
 
@@ -58,7 +58,7 @@ class Place:
 
     __slots__ = ("node", "offset")
 
-    def __init__(self, node: Node, offset: int) -> None:
+    def __init__(self, node: SuffixNode, offset: int) -> None:
         self.node = node
         self.offset = offset
 
@@ -90,11 +90,11 @@ class SuffixTree:
 
     def __init__(self, depth: int = MAX_DEPTH) -> None:
         self.depth = depth
-        self.root = Node([], 0, 0, None)
+        self.root = SuffixNode([], 0, 0, None)
         self.num_nodes = 0
         self.text: list[int] = []
         self.matches: list[Place] = []
-        self._leaves: deque[Node] = deque(maxlen=depth)  # those that may still grow
+        self._leaves: deque[SuffixNode] = deque(maxlen=depth)  # those that may still grow
         self._clock = 0
 
     def append(self, token: int) -> None:
@@ -209,7 +209,7 @@ class SuffixTree:
         tokens: list[int] = []
         parents: list[int] = []
         score, order = 0.0, 0
-        heap: list[tuple[float, int, Node, int, int, int]] = []
+        heap: list[tuple[float, int, SuffixNode, int, int, int]] = []
         # Going on from a node: its place, its index in the draft, its probability and depth.
         node, at, index, prob, depth = place.node, place.node.start + place.offset, -1, 1.0, 0
         while len(tokens) < limit:
@@ -236,7 +236,7 @@ class SuffixTree:
             at += 1
         return Candidate(score, tokens, parents)
 
-    def _enter(self, node: Node, child: Node) -> None:
+    def _enter(self, node: SuffixNode, child: SuffixNode) -> None:
         self._clock += 1
         child.stamp = self._clock
         child.count += 1
@@ -244,16 +244,16 @@ class SuffixTree:
         if node.best is None or child.count >= node.best.count:
             node.best = child
 
-    def _add_leaf(self, node: Node, token: int, suffix_start: int) -> None:
-        leaf = Node(self.text, len(self.text) - 1, suffix_start + self.depth, node)
+    def _add_leaf(self, node: SuffixNode, token: int, suffix_start: int) -> None:
+        leaf = SuffixNode(self.text, len(self.text) - 1, suffix_start + self.depth, node)
         node.children[token] = leaf
         self.num_nodes += 1
         self._leaves.append(leaf)
         self._enter(node, leaf)
 
-    def _split(self, node: Node, offset: int, position: int) -> Node:
+    def _split(self, node: SuffixNode, offset: int, position: int) -> SuffixNode:
         """Cut an edge where the growing text leaves it before ``position``; returns its top."""
-        top = Node(self.text, position - offset, position, node.parent)
+        top = SuffixNode(self.text, position - offset, position, node.parent)
         parent, below = node.parent, node.text[node.start + offset]
         assert parent is not None
         parent.children[node.text[node.start]] = top
@@ -274,7 +274,7 @@ class SuffixTree:
         self.num_nodes += 1
         return top
 
-    def _merge(self, node: Node) -> None:
+    def _merge(self, node: SuffixNode) -> None:
         """Undo a split where all occurrences go on the same way."""
         child, parent = node.best, node.parent
         if len(node.children) == 1 and child and child.count == node.count and parent:
@@ -286,7 +286,7 @@ class SuffixTree:
                 parent.best = child
             self.num_nodes -= 1
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: SuffixNode) -> None:
         self.num_nodes -= 1
         for child in node.children.values():
             self._forget(child)

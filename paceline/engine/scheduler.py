@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.admission import Admission, PrefillPace
+from paceline.admission import KvAdmission, PrefillPace
 from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.counters import CounterBook
 from paceline.engine.drafting import Drafting
@@ -74,7 +74,7 @@ class Scheduler:
         self._book = book
         self._max_waiting = limits.max_waiting
         self._waiting: deque[Session] = deque()
-        self._admission = Admission(target.kv_capacity, limits.max_sessions)
+        self._admission = KvAdmission(target.kv_capacity, limits.max_sessions)
         self._pace = PrefillPace(limits.prefill_chunk, limits.prefill_stretch)
 
     @property

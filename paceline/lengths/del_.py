@@ -111,7 +111,7 @@ class Rates:
         return rates
 
 
-class Costs:
+class LayerCosts:
     """What a verification costs, in layers of drafting: measured, for all sessions of an engine.
 
     Args:
@@ -168,7 +168,7 @@ class Del:
         self._confidence = np.zeros((2, len(self.exit_layers)))
         self._rounds = self._asked = 0
         self._choice: tuple[int, int] | None = None  # until other rates are known
-        self._costs = context.shared(("del", bounds), lambda: Costs(context.num_layers))
+        self._costs = context.shared(("del", bounds), lambda: LayerCosts(context.num_layers))
         self._taken = 0  # place of the exit of this round
         self._stop = ConfidenceStop(bounds.shortest, 0.0)
         self.stop_rule: StopRule | None = self._stop

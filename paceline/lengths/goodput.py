@@ -99,7 +99,7 @@ def best_length(
     return best
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """Moving acceptance rate of each depth, given that the depth before was accepted.
 
     Args:
@@ -152,11 +152,11 @@ class Sizes:
         self._last: int | None = None  # the size that was tried last
         self._prior = prior
         self._each = [
-            Acceptance(longest, lambda size=size: self._guess(size), memory)  # type: ignore[misc]
+            AcceptanceEstimate(longest, lambda size=size: self._guess(size), memory)  # type: ignore[misc]
             for size in range(count)
         ]
 
-    def of(self, size: int) -> Acceptance:
+    def of(self, size: int) -> AcceptanceEstimate:
         return self._each[size]
 
     def observe(self, size: int, asked: int, accepted: int, memory: float | None = None) -> None:

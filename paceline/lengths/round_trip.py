@@ -34,7 +34,7 @@ TRY_DEPTH = 2  # also of the first draft, before anything is known
 
 
 @dataclass(frozen=True, slots=True)
-class RoundCosts:
+class RoundTripCosts:
     """Seconds.
 
     Attributes:
@@ -67,7 +67,7 @@ def expected_tokens(acceptance: float, depth: int) -> float:
     return (1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance)
 
 
-def best_depth(acceptance: float, costs: RoundCosts, shortest: int, longest: int) -> int:
+def best_depth(acceptance: float, costs: RoundTripCosts, shortest: int, longest: int) -> int:
     """The depth with the most expected tokens per second; of equals the smallest."""
     return max(
         range(shortest, longest + 1),
@@ -122,14 +122,14 @@ class RoundTrip:
         return self._accepted / self._tried
 
     @property
-    def costs(self) -> RoundCosts | None:
+    def costs(self) -> RoundTripCosts | None:
         """What was measured; None before the first draft."""
         known = self._seconds
         if not known.draft.known or not known.verify.weight:
             return None
         first, each = known.verify.fit()
         first = max(first, SHORTEST)
-        return RoundCosts(known.draft.value, first, each, known.travel.value, self._overlaps)
+        return RoundTripCosts(known.draft.value, first, each, known.travel.value, self._overlaps)
 
     def budget(self, session: SessionView, load: Load) -> Budget:
         """Depth for this round; see :func:`best_depth`."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.errors import ResourceExhausted
-from paceline.models.prefix_cache import BLOCK, Block, PrefixCache
+from paceline.models.prefix_cache import BLOCK, PrefixBlock, PrefixCache
 
 
 class PooledSequence:
@@ -33,7 +33,7 @@ class PooledSequence:
         self.slots = np.zeros(context_length, np.int32)
         self.address = int(self.slots.ctypes.data)
         self.length = 0
-        self.blocks: list[Block] = []
+        self.blocks: list[PrefixBlock] = []
         self.num_shared = 0
         self.pending: list[int] = []  # slot of each pending entry
         self.parents: list[int] = []  # parent of each pending entry, -1 for the committed prefix

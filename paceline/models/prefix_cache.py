@@ -21,7 +21,7 @@ BLOCK = 16
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class PrefixBlock:
     """``BLOCK`` tokens after those of ``parent``.
 
     Attributes:
@@ -31,10 +31,10 @@ class Block:
     """
 
     tokens: bytes
-    parent: Block | None
+    parent: PrefixBlock | None
     slots: IndexArray
     users: int = 0
-    children: dict[bytes, Block] = field(default_factory=dict)
+    children: dict[bytes, PrefixBlock] = field(default_factory=dict)
 
 
 class PrefixCache:
@@ -46,10 +46,10 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[str, Block] = {}
+        self._roots: dict[str, PrefixBlock] = {}
         # Blocks without users, the longest unused first. A sequence lets go of its last block
         # first, and whoever uses a block uses its parent: children come before their parents.
-        self._idle: OrderedDict[Block, None] = OrderedDict()
+        self._idle: OrderedDict[PrefixBlock, None] = OrderedDict()
         self.num_queried = self.num_hit = self.num_evicted = 0
 
     @property
@@ -57,9 +57,9 @@ class PrefixCache:
         """Slots that can be had back."""
         return BLOCK * len(self._idle)
 
-    def find(self, token_ids: Sequence[int], scope: str) -> list[Block]:
+    def find(self, token_ids: Sequence[int], scope: str) -> list[PrefixBlock]:
         """The blocks that ``token_ids`` begin with; the caller uses them from now on."""
-        found: list[Block] = []
+        found: list[PrefixBlock] = []
         block = self._roots.get(scope)
         keys = _keys(token_ids)
         while block is not None and len(found) < len(keys):
@@ -73,8 +73,8 @@ class PrefixCache:
         return found
 
     def extend(
-        self, known: Sequence[Block], token_ids: Sequence[int], slots: IndexArray, scope: str
-    ) -> list[tuple[Block, bool]]:
+        self, known: Sequence[PrefixBlock], token_ids: Sequence[int], slots: IndexArray, scope: str
+    ) -> list[tuple[PrefixBlock, bool]]:
         """The blocks of ``token_ids`` after the ``known`` ones; the caller uses them from now on.
 
         Args:
@@ -84,16 +84,16 @@ class PrefixCache:
             blocks, and whether each is new.
         """
         at = known[-1] if known else self._roots.get(scope)
-        result: list[tuple[Block, bool]] = []
+        result: list[tuple[PrefixBlock, bool]] = []
         keys = _keys(token_ids)
         for i in range(len(known), len(keys)):
             if at is None:
-                at = self._roots[scope] = Block(b"", None, slots[:0])
+                at = self._roots[scope] = PrefixBlock(b"", None, slots[:0])
             block = at.children.get(keys[i])
             is_new = block is None
             if block is None:
                 own = slots[i * BLOCK : (i + 1) * BLOCK].copy()
-                block = at.children[keys[i]] = Block(keys[i], at, own)
+                block = at.children[keys[i]] = PrefixBlock(keys[i], at, own)
                 block.users = 1
             else:
                 self._use(block)
@@ -101,7 +101,7 @@ class PrefixCache:
             at = block
         return result
 
-    def release(self, blocks: Sequence[Block]) -> None:
+    def release(self, blocks: Sequence[PrefixBlock]) -> None:
         """A sequence no longer uses these, parents first."""
         for block in reversed(blocks):
             block.users -= 1
@@ -121,7 +121,7 @@ class PrefixCache:
             self._roots = {scope: root for scope, root in self._roots.items() if root.children}
         return slots
 
-    def _use(self, block: Block) -> None:
+    def _use(self, block: PrefixBlock) -> None:
         if not block.users:
             del self._idle[block]
         block.users += 1

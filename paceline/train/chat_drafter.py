@@ -102,7 +102,7 @@ def choose_vocabulary(talks: Talks, size: int, vocab_size: int) -> NDArray[np.in
     return np.sort(np.argsort(-mass, kind="stable")[:size])
 
 
-class Head(torch.nn.Module):
+class ReducedHead(torch.nn.Module):
     """Logits of a part of the vocabulary: rows of the target's own table, which are not trained.
 
     So none of it has to be shipped: who has the target has the drafter's embedding and head.
@@ -127,10 +127,10 @@ class Head(torch.nn.Module):
         return F.linear(states, self.weight)
 
 
-class Drafter(torch.nn.Module):
+class ChatDrafter(torch.nn.Module):
     """Body and head, for an optimizer and a checkpoint."""
 
-    def __init__(self, body: LlamaForCausalLM, head: Head) -> None:
+    def __init__(self, body: LlamaForCausalLM, head: ReducedHead) -> None:
         super().__init__()
         self.body, self.head = body, head
 
@@ -178,7 +178,7 @@ def batch_of(talks: Talks, picked: Sequence[int]) -> tuple[Tensor, Tensor, Tenso
 
 @torch.no_grad()
 def measure(
-    drafter: Drafter, talks: Talks, vocabulary: NDArray[np.int64], depth: int = 5
+    drafter: ChatDrafter, talks: Talks, vocabulary: NDArray[np.int64], depth: int = 5
 ) -> dict[str, float]:
     """``agreement`` with the target's argmax, and ``tau``: the mean accepted length of chains.
 
@@ -212,11 +212,11 @@ def train(
     length: int = 512,
     start: Mapping[str, Tensor] | None = None,
     lr: float = 1e-3,
-) -> tuple[Drafter, NDArray[np.int64], dict[str, float]]:
+) -> tuple[ChatDrafter, NDArray[np.int64], dict[str, float]]:
     """Train; goes on from ``work`` after an interruption.
 
     Args:
-        start: weights of a :class:`Drafter` that has been trained before.
+        start: weights of a :class:`ChatDrafter` that has been trained before.
     """
     training, held_out = Talks.read(data, length).split()
     body = build(target, layers).train()
@@ -225,7 +225,7 @@ def train(
     if not file.exists():
         np.save(file, choose_vocabulary(training, vocabulary_size, body.config.vocab_size))
     vocabulary: NDArray[np.int64] = np.load(file)
-    drafter = Drafter(body, Head(body.model.embed_tokens.weight.detach(), vocabulary))
+    drafter = ChatDrafter(body, ReducedHead(body.model.embed_tokens.weight.detach(), vocabulary))
     if start is not None:
         drafter.load_state_dict(dict(start))
     # Not Muon: its products are in bfloat16, which takes a minute a step without AVX-512.

@@ -21,7 +21,7 @@ SUFFIXES = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Text:
+class TrainingText:
     """Tokenized rows; the last token of a row is only a label, and the first of the next row.
 
     Attributes:
@@ -52,7 +52,7 @@ class Text:
 
 def load_text(
     tokenizer_folder: Path, files: Sequence[Path], length: int, held_out_rows: int = 32
-) -> Text:
+) -> TrainingText:
     """Read and tokenize ``files``, or the demo corpus where there are none.
 
     A tenth of the documents, chosen by their hash, is held out; where that gives no whole row, the
@@ -102,7 +102,7 @@ def load_text(
             f"text for at least two rows of {length} tokens",
         )
     spread = np.linspace(0, len(test) - 1, min(held_out_rows, len(test))).round().astype(int)
-    return Text(torch.from_numpy(rows), torch.from_numpy(test[spread]), tuple(sources))
+    return TrainingText(torch.from_numpy(rows), torch.from_numpy(test[spread]), tuple(sources))
 
 
 def _read(files: Sequence[Path]) -> tuple[list[corpus.Document], list[corpus.Document]]:

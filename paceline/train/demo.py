@@ -26,7 +26,13 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from paceline.bench.prompts import cut_prompts
 from paceline.train import corpus
-from paceline.train.distill import GAMMA, Acceptance, DistillConfig, distill, measure_acceptance
+from paceline.train.distill import (
+    GAMMA,
+    DistillConfig,
+    HeldOutAcceptance,
+    distill,
+    measure_acceptance,
+)
 from paceline.train.pretrain import (
     ExitQuality,
     PretrainConfig,
@@ -40,7 +46,7 @@ from paceline.train.tokenizer import load_tokenizer, pack, train_tokenizer
 
 
 @dataclass(frozen=True)
-class Text:
+class DemoText:
     """The tokenized corpus."""
 
     training: NDArray[np.uint16]  # [num_tokens]
@@ -53,7 +59,7 @@ class Text:
 
 def prepare(
     work: Path, extra: Sequence[Path], vocab_size: int, max_documents: int | None = None
-) -> Text:
+) -> DemoText:
     """Tokenize the corpus, with the tokenizer in `work` if there is one, else with a new one.
 
     Raises:
@@ -79,7 +85,7 @@ def prepare(
         os.replace(work / "tokenizer.tmp", work / "tokenizer")
     tokenizer = load_tokenizer(work / "tokenizer")
     sources = sorted({d.source for d in held_out})
-    text = Text(
+    text = DemoText(
         pack(tokenizer, [d.text for d in training]),
         {s: pack(tokenizer, [d.text for d in held_out if d.source == s]) for s in sources},
         {
@@ -149,11 +155,11 @@ def copy_tokenizer(folder: Path, work: Path) -> None:
 
 
 def model_card(
-    text: Text,
+    text: DemoText,
     target: Trained,
     drafter: Trained,
     exits: dict[str, list[ExitQuality]],
-    acceptance: dict[str, Acceptance],
+    acceptance: dict[str, HeldOutAcceptance],
     distill_config: DistillConfig,
     earlier: Sequence[str] = (),
 ) -> str:

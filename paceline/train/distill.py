@@ -302,7 +302,7 @@ def distill(
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class HeldOutAcceptance:
     """How well a drafter predicts its target on one source of held-out text."""
 
     agreement: float
@@ -323,7 +323,7 @@ GAMMA = 5
 @torch.no_grad()
 def measure_acceptance(
     target: LlamaForCausalLM, drafter: LlamaForCausalLM, rows: Tensor, prompt: int = 128
-) -> Acceptance:
+) -> HeldOutAcceptance:
     """Compare two models in evaluation mode on held-out `rows`, int64 [num_rows, length].
 
     τ is exact, not an estimate: up to its first miss, a greedy draft continues the very text that
@@ -352,7 +352,7 @@ def measure_acceptance(
     for row in text.tolist():
         runs = [tuple(row[i - 7 : i + 1]) for i in range(7, len(row))]
         repeated += sum(run in runs[:i] for i, run in enumerate(runs) if i + 7 >= prompt)
-    return Acceptance(
+    return HeldOutAcceptance(
         float(torch.stack(agree).mean()),
         float(torch.stack(overlap).mean()),
         float(matches.float().mean()),

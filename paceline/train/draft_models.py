@@ -30,7 +30,7 @@ from paceline.train.checkpoints import (
     load_model,
     save_model,
 )
-from paceline.train.data import Text
+from paceline.train.data import TrainingText
 from paceline.train.distill import sample_text
 from paceline.train.early_exit import read_out
 from paceline.train.losses import DIVERGENCES, divergence_loss, measure
@@ -72,7 +72,7 @@ class DraftTask:
     def __init__(
         self,
         target: Path,
-        text: Text,
+        text: TrainingText,
         *,
         name: str = "distill",
         drafter: Path | None = None,

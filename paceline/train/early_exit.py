@@ -30,7 +30,7 @@ from paceline.train.checkpoints import (
     load_model,
     save_model,
 )
-from paceline.train.data import Text
+from paceline.train.data import TrainingText
 from paceline.train.pretrain import layer_states
 from paceline.train.trainer import Batch
 from paceline.types import IntArray
@@ -91,7 +91,7 @@ class ExitsTask:
     def __init__(
         self,
         target: Path,
-        text: Text,
+        text: TrainingText,
         *,
         exits: Sequence[int] = (),
         layer_dropout: float = 0.1,

@@ -19,11 +19,11 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models.base import Segment
 from paceline.models.heads import HEADS
-from paceline.models.heads.base import Head, HeadBatch, Target
+from paceline.models.heads.base import Head, HeadBatch, HeadTarget
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
-from paceline.train.data import Text
+from paceline.train.data import TrainingText
 from paceline.train.trainer import Batch
 from paceline.types import IntArray, Need
 
@@ -34,7 +34,7 @@ _ROWS = 4  # that the target reads at once
 _TEMPERATURES = (0.0, 1.0)  # of what the target writes, row after row
 
 
-class HeadTask:
+class DraftHeadTask:
     """Trains a head of any kind; the target stays as it is.
 
     Held-out measurements, from the agreement a_1, a_2, ... of the head with the target's argmax at
@@ -61,7 +61,7 @@ class HeadTask:
     def __init__(
         self,
         target: Path,
-        text: Text,
+        text: TrainingText,
         *,
         kind: str,
         options: Mapping[str, Any] | None = None,
@@ -73,7 +73,7 @@ class HeadTask:
             raise InvalidArgument("kind", kind, f"one of {', '.join(HEADS)}")
         if data_source not in DATA_SOURCES:
             raise InvalidArgument("data_source", data_source, f"one of {', '.join(DATA_SOURCES)}")
-        parts = Target.from_folder(target, device=device)
+        parts = HeadTarget.from_folder(target, device=device)
         context = parts.config.context_length
         if text.length >= context:
             raise InvalidArgument("length", text.length, f"below the target's context, {context}")

@@ -17,7 +17,7 @@ from paceline.models.heads import HEADS
 from paceline.train.data import load_text
 from paceline.train.draft_models import DraftTask
 from paceline.train.early_exit import ExitsTask
-from paceline.train.heads import HeadTask
+from paceline.train.heads import DraftHeadTask
 from paceline.train.trainer import Task
 
 
@@ -82,7 +82,7 @@ def head(
     """A draft head for ``target``, by default the demo's."""
     target = resolve_model(target or "demo")
     text = load_text(target, data, length, held_out_rows)
-    return HeadTask(target, text, kind=kind, **knobs)
+    return DraftHeadTask(target, text, kind=kind, **knobs)
 
 
 KINDS: Mapping[str, Callable[..., Task]] = {

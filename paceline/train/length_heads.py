@@ -39,7 +39,7 @@ _HIDDEN = frozenset({Need.HIDDEN_STATES})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class LabelledRows:
     """What both models say about texts that the target wrote; all texts in one row.
 
     ``hits[i]`` tells whether the draft model would have drafted token ``i``, ``run_before[i]`` how
@@ -56,7 +56,7 @@ class Rows:
     is_validation: IntArray  # [n] a tenth of the texts
 
 
-def collect(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> Rows:
+def collect(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> LabelledRows:
     """Let the target write ``num_tokens`` after each prompt, and look at both models there.
 
     Raises:
@@ -77,7 +77,7 @@ def collect(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -
     for name in parts[0]:
         values = [part[name] for part in parts]
         joined[name] = torch.cat(values) if torch.is_tensor(values[0]) else np.concatenate(values)
-    return Rows(**joined)
+    return LabelledRows(**joined)
 
 
 def _look(target: ModelRunner, drafter: ModelRunner, session: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class _Lengths(nn.Module):
         return x[:, 0]
 
 
-class HeadTask:
+class LengthHeadTask:
     """One length controller's head; see :class:`paceline.train.trainer.Task`.
 
     A head drafts nothing, so that what counts is its loss on the validation texts, negated.
@@ -175,7 +175,7 @@ class HeadTask:
         name: str,
         model: nn.Module,
         loss: Callable[[Tensor], Tensor],
-        rows: Rows,
+        rows: LabelledRows,
         index: IntArray,
         metadata: dict[str, str],
         weights: Callable[[], dict[str, Tensor]],
@@ -205,7 +205,7 @@ class HeadTask:
         return f"tokens {self._training[rows].tolist()} of the target's texts"
 
 
-def specdecpp_task(rows: Rows, metadata: dict[str, str]) -> HeadTask:
+def specdecpp_task(rows: LabelledRows, metadata: dict[str, str]) -> LengthHeadTask:
     """Weighted cross entropy on hits."""
     hits = torch.from_numpy(rows.hits).float()
     model = _Blocks(rows.draft_hidden.shape[1])
@@ -216,10 +216,10 @@ def specdecpp_task(rows: Rows, metadata: dict[str, str]) -> HeadTask:
         return F.binary_cross_entropy_with_logits(logits, hits[index], weight)
 
     index = np.arange(len(hits))
-    return HeadTask("specdecpp", model, loss, rows, index, metadata, model.state_dict)
+    return LengthHeadTask("specdecpp", model, loss, rows, index, metadata, model.state_dict)
 
 
-def disco_task(rows: Rows, metadata: dict[str, str], seed: int) -> HeadTask:
+def disco_task(rows: LabelledRows, metadata: dict[str, str], seed: int) -> LengthHeadTask:
     """Logistic regression on hits, each token at a random one of its possible depths."""
     random = np.random.default_rng(seed)
     depth = random.integers(1, np.minimum(rows.run_before + 1, MAX_LENGTH) + 1)
@@ -235,10 +235,10 @@ def disco_task(rows: Rows, metadata: dict[str, str], seed: int) -> HeadTask:
     def weights() -> dict[str, Tensor]:
         return {"weight": model.weight.data[0], "bias": model.bias.data}
 
-    return HeadTask("disco", model, loss, rows, np.arange(len(hits)), metadata, weights)
+    return LengthHeadTask("disco", model, loss, rows, np.arange(len(hits)), metadata, weights)
 
 
-def ldlp_task(rows: Rows, metadata: dict[str, str], vocab_size: int) -> HeadTask:
+def ldlp_task(rows: LabelledRows, metadata: dict[str, str], vocab_size: int) -> LengthHeadTask:
     """Absolute error of the number of hits that follow a token."""
     known = np.flatnonzero(rows.run_from[1:] >= 0)  # token i + 1 and what follows it, after i
     wanted = torch.from_numpy(np.minimum(rows.run_from, MAX_LENGTH)).float()
@@ -253,7 +253,7 @@ def ldlp_task(rows: Rows, metadata: dict[str, str], vocab_size: int) -> HeadTask
         state = dict(model.state_dict())
         return {"embedding": state.pop("embedding.weight"), **state}
 
-    return HeadTask("ldlp", model, loss, rows, known, metadata, weights)
+    return LengthHeadTask("ldlp", model, loss, rows, known, metadata, weights)
 
 
 def train_length_head(

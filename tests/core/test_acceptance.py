@@ -14,7 +14,7 @@ import pytest
 from scipy.optimize import linprog
 
 from paceline.acceptance.base import AcceptanceRule, PathLogits
-from paceline.acceptance.block import Block
+from paceline.acceptance.block import BlockVerification
 from paceline.acceptance.exact_match import Coupled, Greedy
 from paceline.acceptance.k_seq import KSeq, passed, ratio
 from paceline.acceptance.rejection import RecursiveRejection, Rejection
@@ -95,7 +95,7 @@ def test_a_block_is_accepted_at_least_as_far_as_token_by_token() -> None:
     gains = []
     for zeros in (0, 0, 0, 1, 1, 1):
         p, q = Language.random(rng, 3, 3, zeros), Language.random(rng, 3, 2)
-        _, block = round_law(Block(), p, all_drafts(q, (-1, 0, 1), replacement=True))
+        _, block = round_law(BlockVerification(), p, all_drafts(q, (-1, 0, 1), replacement=True))
         _, single = round_law(Rejection(), p, all_drafts(q, (-1, 0, 1), replacement=True))
         gains.append(block - single)
     assert min(gains) > -1e-6
@@ -109,7 +109,7 @@ def test_block_verification_gives_the_gain_of_the_papers_example() -> None:
     def constant(row: Law, depth: int) -> Language:
         return Language([np.broadcast_to(row, (2,) * d + (2,)) for d in range(depth + 1)])
 
-    for rule, expected in ((Rejection(), 10 / 9), (Block(), 11 / 9)):
+    for rule, expected in ((Rejection(), 10 / 9), (BlockVerification(), 11 / 9)):
         drafts = all_drafts(constant(q_row, 1), (-1, 0), replacement=True)
         _, length = round_law(rule, constant(p_row, 2), drafts)
         assert length == pytest.approx(expected, abs=1e-6)

@@ -10,9 +10,9 @@ import torch
 from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import InvalidArgument
-from paceline.lengths.round_trip import RoundCosts, best_depth
+from paceline.lengths.round_trip import RoundTripCosts, best_depth
 from paceline.loading import load_engine
-from paceline.models.heads.base import Target
+from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.dovetail import Dovetail, DovetailOptions
 from paceline.sampling import SamplingParams
 from tests.core.toy_heads import (
@@ -68,9 +68,9 @@ def test_where_verification_grows_with_the_draft_the_best_draft_is_smaller(
     acceptance: float,
 ) -> None:
     """A CPU's forward takes longer for each further token, a GPU's hardly does."""
-    gpu = RoundCosts(draft=0.001, verify_first=0.02)
+    gpu = RoundTripCosts(draft=0.001, verify_first=0.02)
     depths = [
-        best_depth(acceptance, RoundCosts(0.001, 0.02, verify_each=each), 0, 32)
+        best_depth(acceptance, RoundTripCosts(0.001, 0.02, verify_each=each), 0, 32)
         for each in (0.0, 0.0005, 0.002, 0.005)
     ]
     assert depths[0] == best_depth(acceptance, gpu, 0, 32)
@@ -79,7 +79,7 @@ def test_where_verification_grows_with_the_draft_the_best_draft_is_smaller(
 
 
 def test_each_component_lies_between_the_features_and_the_tokens(tiny_folder: Path) -> None:
-    head = random_head(Dovetail, Target.from_folder(tiny_folder), DovetailOptions())
+    head = random_head(Dovetail, HeadTarget.from_folder(tiny_folder), DovetailOptions())
     size = head.target.config.hidden_size
     embedded, features = 3 * torch.randn(2, 50, size)
     feature, token, z = head.fusion(embedded, features)
@@ -97,7 +97,7 @@ def test_each_component_lies_between_the_features_and_the_tokens(tiny_folder: Pa
 
 
 def test_a_node_of_a_tree_is_as_on_its_path_alone(tiny_folder: Path, tmp_path: Path) -> None:
-    head = random_head(Dovetail, Target.from_folder(tiny_folder), DovetailOptions())
+    head = random_head(Dovetail, HeadTarget.from_folder(tiny_folder), DovetailOptions())
     head.prepare()
     ids = list(range(40, 52))
     features = torch.randn(len(ids), head.target.config.hidden_size)

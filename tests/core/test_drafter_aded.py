@@ -18,7 +18,7 @@ from paceline.drafters.aded import (
     HIGHEST_WEIGHT,
     NUM_SUCCESSORS,
     Aded,
-    Node,
+    SearchNode,
     SessionTable,
     TrigramTable,
     search,
@@ -40,7 +40,7 @@ def session_of(tokens: list[int], config: SpeculationConfig = CONFIG, seed: int 
     return Session("s", tokens, params, resolve(config))
 
 
-def visits_of(root: Node) -> dict[int, int]:
+def visits_of(root: SearchNode) -> dict[int, int]:
     return {child.bigram[1]: child.visits for child in root.children or ()}
 
 

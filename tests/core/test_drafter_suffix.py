@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import Drafter
-from paceline.drafters.suffix import MAX_DEPTH, Node, Place, SuffixDecoding, SuffixTree
+from paceline.drafters.suffix import MAX_DEPTH, Place, SuffixDecoding, SuffixNode, SuffixTree
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -49,7 +49,7 @@ def counts(tree: SuffixTree) -> Counter[tuple[int, ...]]:
     """What the tree says about every substring, from its edges."""
     found: Counter[tuple[int, ...]] = Counter()
 
-    def visit(node: Node, prefix: tuple[int, ...]) -> None:
+    def visit(node: SuffixNode, prefix: tuple[int, ...]) -> None:
         assert node.total == sum(child.count for child in node.children.values())
         for first, child in node.children.items():
             assert child.parent is node
@@ -66,7 +66,7 @@ def counts(tree: SuffixTree) -> Counter[tuple[int, ...]]:
     return found
 
 
-def structure(node: Node) -> Any:
+def structure(node: SuffixNode) -> Any:
     """A tree as nested values: edges, counts, and the preferred child."""
     return {
         first: (child.text[child.start : child.end], child.count, structure(child))
@@ -74,7 +74,7 @@ def structure(node: Node) -> Any:
     }, [first for first, child in node.children.items() if child is node.best and node.parent]
 
 
-def size(node: Node) -> int:
+def size(node: SuffixNode) -> int:
     return sum(1 + size(child) for child in node.children.values())
 
 
@@ -172,7 +172,7 @@ def test_an_evicted_text_leaves_the_tree_as_if_it_had_never_been_there(
     assert not tree.root.children
 
 
-def texts_in(node: Node) -> int:
+def texts_in(node: SuffixNode) -> int:
     """Number of different token lists that the edges below refer to."""
     found, stack = set(), list(node.children.values())
     while stack:

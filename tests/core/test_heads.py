@@ -22,7 +22,7 @@ from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.methods import METHODS
 from paceline.models.heads import HEADS, HeadLibrary
-from paceline.models.heads.base import Head, HeadBatch, Target, load_head
+from paceline.models.heads.base import Head, HeadBatch, HeadTarget, load_head
 from paceline.models.heads.layer import LayerStack
 from paceline.models.llama import LlamaRunner
 from paceline.models.transformers import TransformersRunner
@@ -58,7 +58,7 @@ def texts(tiny: LlamaRunner) -> HeadBatch:
 
 @cache
 def _loaded(kind: str, tiny_folder: Path, tiny: LlamaRunner) -> Head:
-    head = untrained(kind, Target.of_runner(tiny_folder, tiny), noise=0.05)
+    head = untrained(kind, HeadTarget.of_runner(tiny_folder, tiny), noise=0.05)
     head.eval().requires_grad_(False)
     head.prepare()
     return head
@@ -288,7 +288,7 @@ def test_a_missing_head_says_how_to_make_it(kind: str, tiny_folder: Path, tmp_pa
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_save_and_load(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
-    target = Target.from_folder(tiny_folder)
+    target = HeadTarget.from_folder(tiny_folder)
     head = untrained(kind, target, seed=4)
     head.save(tmp_path / kind)
     loaded = load_head(HEADS[kind], tmp_path / kind, target)
@@ -375,6 +375,6 @@ def test_a_damaged_head_says_which_file_and_why(
     copied = shutil.copytree(folder / kind, tmp_path / kind)
     DAMAGE[reason](copied)
     with pytest.raises(PacelineError, match=reason) as caught:
-        load_head(HEADS[kind], copied, Target.from_folder(tiny_folder))
+        load_head(HEADS[kind], copied, HeadTarget.from_folder(tiny_folder))
     assert str(copied) in str(caught.value)
     assert isinstance(caught.value, InvalidArgument if "strange" in reason else ModelNotFound)

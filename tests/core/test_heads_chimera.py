@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models.heads.base import HeadBatch, Target
+from paceline.models.heads.base import HeadBatch, HeadTarget
 from paceline.models.heads.chimera import Chimera, trigram_mask, trigrams_of
 from paceline.models.llama import LlamaRunner
 from tests.core.toy_heads import (
@@ -33,7 +33,7 @@ def test_the_first_trigrams_are_padded(tiny_folder: Path) -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     expected = [[-1, -1, -1], [-1, -1, 6], [-1, 6, 7], [6, 7, 8], [7, 8, 9]]
     assert trigrams_of(ids)[0].tolist() == expected
-    head = untrained("chimera", Target.from_folder(tiny_folder))
+    head = untrained("chimera", HeadTarget.from_folder(tiny_folder))
     assert isinstance(head, Chimera)
     # Padding is nothing, whatever token stands for it in the embedding.
     blank = head.trigram_states(torch.tensor([-1, -1, 6]))
@@ -59,7 +59,7 @@ def test_drafting_equals_the_training_forward(
     batch: HeadBatch, tiny_folder: Path, tiny: LlamaRunner
 ) -> None:
     """From the second token on, where trigrams are padded, and later."""
-    head = untrained("chimera", Target.of_runner(tiny_folder, tiny), noise=0.05)
+    head = untrained("chimera", HeadTarget.of_runner(tiny_folder, tiny), noise=0.05)
     assert isinstance(head, Chimera)
     head.eval().requires_grad_(False).prepare()
     trained = {ahead: head(batch.hidden, batch.token_ids, ahead) for ahead in range(1, 5)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models.heads.base import Head, HeadBatch, Target
+from paceline.models.heads.base import Head, HeadBatch, HeadTarget
 from paceline.models.heads.eagle import Eagle, unrolled_mask
 from paceline.models.llama import LlamaRunner
 from paceline.models.ops import NativeOps, TorchOps
@@ -38,7 +38,7 @@ def head(request: pytest.FixtureRequest, tiny_folder: Path, tiny: LlamaRunner) -
     """A head whose layers run in the C kernels, or in plain torch."""
     ops, num_layers = request.param
     result = untrained(
-        "eagle", Target.of_runner(tiny_folder, tiny), noise=0.05, num_layers=num_layers
+        "eagle", HeadTarget.of_runner(tiny_folder, tiny), noise=0.05, num_layers=num_layers
     )
     assert isinstance(result, Eagle)
     result.eval().requires_grad_(False)
@@ -128,7 +128,7 @@ def test_what_an_unrolled_step_sees() -> None:
 
 
 def test_noise_is_for_training_alone(tiny_folder: Path, batch: HeadBatch) -> None:
-    head = untrained("eagle", Target.from_folder(tiny_folder))
+    head = untrained("eagle", HeadTarget.from_folder(tiny_folder))
 
     def loss(seed: int) -> float:
         generator = torch.Generator().manual_seed(seed)
@@ -145,7 +145,7 @@ def test_noise_is_for_training_alone(tiny_folder: Path, batch: HeadBatch) -> Non
 
 def test_a_perfect_head_has_no_feature_loss(tiny_folder: Path, batch: HeadBatch) -> None:
     """Places are aligned: what is drafted at a place is compared with the next one's feature."""
-    head = untrained("eagle", Target.from_folder(tiny_folder), token_weight=0.0)
+    head = untrained("eagle", HeadTarget.from_folder(tiny_folder), token_weight=0.0)
     head.forward = (
         lambda f, ids, steps: [  # type: ignore[method-assign, assignment]
             batch.hidden[:, 1:] for _ in range(steps)

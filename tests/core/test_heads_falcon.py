@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import Target, load_head
+from paceline.models.heads.base import HeadTarget, load_head
 from paceline.models.heads.eagle import Eagle, EagleOptions
 from paceline.models.heads.falcon import Falcon, FalconOptions, relaxed_mask
 from tests.core.toy_heads import (
@@ -30,17 +30,17 @@ IDS = list(range(40, 54))
 
 
 @pytest.fixture(scope="module")
-def target(tiny_folder: Path) -> Target:
-    return Target.from_folder(tiny_folder)
+def target(tiny_folder: Path) -> HeadTarget:
+    return HeadTarget.from_folder(tiny_folder)
 
 
 @pytest.fixture
-def features(target: Target) -> torch.Tensor:
+def features(target: HeadTarget) -> torch.Tensor:
     size = target.config.hidden_size
     return torch.randn(len(IDS), size, generator=torch.Generator().manual_seed(0))
 
 
-def ready(target: Target, folder: Path, **options: int) -> Falcon:
+def ready(target: HeadTarget, folder: Path, **options: int) -> Falcon:
     """A random head as it is loaded to draft."""
     random_head(Falcon, target, FalconOptions(**options)).save(folder)
     return load_head(Falcon, folder, target)
@@ -48,7 +48,7 @@ def ready(target: Target, folder: Path, **options: int) -> Falcon:
 
 @pytest.mark.parametrize(("block", "phase"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
 def test_a_place_sees_its_block_and_earlier_ones(
-    block: int, phase: int, target: Target, features: torch.Tensor
+    block: int, phase: int, target: HeadTarget, features: torch.Tensor
 ) -> None:
     length = len(IDS)
     number = [(place + phase) // block for place in range(length)]
@@ -68,7 +68,7 @@ def test_a_place_sees_its_block_and_earlier_ones(
 
 
 def test_a_block_of_one_without_lstm_is_eagle(
-    target: Target, features: torch.Tensor, tmp_path: Path
+    target: HeadTarget, features: torch.Tensor, tmp_path: Path
 ) -> None:
     eagle = random_head(Eagle, target, EagleOptions())
     falcon = Falcon(target, FalconOptions(block=1, lstm_layers=0))
@@ -92,7 +92,7 @@ def test_a_block_of_one_without_lstm_is_eagle(
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
 def test_a_draft_takes_as_many_passes_as_it_has_blocks(
-    block: int, target: Target, features: torch.Tensor, tmp_path: Path
+    block: int, target: HeadTarget, features: torch.Tensor, tmp_path: Path
 ) -> None:
     head = ready(target, tmp_path, block=block)
     passes = []
@@ -111,7 +111,7 @@ def test_a_draft_takes_as_many_passes_as_it_has_blocks(
 @pytest.mark.parametrize("block", [2, 3])
 @pytest.mark.parametrize("lstm_layers", [0, 2])
 def test_drafting_computes_what_training_does(
-    block: int, lstm_layers: int, target: Target, features: torch.Tensor, tmp_path: Path
+    block: int, lstm_layers: int, target: HeadTarget, features: torch.Tensor, tmp_path: Path
 ) -> None:
     head = ready(target, tmp_path, block=block, lstm_layers=lstm_layers)
     ids = torch.tensor([IDS])
@@ -128,7 +128,7 @@ def test_drafting_computes_what_training_does(
 
 
 def test_rounds_leave_no_trace_of_their_drafts(
-    target: Target, features: torch.Tensor, tmp_path: Path
+    target: HeadTarget, features: torch.Tensor, tmp_path: Path
 ) -> None:
     """Pairs that come a few at a time, with drafts in between, are pairs that come at once."""
     head = ready(target, tmp_path, block=3)
@@ -149,7 +149,7 @@ def test_rounds_leave_no_trace_of_their_drafts(
 
 
 def test_a_node_of_a_tree_is_as_on_its_path_alone(
-    target: Target, features: torch.Tensor, tmp_path: Path
+    target: HeadTarget, features: torch.Tensor, tmp_path: Path
 ) -> None:
     head = ready(target, tmp_path, block=2)
     paths = [[60, 61, 62, 63, 64], [60, 61, 65, 66, 67], [68, 69, 70, 71, 72]]
@@ -209,7 +209,7 @@ def test_exact_to_the_end_of_the_context(block: int, zoo: Path, tmp_path: Path) 
     check_end_of_context(Falcon, options, zoo, tmp_path, num_speculative_tokens=12)
 
 
-def test_a_block_is_at_least_one_token(target: Target) -> None:
+def test_a_block_is_at_least_one_token(target: HeadTarget) -> None:
     for block in (0, 17):
         with pytest.raises(InvalidArgument, match="block"):
             Falcon(target, replace(FalconOptions(), block=block))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models.heads.base import Target, load_head
+from paceline.models.heads.base import HeadTarget, load_head
 from paceline.models.heads.eagle import Eagle, EagleOptions
 from paceline.models.heads.fspad import Fspad, FspadOptions
 from paceline.types import Need
@@ -30,17 +30,17 @@ PLAIN = {"feature_sampling": False, "partial_alignment": False}
 
 
 @pytest.fixture(scope="module")
-def target(tiny_folder: Path) -> Target:
-    return Target.from_folder(tiny_folder)
+def target(tiny_folder: Path) -> HeadTarget:
+    return HeadTarget.from_folder(tiny_folder)
 
 
-def features(target: Target) -> torch.Tensor:
+def features(target: HeadTarget) -> torch.Tensor:
     size = target.config.hidden_size
     return torch.randn(len(IDS), size, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("options", [PLAIN, {}], ids=["switched off", "untrained"])
-def test_it_starts_from_eagle(options: dict[str, bool], target: Target, tmp_path: Path) -> None:
+def test_it_starts_from_eagle(options: dict[str, bool], target: HeadTarget, tmp_path: Path) -> None:
     """The same logits for whole drafts, given the weights that both have."""
     eagle = random_head(Eagle, target, EagleOptions())
     fspad = Fspad(target, FspadOptions(**options))
@@ -54,7 +54,7 @@ def test_it_starts_from_eagle(options: dict[str, bool], target: Target, tmp_path
     assert torch.allclose(*results, atol=1e-5)
 
 
-def test_the_token_decides_what_of_a_feature_gets_in(target: Target) -> None:
+def test_the_token_decides_what_of_a_feature_gets_in(target: HeadTarget) -> None:
     """Two features that differ only where a token's gate is shut are one for this token."""
     head = random_head(Fspad, target, FspadOptions(partial_alignment=False))
     size = target.config.hidden_size
@@ -76,7 +76,7 @@ def test_the_token_decides_what_of_a_feature_gets_in(target: Target) -> None:
     assert not torch.allclose(head.inputs(opened, feature), Eagle.inputs(head, opened, feature))
 
 
-def test_logits_have_a_part_of_their_own(target: Target, tmp_path: Path) -> None:
+def test_logits_have_a_part_of_their_own(target: HeadTarget, tmp_path: Path) -> None:
     """What is aligned and read again does not notice the part that only logits come from."""
     head = random_head(Fspad, target, FspadOptions())
     token_ids = torch.tensor([IDS])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models.heads.base import HeadBatch, Target
+from paceline.models.heads.base import HeadBatch, HeadTarget
 from paceline.models.heads.hydra import Hydra
 from paceline.models.llama import LlamaRunner
 from tests.core.toy_heads import evaluate, read, train
@@ -24,7 +24,7 @@ def batch(tiny: LlamaRunner) -> HeadBatch:
 
 
 def new_head(kind: str, tiny_folder: Path, tiny: LlamaRunner) -> Hydra:
-    head = untrained(kind, Target.of_runner(tiny_folder, tiny), noise=0.05)
+    head = untrained(kind, HeadTarget.of_runner(tiny_folder, tiny), noise=0.05)
     assert isinstance(head, Hydra)
     head.eval().requires_grad_(False).prepare()
     return head
@@ -86,7 +86,7 @@ def test_the_prefix_attention_reads_the_whole_text(
 
 def test_hydra_beats_medusa_where_bigrams_are_strong(tiny_folder: Path) -> None:
     """A text in which a token has three successors: what comes after next depends on the next."""
-    target = Target.from_folder(tiny_folder)
+    target = HeadTarget.from_folder(tiny_folder)
     generator = torch.Generator().manual_seed(2)
     count = 24
     successors = torch.stack([torch.randperm(count, generator=generator)[:3] for _ in range(count)])
@@ -109,7 +109,7 @@ def test_hydra_beats_medusa_where_bigrams_are_strong(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss(kind: str, tiny_folder: Path, tiny: LlamaRunner) -> None:
-    head = untrained(kind, Target.from_folder(tiny_folder))
+    head = untrained(kind, HeadTarget.from_folder(tiny_folder))
     text = read(tiny, torch.arange(40).remainder(7).repeat(4, 1) + 97)
     before, _ = evaluate(head, text)
     train(head, text, 30)

@@ -12,7 +12,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models.heads import HeadLibrary
-from paceline.models.heads.base import Target, load_head
+from paceline.models.heads.base import HeadTarget, load_head
 from paceline.models.heads.moa import (
     MixtureOfAttentions,
     MixtureOptions,
@@ -40,19 +40,19 @@ IDS = list(range(40, 54))
 
 
 @pytest.fixture(scope="module")
-def target(tiny_folder: Path) -> Target:
-    return Target.from_folder(tiny_folder)
+def target(tiny_folder: Path) -> HeadTarget:
+    return HeadTarget.from_folder(tiny_folder)
 
 
 @pytest.fixture
-def states(target: Target) -> torch.Tensor:
+def states(target: HeadTarget) -> torch.Tensor:
     """# [length, num_layers, hidden_size]"""
     shape = len(IDS), target.config.num_layers, target.config.hidden_size
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(params=[0, 1], ids=lambda n: f"N={n}")
-def head(request: pytest.FixtureRequest, target: Target, tmp_path: Path) -> MixtureOfAttentions:
+def head(request: pytest.FixtureRequest, target: HeadTarget, tmp_path: Path) -> MixtureOfAttentions:
     """A random head as it is loaded to draft; with N = 0 only the ends of the target are there."""
     options = MixtureOptions(horizon=4, target_layers=request.param)
     random_head(MixtureOfAttentions, target, options).save(tmp_path)
@@ -80,7 +80,7 @@ def test_drafts_depend_on_nothing_after_the_last_verified_token(
 
 
 def test_drafting_computes_what_training_does(
-    head: MixtureOfAttentions, states: torch.Tensor, target: Target
+    head: MixtureOfAttentions, states: torch.Tensor, target: HeadTarget
 ) -> None:
     for last in range(len(IDS) - 4):
         phase = -last % 4  # a step begins with the last verified place
@@ -148,7 +148,7 @@ def test_all_layers_count(head: MixtureOfAttentions, states: torch.Tensor) -> No
 
 def test_drafting_needs_no_layer_of_the_target(tiny_folder: Path, tmp_path: Path) -> None:
     """The target itself runs once in a round, to verify, and its layers are no part of the head."""
-    target = Target.from_folder(tiny_folder)
+    target = HeadTarget.from_folder(tiny_folder)
     random_head(MixtureOfAttentions, target, MixtureOptions()).save(tmp_path / "moa")
     runner = LlamaRunner(tiny_folder, kv_tokens=500)
     forwards = []
@@ -202,7 +202,7 @@ def test_layers_of_the_target_are_not_trained_and_not_saved(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("count", "allowed"), [(-1, "at least 0"), (2, "below 2"), (1, "0 for a target without")]
 )
-def test_layers_that_the_target_does_not_give(count: int, allowed: str, target: Target) -> None:
+def test_layers_that_the_target_does_not_give(count: int, allowed: str, target: HeadTarget) -> None:
     assert target.config.num_layers == 2
     with pytest.raises(InvalidArgument, match=f"target_layers.*{allowed}"):
         MixtureOfAttentions(replace(target, folder=None), MixtureOptions(target_layers=count))
@@ -231,6 +231,6 @@ def test_exact_to_the_end_of_the_context(count: int, zoo: Path, tmp_path: Path) 
     )  # fmt: skip
 
 
-def test_a_horizon_is_at_least_one_token(target: Target) -> None:
+def test_a_horizon_is_at_least_one_token(target: HeadTarget) -> None:
     with pytest.raises(InvalidArgument, match="horizon"):
         MixtureOfAttentions(target, MixtureOptions(horizon=0))

@@ -13,7 +13,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine, RoundEvent
 from paceline.models.base import Segment
 from paceline.models.heads import HeadLibrary
-from paceline.models.heads.base import Target
+from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.blockwise import Blockwise, BlockwiseOptions
 from paceline.models.heads.layer import ResidualBlock
 from paceline.models.heads.medusa import Medusa, MedusaOptions
@@ -44,7 +44,7 @@ def test_a_new_residual_block_is_the_identity() -> None:
 def test_new_heads_say_what_the_target_says(
     own_output: bool, tiny_folder: Path, tiny: LlamaRunner
 ) -> None:
-    target = Target.from_folder(tiny_folder)
+    target = HeadTarget.from_folder(tiny_folder)
     batch = read(tiny, torch.randint(0, 256, (1, 12)))
     heads: list[ParallelHead] = [
         Medusa(target, MedusaOptions(own_output=own_output)),
@@ -67,7 +67,7 @@ def test_a_node_uses_the_ranks_of_its_path(
     tiny_folder: Path, tiny: LlamaRunner, tmp_path: Path
 ) -> None:
     """Node (i1, .., id) of a template holds the candidate of rank ij of head j."""
-    head = untrained("medusa", Target.from_folder(tiny_folder), noise=0.2)
+    head = untrained("medusa", HeadTarget.from_folder(tiny_folder), noise=0.2)
     assert isinstance(head, Medusa)
     paths = ((0,), (1,), (3,), (0, 0), (1, 2), (3, 1), (0, 0, 4), (1, 2, 0), (0, 0, 4, 1))
     config = SpeculationConfig(
@@ -110,7 +110,7 @@ def test_a_node_uses_the_ranks_of_its_path(
 def test_blockwise_takes_a_forward_for_each_block_and_one_for_the_prompt(
     block: int, tiny_folder: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    head = untrained("blockwise", Target.from_folder(tiny_folder))
+    head = untrained("blockwise", HeadTarget.from_folder(tiny_folder))
     assert isinstance(head, Blockwise)
     engine = engine_with(head, tiny_folder, tmp_path)
     forwards, forward = 0, engine.target.runner.forward
@@ -134,7 +134,7 @@ def test_blockwise_takes_a_forward_for_each_block_and_one_for_the_prompt(
 
 def test_blockwise_trains_one_predictor_at_random(tiny_folder: Path, tiny: LlamaRunner) -> None:
     batch = read(tiny, torch.randint(0, 256, (2, 20)))
-    target = Target.from_folder(tiny_folder)
+    target = HeadTarget.from_folder(tiny_folder)
     head = untrained("blockwise", target, one_head=True)
     assert isinstance(head, Blockwise)
     each = [
@@ -155,7 +155,7 @@ def test_blockwise_trains_one_predictor_at_random(tiny_folder: Path, tiny: Llama
 
 @pytest.mark.parametrize("kind", ["medusa", "blockwise"])
 def test_training_lowers_the_loss(kind: str, tiny_folder: Path, tiny: LlamaRunner) -> None:
-    head = untrained(kind, Target.from_folder(tiny_folder))
+    head = untrained(kind, HeadTarget.from_folder(tiny_folder))
     batch = read(tiny, torch.arange(40).remainder(7).repeat(4, 1) + 97)
     before, _ = evaluate(head, batch)
     train(head, batch, 30)

@@ -20,7 +20,7 @@ from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.models.base import PseudoTokens, Segment
 from paceline.models.heads import HEADS, HeadLibrary
-from paceline.models.heads.base import HeadBatch, Target, load_head
+from paceline.models.heads.base import HeadBatch, HeadTarget, load_head
 from paceline.models.heads.hidden_transfer import HiddenTransfer, TransferOptions
 from paceline.models.heads.ppd import PromptDecoding, PromptOptions
 from paceline.models.heads.pseudo import RANKS, PseudoHead
@@ -312,7 +312,7 @@ def test_a_node_is_known_by_its_ranks() -> None:
 # --- heads ---------------------------------------------------------------------------------------
 
 
-def random_head(kind: str, target: Target, **options: int) -> PseudoHead:
+def random_head(kind: str, target: HeadTarget, **options: int) -> PseudoHead:
     head_class = HEADS[kind]
     torch.manual_seed(3)
     head = head_class(target, head_class.Options(**options))
@@ -334,7 +334,7 @@ MODELS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("model", MODELS)
 def test_training_computes_what_verification_does(kind: str, model: str, zoo: Path) -> None:
     folder = make_model(model, zoo, **MODELS[model])
-    head = random_head(kind, Target.from_folder(folder), num_guesses=2)
+    head = random_head(kind, HeadTarget.from_folder(folder), num_guesses=2)
     head.bind(folder)
     ids = torch.arange(30, 60)[None]
     places = torch.tensor([2, 7, 27])
@@ -427,7 +427,7 @@ def test_a_layer_that_the_target_does_not_have_is_refused(layer: int) -> None:
 @pytest.fixture(scope="module")
 def tiny_heads(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("heads")
-    target = Target.from_folder(tiny_folder)
+    target = HeadTarget.from_folder(tiny_folder)
     for kind in KINDS:
         random_head(kind, target).save(folder / kind)
     return folder
@@ -449,7 +449,7 @@ def test_exact_at_the_end_of_the_context_with_any_size(
 ) -> None:
     """Pseudo tokens never take a place that the context does not have."""
     folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=48)
-    random_head(kind, Target.from_folder(folder)).save(tmp_path / kind)
+    random_head(kind, HeadTarget.from_folder(folder)).save(tmp_path / kind)
     engine, reference = tiny_engine(folder, tmp_path), Reference(folder)
     config = SpeculationConfig(method=kind, node_budget=nodes, length="fixed")
     for temperature in (0.0, 0.8):

@@ -22,7 +22,7 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthBounds, LengthContext, Line
 from paceline.lengths.bass import BatchLength
 from paceline.lengths.disco import ClassifierStop, features
-from paceline.lengths.goodput import Acceptance, best_length, expected_tokens
+from paceline.lengths.goodput import AcceptanceEstimate, best_length, expected_tokens
 from paceline.lengths.specdecpp import RejectionStop
 from paceline.methods import LENGTH_KNOBS, LENGTHS
 from paceline.plan import resolve
@@ -276,7 +276,7 @@ def test_expected_tokens_follow_the_rates_of_each_depth() -> None:
 
 
 def test_acceptance_is_counted_at_the_depths_that_were_reached() -> None:
-    acceptance = Acceptance(4, lambda: 0.5)
+    acceptance = AcceptanceEstimate(4, lambda: 0.5)
     for _ in range(60):
         acceptance.observe(4, 2)
     rates = acceptance.rates()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.acceptance.base import AcceptanceRule, PathLogits
-from paceline.acceptance.block import Block
+from paceline.acceptance.block import BlockVerification
 from paceline.acceptance.exact_match import Coupled
 from paceline.acceptance.k_seq import KSeq
 from paceline.acceptance.rejection import RecursiveRejection, Rejection
@@ -44,7 +44,7 @@ Table = npt.NDArray[np.float64]  # [rows, vocab_size], rows sum to 1
 
 # --- by enumeration ------------------------------------------------------------------------------
 
-CHAIN_RULES = (Rejection(), Block(), RecursiveRejection(), KSeq())
+CHAIN_RULES = (Rejection(), BlockVerification(), RecursiveRejection(), KSeq())
 TREE_RULES = (RecursiveRejection(), KSeq())
 TWO = (-1, 0)  # parent indices of a chain of two
 TREES = {
@@ -80,7 +80,7 @@ def test_a_chain_has_the_targets_law_exactly(rule: AcceptanceRule, vocab: int, z
 def test_a_block_of_three_has_the_targets_law_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     p, q = Language.random(rng, 3, 3), Language.random(rng, 3, 2)
-    law, _ = round_law(Block(), p, all_drafts(q, (-1, 0, 1), replacement=True))
+    law, _ = round_law(BlockVerification(), p, all_drafts(q, (-1, 0, 1), replacement=True))
     np.testing.assert_allclose(law, p.joint(), atol=5e-7)
 
 

@@ -17,7 +17,7 @@ from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.models.base import Segment
 from paceline.models.heads import HeadLibrary
-from paceline.models.heads.base import Head, HeadBatch, Target
+from paceline.models.heads.base import Head, HeadBatch, HeadTarget
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -79,8 +79,8 @@ def read(runner: LlamaRunner, token_ids: torch.Tensor, seed: int = 0) -> HeadBat
 
 
 @cache
-def demo_target() -> Target:
-    return Target.from_folder(TARGET_DIR)
+def demo_target() -> HeadTarget:
+    return HeadTarget.from_folder(TARGET_DIR)
 
 
 def train(
@@ -136,7 +136,7 @@ def accepted_length(sessions: Sequence[Session]) -> float:
     return tokens / sum(session.stats.num_target_forwards for session in sessions)
 
 
-def random_head(head_class: type[AnyHead], target: Target, options: Any) -> AnyHead:
+def random_head(head_class: type[AnyHead], target: HeadTarget, options: Any) -> AnyHead:
     """Random weights, none of them as training begins."""
     torch.manual_seed(0)
     head = head_class(target, options)
@@ -174,7 +174,7 @@ def check_end_of_context(
 ) -> None:
     """Sessions that fill the context have AR's tokens and keep their drafter."""
     folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=48)
-    random_head(head_class, Target.from_folder(folder), options).save(heads / head_class.kind)
+    random_head(head_class, HeadTarget.from_folder(folder), options).save(heads / head_class.kind)
     runner = LlamaRunner(folder, kv_tokens=600)
     engine = Engine(ModelTarget(runner), heads=HeadLibrary(heads, folder, runner))
     reference = Reference(folder)

@@ -132,11 +132,11 @@ def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
 
 def test_up_refuses_a_busy_port(own_cache: Path, tmp_path: Path, busy_port: int) -> None:
     path = _config(tmp_path, busy_port)
-    with pytest.raises(local.PortInUse) as caught:
+    with pytest.raises(local.ClusterPortInUse) as caught:
         local.up(path)
     for part in ("gateway.grpc_port", str(busy_port), str(path), "0 picks a free one"):
         assert part in str(caught.value)
-    with pytest.raises(local.PortInUse, match=f"gateway.http_port: 127.0.0.1:{busy_port}"):
+    with pytest.raises(local.ClusterPortInUse, match=f"gateway.http_port: 127.0.0.1:{busy_port}"):
         local.up(path, port=0, http_port=busy_port)
 
 

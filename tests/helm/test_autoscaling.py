@@ -22,7 +22,13 @@ from benchmarks.autoscaling import (
     simulate,
     steady,
 )
-from paceline.cluster.autoscaling import Load, Replicas, drafters_wanted, load_of, targets_wanted
+from paceline.cluster.autoscaling import (
+    PoolLoad,
+    Replicas,
+    drafters_wanted,
+    load_of,
+    targets_wanted,
+)
 
 # Ray's own.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -49,7 +55,7 @@ def never_flaps(moments: list[Moment]) -> bool:
 
 def test_targets_follow_sessions_and_the_time_of_rounds() -> None:
     def wanted(sessions: float, now: Replicas, round_ms: float | None = None) -> int:
-        load = Load(sessions=sessions, round_ms=round_ms)
+        load = PoolLoad(sessions=sessions, round_ms=round_ms)
         return targets_wanted(load, now, sessions_per_target=8, round_ms=200)
 
     assert wanted(17, Replicas(1, 1)) == 3
@@ -63,7 +69,7 @@ def test_targets_follow_sessions_and_the_time_of_rounds() -> None:
 
 def test_drafters_follow_what_targets_wait() -> None:
     def wanted(draft_ms: float | None, now: Replicas, lost: float = 0.0) -> int:
-        load = Load(sessions=9, draft_ms=draft_ms, lost=lost)
+        load = PoolLoad(sessions=9, draft_ms=draft_ms, lost=lost)
         return drafters_wanted(load, now, draft_ms=30)
 
     assert wanted(31, Replicas(2, 2)) == 3
@@ -95,7 +101,7 @@ def test_the_load_is_what_counters_grew_by() -> None:
     )
     assert (load.sessions, load.round_ms, load.lost) == (4, 100, 0.75)
     assert load.draft_ms == pytest.approx(20)
-    assert load_of({}) == Load(sessions=0)
+    assert load_of({}) == PoolLoad(sessions=0)
 
 
 def test_serve_loads_the_policy_by_its_name() -> None:

@@ -22,7 +22,7 @@ from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.gguf_folder import folder_of, tensors
 from paceline.loading import load_engine
 from paceline.models.base import Segment
-from paceline.models.heads.base import Target
+from paceline.models.heads.base import HeadTarget
 from paceline.models.llama import LlamaRunner, read_weight
 from paceline.models.quants import Quantised
 from paceline.sampling import SamplingParams
@@ -139,7 +139,7 @@ def test_a_drafter_in_a_file_drafts(tmp_path: Path) -> None:
 
 def test_heads_draft_for_a_file(files: Callable[[str], Path], tmp_path: Path) -> None:
     """Also those that run the target's last layers, which they read from the file."""
-    target = Target.from_folder(folder_of(files("Q4_1")))
+    target = HeadTarget.from_folder(folder_of(files("Q4_1")))
     untrained("eagle", target).save(tmp_path / "heads" / "eagle")
     untrained("moa", target, target_layers=1).save(tmp_path / "heads" / "moa")
     engine = load_engine(files("Q4_1"), heads=tmp_path / "heads")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.loading import load_runner
-from paceline.models.heads.base import Target
+from paceline.models.heads.base import HeadTarget
 from paceline.models.layouts import check_quantization, load_tensors
 from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights
 from paceline.models.seq2seq import Seq2SeqRunner
@@ -66,7 +66,7 @@ def test_quantised_weights_are_refused_by_name(layout: str, zoo: Path, tmp_path:
     if method in ("gptq", "awq"):  # the fast path reads them: test_int4.py
         load_runner(folder, device="cpu")
     else:
-        loads += [lambda: load_runner(folder, device="cpu"), lambda: Target.from_folder(folder)]
+        loads += [lambda: load_runner(folder, device="cpu"), lambda: HeadTarget.from_folder(folder)]
     for load in loads:
         with pytest.raises(InvalidArgument, match=f"quant_method {method}") as error:
             load()

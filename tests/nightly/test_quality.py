@@ -20,7 +20,7 @@ too."""
 
 
 ROUNDED_WEIGHTS = 0.15
-"""Nats. What rounding the file's weights once more, to four bits without a least value, may cost."""
+"""Nats. What rounding the weights of the file once more, to symmetric four bits, may cost."""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthBounds, LengthContext
 from paceline.lengths.pearl import Pearl
-from paceline.lengths.round_trip import RoundCosts, RoundTrip, best_depth, expected_tokens
+from paceline.lengths.round_trip import RoundTrip, RoundTripCosts, best_depth, expected_tokens
 from paceline.models.base import ForwardResult, Segment
 from paceline.plan import Plan, resolve
 from paceline.rpc.device import LADDER, DeviceClient
@@ -261,11 +261,11 @@ def test_accepted_runs_are_longer_than_gamma() -> None:
 
 
 def test_costs_of_a_round() -> None:
-    in_turn = RoundCosts(draft=0.01, verify_first=0.02, travel=0.1)
+    in_turn = RoundTripCosts(draft=0.01, verify_first=0.02, travel=0.1)
     assert in_turn.round(5, 1.0) == pytest.approx(0.05 + 0.02 + 0.1)
-    overlapped = RoundCosts(draft=0.01, verify_first=0.02, travel=0.1, overlaps=True)
+    overlapped = RoundTripCosts(draft=0.01, verify_first=0.02, travel=0.1, overlaps=True)
     assert overlapped.round(5, 1.0) == pytest.approx(0.06)  # drafting is the longer one
-    slow = RoundCosts(draft=0.01, verify_first=0.2, overlaps=True)
+    slow = RoundTripCosts(draft=0.01, verify_first=0.2, overlaps=True)
     assert slow.round(5, 1.0) == pytest.approx(0.2)  # max(gamma t_d, t_v), not the sum
     assert overlapped.round(5, 0.0) == pytest.approx(in_turn.round(5, 0.0))
 
@@ -279,7 +279,7 @@ def test_expected_tokens_is_the_geometric_sum() -> None:
 
 def test_a_longer_way_makes_longer_drafts() -> None:
     chosen = [
-        best_depth(0.8, RoundCosts(draft=0.01, verify_first=0.03, travel=travel), 0, 32)
+        best_depth(0.8, RoundTripCosts(draft=0.01, verify_first=0.03, travel=travel), 0, 32)
         for travel in (0.0, 0.02, 0.1, 0.2, 0.5)
     ]
     assert chosen == sorted(chosen)
@@ -287,9 +287,9 @@ def test_a_longer_way_makes_longer_drafts() -> None:
 
 
 def test_no_drafts_where_they_never_help_or_cost_too_much() -> None:
-    assert best_depth(0.0, RoundCosts(draft=0.01, verify_first=0.03), 0, 16) == 0
-    assert best_depth(0.5, RoundCosts(draft=0.1, verify_first=0.03), 0, 16) == 0
-    assert best_depth(0.9, RoundCosts(draft=0.001, verify_first=0.03), 0, 16) > 4
+    assert best_depth(0.0, RoundTripCosts(draft=0.01, verify_first=0.03), 0, 16) == 0
+    assert best_depth(0.5, RoundTripCosts(draft=0.1, verify_first=0.03), 0, 16) == 0
+    assert best_depth(0.9, RoundTripCosts(draft=0.001, verify_first=0.03), 0, 16) > 4
 
 
 @pytest.mark.parametrize("travel", [0.0, 0.05, 0.3])
@@ -310,7 +310,7 @@ def test_the_controller_finds_the_best_length_from_what_it_sees(travel: float) -
         )  # fmt: skip
         controller.observe(outcome(draft, accepted, verdict), draft_s * depth, travel + verify_s)
     assert controller.acceptance == pytest.approx(acceptance, abs=0.15)
-    costs = RoundCosts(draft=draft_s, verify_first=verify_s, travel=travel)
+    costs = RoundTripCosts(draft=draft_s, verify_first=verify_s, travel=travel)
     wanted = max(
         range(17),
         key=lambda depth: (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train import trainer
-from paceline.train.data import Text, load_text
+from paceline.train.data import TrainingText, load_text
 from paceline.train.early_exit import ExitsTask
 from paceline.train.trainer import Batch, TrainOptions, TrainResult, train
 from paceline.types import IntArray
@@ -51,12 +51,14 @@ def random_target(zoo: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def text(random_target: Path, text_file: Path) -> Text:
+def text(random_target: Path, text_file: Path) -> TrainingText:
     return load_text(random_target, [text_file], LENGTH, held_out_rows=16)
 
 
 @pytest.fixture(scope="session")
-def target(random_target: Path, text: Text, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(
+    random_target: Path, text: TrainingText, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The random target after some training on the text, without early exits."""
     out = tmp_path_factory.mktemp("target")
     task = ExitsTask(random_target, text, exit_scale=0.0, layer_dropout=0.0)

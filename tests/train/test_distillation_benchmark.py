@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks.distillation import PLAIN, START, compare, draw, interval, show
-from paceline.train.data import Text
+from paceline.train.data import TrainingText
 from paceline.train.draft_models import DraftTask
 from paceline.train.trainer import TrainOptions, train
 
 
 @pytest.mark.nightly
 def test_distillspec_is_accepted_more_than_plain_fine_tuning_at_equal_steps(
-    target: Path, text: Text, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, text: TrainingText, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The drafter knows the text already: all that is left to learn is the target."""
     drafter = tmp_path / "drafter"

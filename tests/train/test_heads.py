@@ -17,8 +17,8 @@ from paceline.loading import load_engine
 from paceline.models.heads import HEADS, HeadLibrary
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
-from paceline.train.data import Text
-from paceline.train.heads import HeadTask, read_options
+from paceline.train.data import TrainingText
+from paceline.train.heads import DraftHeadTask, read_options
 from paceline.train.kinds import KINDS
 from paceline.train.trainer import TrainOptions, TrainResult, train
 from tests.train.conftest import LENGTH
@@ -26,7 +26,7 @@ from tests.train.conftest import LENGTH
 QUICK: dict[str, Any] = {"batch_size": 4, "warmup": 2, "learning_rate": 5e-3}
 
 
-def run(task: HeadTask, out: Path, steps: int, **options: Any) -> TrainResult:
+def run(task: DraftHeadTask, out: Path, steps: int, **options: Any) -> TrainResult:
     chosen = {"eval_every": steps, **QUICK, **options}
     return train(task, TrainOptions(out=out, steps=steps, **chosen))
 
@@ -41,10 +41,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", HEADS)
 def test_each_kind_of_head_can_be_trained(
-    kind: str, target: Path, text: Text, tmp_path: Path
+    kind: str, target: Path, text: TrainingText, tmp_path: Path
 ) -> None:
     assert kind in KINDS
-    task = HeadTask(target, text, kind=kind)
+    task = DraftHeadTask(target, text, kind=kind)
     untrained = {name: value.clone() for name, value in task.model.state_dict().items()}
     # The result lies where an engine over the target looks for it.
     result = run(task, tmp_path / kind, 3)
@@ -66,9 +66,9 @@ def test_each_kind_of_head_can_be_trained(
     [("medusa", 0.02, 1.05), ("hydra", 0.1, 1.3), ("eagle", 0.1, 1.3), ("chimera", 0.1, 1.3)],
 )
 def test_a_trained_head_drafts_what_the_target_accepts(
-    kind: str, gain: float, tokens: float, target: Path, text: Text, tmp_path: Path
+    kind: str, gain: float, tokens: float, target: Path, text: TrainingText, tmp_path: Path
 ) -> None:
-    result = run(HeadTask(target, text, kind=kind), tmp_path / kind, 60, eval_every=20)
+    result = run(DraftHeadTask(target, text, kind=kind), tmp_path / kind, 60, eval_every=20)
     acceptance = [metrics["acceptance"] for _, metrics in result.history.evaluations]
     assert acceptance[-1] > acceptance[0] + gain
     runner = load_engine(target).target
@@ -85,9 +85,9 @@ def test_a_trained_head_drafts_what_the_target_accepts(
     assert length > tokens
 
 
-def test_the_target_writes_the_text(target: Path, text: Text) -> None:
+def test_the_target_writes_the_text(target: Path, text: TrainingText) -> None:
     """Greedily in every other row, drawn in the rest, after the row's own first quarter."""
-    task = HeadTask(target, text, kind="medusa", data_source="target", seed=7)
+    task = DraftHeadTask(target, text, kind="medusa", data_source="target", seed=7)
     chosen = np.array([3, 8, 5, 3])
     rows = task._rows(chosen)
     prompt = (LENGTH + 1) // 4
@@ -101,9 +101,9 @@ def test_the_target_writes_the_text(target: Path, text: Text) -> None:
         (session,) = engine.generate([row[:prompt].tolist()], greedy, ar)
         assert (session.token_ids == row.tolist()) == (number % 2 == 0)
     # The same rows, whatever was written before and beside them; others for another seed.
-    again = HeadTask(target, text, kind="medusa", data_source="target", seed=7)
+    again = DraftHeadTask(target, text, kind="medusa", data_source="target", seed=7)
     assert torch.equal(again._rows(chosen[1:3]), rows[1:3])
-    other = HeadTask(target, text, kind="medusa", data_source="target", seed=8)
+    other = DraftHeadTask(target, text, kind="medusa", data_source="target", seed=8)
     assert not torch.equal(other._rows(chosen[:1]), rows[:1])
     # What is measured is what is trained: text of the target, on which it agrees with itself.
     assert not torch.equal(task._held_out, text.held_out)
@@ -117,10 +117,10 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("source", ["corpus", "target"])
 def test_an_interrupted_training_goes_on_bit_for_bit(
-    source: str, target: Path, text: Text, tmp_path: Path
+    source: str, target: Path, text: TrainingText, tmp_path: Path
 ) -> None:
-    def task() -> HeadTask:
-        return HeadTask(target, text, kind="eagle", data_source=source, options={"unroll": 2})
+    def task() -> DraftHeadTask:
+        return DraftHeadTask(target, text, kind="eagle", data_source=source, options={"unroll": 2})
 
     def stop(step: int, metrics: dict[str, float]) -> None:
         if step == 4:
@@ -148,16 +148,18 @@ def test_an_interrupted_training_goes_on_bit_for_bit(
         ({"options": {"noise": "true"}}, "set noise: got True, expected a number"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str, target: Path, text: Text) -> None:
+def test_bad_arguments(
+    arguments: dict[str, Any], message: str, target: Path, text: TrainingText
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        HeadTask(target, text, **{"kind": "eagle", **arguments})
+        DraftHeadTask(target, text, **{"kind": "eagle", **arguments})
     assert message in str(caught.value)
 
 
 def test_rows_must_fit_the_context(target: Path) -> None:
     rows = torch.zeros(2, 513, dtype=torch.long)
     with pytest.raises(InvalidArgument, match="length: got 512, expected below"):
-        HeadTask(target, Text(rows, rows, ("a", "b")), kind="medusa")
+        DraftHeadTask(target, TrainingText(rows, rows, ("a", "b")), kind="medusa")
 
 
 @pytest.mark.parametrize("kind", HEADS)

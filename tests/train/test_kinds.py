@@ -15,7 +15,7 @@ from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument, ModelNotFound, TokenizerMismatch
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
-from paceline.train.data import Text
+from paceline.train.data import TrainingText
 from paceline.train.draft_models import DraftTask
 from paceline.train.early_exit import ExitsTask, enabled_exits, exit_weights
 from paceline.train.kinds import KINDS, build
@@ -53,7 +53,7 @@ def batch(rows: list[int], step: int = 0, progress: float = 0.0) -> Batch:
     ],
 )  # fmt: skip
 def test_distilling_raises_the_acceptance(
-    target: Path, text: Text, tmp_path: Path, divergence: str
+    target: Path, text: TrainingText, tmp_path: Path, divergence: str
 ) -> None:
     task = DraftTask(target, text, layers=1, divergence=divergence)
     result = fit(task, tmp_path)
@@ -66,7 +66,7 @@ def test_distilling_raises_the_acceptance(
     "source", ["target", "on_policy", pytest.param("mixed", marks=pytest.mark.nightly)]
 )
 def test_each_source_of_text_raises_the_acceptance(
-    target: Path, text: Text, tmp_path: Path, source: str
+    target: Path, text: TrainingText, tmp_path: Path, source: str
 ) -> None:
     task = DraftTask(target, text, layers=1, data_source=source)
     result = fit(task, tmp_path, steps=40, eval_every=40)
@@ -94,7 +94,7 @@ def test_sorted_training_raises_the_acceptance_of_every_sub_model(
         assert gain(result, metric) > 0.05, metric
 
 
-def test_the_sorted_loss_is_the_sum_over_sub_models(target: Path, text: Text) -> None:
+def test_the_sorted_loss_is_the_sum_over_sub_models(target: Path, text: TrainingText) -> None:
     """Each sub-model is its first layers with the norm and head: a folder of its own."""
     task = DraftTask(target, text, layers=3, divergence="ce", exits=(1, 2))
     total = sum(
@@ -104,7 +104,9 @@ def test_the_sorted_loss_is_the_sum_over_sub_models(target: Path, text: Text) ->
     assert float(task.loss(batch([0, 5])).detach()) == pytest.approx(total, rel=1e-5)
 
 
-def test_the_measured_acceptance_is_sum_of_minima_of_both_models(target: Path, text: Text) -> None:
+def test_the_measured_acceptance_is_sum_of_minima_of_both_models(
+    target: Path, text: TrainingText
+) -> None:
     task = DraftTask(target, text, layers=2)
     with torch.no_grad():
         metrics = task.evaluate()
@@ -117,7 +119,9 @@ def test_the_measured_acceptance_is_sum_of_minima_of_both_models(target: Path, t
     assert metrics["agreement"] == pytest.approx(same, abs=1e-9)
 
 
-def test_the_acceptance_on_written_text_leaves_the_prompts_out(target: Path, text: Text) -> None:
+def test_the_acceptance_on_written_text_leaves_the_prompts_out(
+    target: Path, text: TrainingText
+) -> None:
     task = DraftTask(target, text, layers=2)
     with torch.no_grad():
         metrics = task.evaluate()
@@ -133,7 +137,7 @@ def test_the_acceptance_on_written_text_leaves_the_prompts_out(target: Path, tex
 
 @pytest.mark.parametrize("source", ["target", "on_policy"])
 def test_written_text_follows_the_corpus_prompt_and_counts_alone(
-    target: Path, text: Text, source: str
+    target: Path, text: TrainingText, source: str
 ) -> None:
     task = DraftTask(target, text, layers=1, data_source=source, divergence="tvd")
     rows = text.training[[3, 4]]
@@ -155,7 +159,7 @@ def test_written_text_follows_the_corpus_prompt_and_counts_alone(
     assert loss == pytest.approx(1 - float(acceptance(p, q).mean()), abs=1e-5)
 
 
-def test_what_a_writer_writes_has_its_own_distribution(target: Path, text: Text) -> None:
+def test_what_a_writer_writes_has_its_own_distribution(target: Path, text: TrainingText) -> None:
     """The first written token of many rows with one prompt, against the model's probabilities."""
     task = DraftTask(target, text, layers=1, data_source="target")
     row = text.training[3]
@@ -169,7 +173,7 @@ def test_what_a_writer_writes_has_its_own_distribution(target: Path, text: Text)
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.4, 1.0])
-def test_mixed_rows_come_in_the_wanted_share(target: Path, text: Text, mix: float) -> None:
+def test_mixed_rows_come_in_the_wanted_share(target: Path, text: TrainingText, mix: float) -> None:
     task = DraftTask(target, text, layers=1, data_source="mixed", mix=mix)
     rows = text.training[:100]
     written, counts = task._rewrite(rows, batch(list(range(100))))
@@ -179,7 +183,9 @@ def test_mixed_rows_come_in_the_wanted_share(target: Path, text: Text, mix: floa
 
 
 @pytest.mark.nightly
-def test_on_policy_and_fixed_text_at_equal_steps(target: Path, text: Text, tmp_path: Path) -> None:
+def test_on_policy_and_fixed_text_at_equal_steps(
+    target: Path, text: TrainingText, tmp_path: Path
+) -> None:
     """The trend that DistillSpec reports, printed. What holds at any size: both learn."""
     gains = {}
     for source in ("corpus", "on_policy"):
@@ -190,14 +196,14 @@ def test_on_policy_and_fixed_text_at_equal_steps(target: Path, text: Text, tmp_p
     assert min(value for each in gains.values() for value in each.values()) > 0.05
 
 
-def test_the_target_does_not_change(target: Path, text: Text, tmp_path: Path) -> None:
+def test_the_target_does_not_change(target: Path, text: TrainingText, tmp_path: Path) -> None:
     task = DraftTask(target, text, layers=1)
     before = {name: value.clone() for name, value in task._target.state_dict().items()}
     fit(task, tmp_path, steps=3, eval_every=3)
     assert all(torch.equal(value, before[n]) for n, value in task._target.state_dict().items())
 
 
-def test_a_distilled_drafter_drafts(target: Path, text: Text, tmp_path: Path) -> None:
+def test_a_distilled_drafter_drafts(target: Path, text: TrainingText, tmp_path: Path) -> None:
     fit(DraftTask(target, text, layers=1), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.decode(tokenizer.encode("def f(x):")) == "def f(x):"
@@ -216,7 +222,7 @@ def test_a_distilled_drafter_drafts(target: Path, text: Text, tmp_path: Path) ->
 
 
 def test_a_drafter_starts_from_a_folder_or_from_a_config_alone(
-    target: Path, random_target: Path, text: Text, tmp_path: Path
+    target: Path, random_target: Path, text: TrainingText, tmp_path: Path
 ) -> None:
     from_folder = DraftTask(target, text, drafter=random_target)
     reference = AutoModelForCausalLM.from_pretrained(random_target).state_dict()
@@ -230,14 +236,14 @@ def test_a_drafter_starts_from_a_folder_or_from_a_config_alone(
     assert all(same) and not all(other)
 
 
-def test_a_drafter_with_a_padded_vocabulary(target: Path, text: Text, zoo: Path) -> None:
+def test_a_drafter_with_a_padded_vocabulary(target: Path, text: TrainingText, zoo: Path) -> None:
     padded = make_model("llama", zoo, num_hidden_layers=1, hidden_size=32, vocab_size=272)
     task = DraftTask(target, text, drafter=padded, data_source="on_policy")
     task.loss(batch([0, 1])).backward()
     assert 0 < task.evaluate()["acceptance"] < 1
 
 
-def test_a_target_of_another_architecture(text: Text, zoo: Path) -> None:
+def test_a_target_of_another_architecture(text: TrainingText, zoo: Path) -> None:
     gpt = make_model("gpt2", zoo, n_layer=1)
     small = make_model("gpt2", zoo, n_layer=1, seed=3)
     task = DraftTask(gpt, text, drafter=small, data_source="mixed")
@@ -255,7 +261,7 @@ def test_a_target_of_another_architecture(text: Text, zoo: Path) -> None:
     ["rotational", *(pytest.param(c, marks=pytest.mark.nightly) for c in ("gradual", "all"))],
 )
 def test_exits_learn_and_the_last_layer_forgets_nothing(
-    target: Path, text: Text, tmp_path: Path, curriculum: str
+    target: Path, text: TrainingText, tmp_path: Path, curriculum: str
 ) -> None:
     task = ExitsTask(target, text, curriculum=curriculum, exit_scale=1.0, period=2)
     result = fit(task, tmp_path, steps=80, eval_every=40)
@@ -263,7 +269,9 @@ def test_exits_learn_and_the_last_layer_forgets_nothing(
     assert gain(result, "target_loss") < 0.1
 
 
-def test_the_result_of_exits_is_a_complete_folder(target: Path, text: Text, tmp_path: Path) -> None:
+def test_the_result_of_exits_is_a_complete_folder(
+    target: Path, text: TrainingText, tmp_path: Path
+) -> None:
     task = ExitsTask(target, text)
     fit(task, tmp_path, steps=5, eval_every=5)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -281,7 +289,7 @@ def test_the_result_of_exits_is_a_complete_folder(target: Path, text: Text, tmp_
     assert list(runs[0].output_ids) == list(runs[1].output_ids)
 
 
-def test_layers_are_left_out_the_more_often_the_deeper(target: Path, text: Text) -> None:
+def test_layers_are_left_out_the_more_often_the_deeper(target: Path, text: TrainingText) -> None:
     task = ExitsTask(target, text, layer_dropout=0.8, exit_scale=0.0)
     reached = np.zeros(4)
     for step in range(200):
@@ -306,7 +314,9 @@ def test_curricula() -> None:
     assert weights[8] > weights[7] > weights[4] > weights[1] == 0
 
 
-def test_exits_without_dropout_and_scale_are_plain_fine_tuning(target: Path, text: Text) -> None:
+def test_exits_without_dropout_and_scale_are_plain_fine_tuning(
+    target: Path, text: TrainingText
+) -> None:
     task = ExitsTask(target, text, layer_dropout=0.0, exit_scale=0.0)
     rows = text.training[[1, 2]]
     model = AutoModelForCausalLM.from_pretrained(target)
@@ -317,7 +327,7 @@ def test_exits_without_dropout_and_scale_are_plain_fine_tuning(target: Path, tex
 
 
 @pytest.mark.parametrize("kind", ["mistral_sliding", "qwen2", "qwen3", "llama_llama3_rope"])
-def test_exits_compute_what_the_model_computes(zoo: Path, text: Text, kind: str) -> None:
+def test_exits_compute_what_the_model_computes(zoo: Path, text: TrainingText, kind: str) -> None:
     folder = make_model(kind, zoo)
     if kind == "mistral_sliding":  # its window of 16 would end within a row
         with pytest.raises(InvalidArgument, match="length"):
@@ -347,7 +357,9 @@ def test_exits_compute_what_the_model_computes(zoo: Path, text: Text, kind: str)
         ("layers", {"layers": 0}),
     ],
 )
-def test_bad_knobs_of_drafters(target: Path, text: Text, field: str, knobs: dict[str, Any]) -> None:
+def test_bad_knobs_of_drafters(
+    target: Path, text: TrainingText, field: str, knobs: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
         DraftTask(target, text, **knobs)
     assert caught.value.field == field
@@ -363,13 +375,15 @@ def test_bad_knobs_of_drafters(target: Path, text: Text, field: str, knobs: dict
         ("exits", {"exits": (5,)}),
     ],
 )
-def test_bad_knobs_of_exits(target: Path, text: Text, field: str, knobs: dict[str, Any]) -> None:
+def test_bad_knobs_of_exits(
+    target: Path, text: TrainingText, field: str, knobs: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
         ExitsTask(target, text, **knobs)
     assert caught.value.field == field
 
 
-def test_bad_folders(target: Path, text: Text, tmp_path: Path, zoo: Path) -> None:
+def test_bad_folders(target: Path, text: TrainingText, tmp_path: Path, zoo: Path) -> None:
     with pytest.raises(ModelNotFound, match="does not exist"):
         DraftTask(tmp_path / "nothing", text)
     damaged = make_model("llama", zoo, seed=9)

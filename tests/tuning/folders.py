@@ -15,7 +15,7 @@ from paceline.tuning.results import (
     Manifest,
     Metrics,
     Point,
-    Prediction,
+    PredictedResult,
     Results,
     TrialRecord,
 )
@@ -199,7 +199,7 @@ def write_sweep(
     url: str,
     records: Sequence[TrialRecord],
     *,
-    predictions: bool | Sequence[Prediction] = False,
+    predictions: bool | Sequence[PredictedResult] = False,
     best_yaml: bool = True,
     **changes: Any,
 ) -> Results:
@@ -222,13 +222,13 @@ def write_sweep(
     return results
 
 
-def invented_predictions() -> list[Prediction]:
+def invented_predictions() -> list[PredictedResult]:
     found = []
     for where in all_points():
         value, tau = invented_ratio(where)
         factor = 1 + 0.05 * math.sin(int(where.key, 16))
         found.append(
-            Prediction(
+            PredictedResult(
                 key=where.key, point=where, goodput_ratio=value * factor, mean_accepted_length=tau
             )
         )

@@ -16,7 +16,14 @@ from paceline.plan import resolve
 from paceline.profile import CostProfile
 from paceline.sampling import SamplingParams
 from paceline.tuning import costs as module
-from paceline.tuning.costs import Costs, RoundCosts, Size, _Sample, draft_size, measure_costs
+from paceline.tuning.costs import (
+    MeasuredCosts,
+    SimulatedRound,
+    Size,
+    _Sample,
+    draft_size,
+    measure_costs,
+)
 from paceline.tuning.families import parts_of
 from paceline.tuning.results import Point, Results
 from paceline.tuning.simulator import Simulator
@@ -27,12 +34,12 @@ from tests.modelzoo import make_model
 KEY = {"target": "t", "host": "h"}
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 PROMPTS = [[40, 41, 42, 43] * 4, [50, 60, 70, 50, 60], [80, 90]]
-COSTS = Costs(
+COSTS = MeasuredCosts(
     key=KEY,
     concurrency=2,
     profile=CostProfile(key=KEY, batches=(1,), nodes=(1, 2), verify_seconds=((0.1, 0.2),)),
-    ar=RoundCosts(rest=0.1, prefill=0.01),
-    groups={"g": RoundCosts(draft=(1, 2, 3, 4, 5), verify=(1, -0.1), rest=0.2, prefill=0.02)},
+    ar=SimulatedRound(rest=0.1, prefill=0.01),
+    groups={"g": SimulatedRound(draft=(1, 2, 3, 4, 5), verify=(1, -0.1), rest=0.2, prefill=0.02)},
 )
 
 
@@ -143,7 +150,7 @@ def test_few_configurations_of_a_group_run(engine: Engine) -> None:
 
 def test_a_fit_finds_the_costs_that_it_is_shown() -> None:
     """Also for sizes that it has not seen: other depths, and exits in between."""
-    truth = RoundCosts(draft=(2e-4, 1e-4, 5e-5, 3e-5, 1e-5), verify=(1.1, -0.04), rest=3e-4,
+    truth = SimulatedRound(draft=(2e-4, 1e-4, 5e-5, 3e-5, 1e-5), verify=(1.1, -0.04), rest=3e-4,
                        prefill=2e-5)  # fmt: skip
 
     def sample(size: Size) -> _Sample:
@@ -192,22 +199,22 @@ def test_impossible_options_are_refused(
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     results = Results(str(tmp_path))
     COSTS.save(results)
-    assert Costs.load(results, KEY) == COSTS
+    assert MeasuredCosts.load(results, KEY) == COSTS
 
 
 def test_foreign_or_damaged_costs_are_refused(tmp_path: Path) -> None:
     results = Results(str(tmp_path))
     with pytest.raises(InvalidArgument, match="a file of costs"):
-        Costs.load(results, KEY)
+        MeasuredCosts.load(results, KEY)
     COSTS.save(results)
     with pytest.raises(InvalidArgument, match="costs whose host is elsewhere, not h") as error:
-        Costs.load(results, {**KEY, "host": "elsewhere"})
+        MeasuredCosts.load(results, {**KEY, "host": "elsewhere"})
     assert (error.value.field, error.value.value) == ("costs", f"{tmp_path}/costs.json")
     whole = json.loads(results.read("costs.json"))
     results.write("costs.json", json.dumps(whole | {"version": 99}))
     with pytest.raises(InvalidArgument, match="costs of version 1, not 99"):
-        Costs.load(results, KEY)
+        MeasuredCosts.load(results, KEY)
     for text in ("", "[]", json.dumps(whole | {"ar": {}}), json.dumps(whole)[:-9]):
         results.write("costs.json", text)
         with pytest.raises(InvalidArgument, match="a file of costs"):
-            Costs.load(results, KEY)
+            MeasuredCosts.load(results, KEY)

@@ -40,8 +40,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return write_sweep(str(folder), full_records(), predictions=True, objectives=TWO)
 
 
-def sweep_of(results: Results) -> pictures.Sweep:
-    return pictures.Sweep(results.manifest(), results.trials(), results.predictions())
+def sweep_of(results: Results) -> pictures.SweepPicture:
+    return pictures.SweepPicture(results.manifest(), results.trials(), results.predictions())
 
 
 def names(results: Results) -> list[str]:

@@ -17,7 +17,7 @@ from paceline.methods import METHODS
 from paceline.plan import resolve
 from paceline.profile import CostProfile
 from paceline.sampling import SamplingParams
-from paceline.tuning.costs import Costs, RoundCosts
+from paceline.tuning.costs import MeasuredCosts, SimulatedRound
 from paceline.tuning.families import parts_of, why_not
 from paceline.tuning.recordings import RankRecording, Truth
 from paceline.tuning.results import Point
@@ -226,7 +226,7 @@ PROFILE = CostProfile(
 )  # seconds by tokens: n for one session, 2 n - 0.5 for two
 
 
-def scripted(ranks: Sequence[int], concurrency: int = 1) -> tuple[Traces, Point, Costs]:
+def scripted(ranks: Sequence[int], concurrency: int = 1) -> tuple[Traces, Point, MeasuredCosts]:
     """Two prompts of 10 tokens whose first candidate has these ranks; costs in whole seconds."""
     point = Point(speculation=fixed("draft_model", num_speculative_tokens=2))
     plan = resolve(point.speculation)
@@ -240,13 +240,13 @@ def scripted(ranks: Sequence[int], concurrency: int = 1) -> tuple[Traces, Point,
     )
     recording = RankRecording(np.array(ranks, np.uint8)[:, None], 1, True)
     traces = Traces({}, concurrency, GREEDY, truth, {part.family.key: recording}, {})
-    costs = Costs(
+    costs = MeasuredCosts(
         key={},
         concurrency=concurrency,
         profile=PROFILE,
-        ar=RoundCosts(rest=1.0, prefill=0.1),
+        ar=SimulatedRound(rest=1.0, prefill=0.1),
         groups={
-            part.cost_group: RoundCosts(
+            part.cost_group: SimulatedRound(
                 draft=(0.5, 0.25, 0.0, 0.0, 0.0), verify=(0.5, 0.0), rest=2.0, prefill=0.2
             )
         },

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import InvalidArgument
 from paceline.models.base import ModelRunner
-from paceline.models.heads.base import Head, Target, load_head
+from paceline.models.heads.base import Head, HeadTarget, load_head
 from paceline.models.heads.blockwise import Blockwise
 from paceline.models.heads.chimera import Chimera
 from paceline.models.heads.dovetail import Dovetail
@@ -74,5 +74,5 @@ class HeadLibrary:
             raise InvalidArgument(
                 "method", kind, "a method without a head: heads need the fast path"
             )
-        target = Target.of_runner(self._target, self._runner)
+        target = HeadTarget.of_runner(self._target, self._runner)
         return load_head(HEADS[kind], self.folder / kind, target)

@@ -33,7 +33,7 @@ Frontier = Sequence[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class HeadTarget:
     """What heads share with their target: its sizes, its embedding, its head. All frozen.
 
     Attributes:
@@ -73,7 +73,7 @@ class Target:
     @staticmethod
     def from_folder(
         folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Target:
+    ) -> HeadTarget:
         """The parts of a target on disk, for training.
 
         Raises:
@@ -84,12 +84,12 @@ class Target:
         embedding = tensors["model.embed_tokens.weight"].to(device, dtype)
         tied = config.tie_word_embeddings
         lm_head = embedding if tied else tensors["lm_head.weight"].to(device, dtype)
-        return Target(target_identity(folder), config, embedding, lm_head, folder=folder)
+        return HeadTarget(target_identity(folder), config, embedding, lm_head, folder=folder)
 
     @staticmethod
-    def of_runner(folder: Path, runner: LlamaRunner) -> Target:
+    def of_runner(folder: Path, runner: LlamaRunner) -> HeadTarget:
         """The parts of a loaded target."""
-        return Target(
+        return HeadTarget(
             target_identity(folder), runner.config, runner.embedding, runner.lm_head,
             runner.logits_of_hidden, runner.packed_lm_head, runner.kv_capacity, folder,
         )  # fmt: skip
@@ -159,7 +159,7 @@ class Head(nn.Module, ABC):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.HIDDEN_STATES})
     Options: ClassVar[type[Any]]
 
-    def __init__(self, target: Target, options: Any) -> None:
+    def __init__(self, target: HeadTarget, options: Any) -> None:
         super().__init__()
         self.target = target
         self.options = options
@@ -267,7 +267,7 @@ class Head(nn.Module, ABC):
 AnyHead = TypeVar("AnyHead", bound=Head)
 
 
-def load_head(cls: type[AnyHead], folder: Path, target: Target) -> AnyHead:
+def load_head(cls: type[AnyHead], folder: Path, target: HeadTarget) -> AnyHead:
     """A head from its folder, ready to draft for ``target``.
 
     Raises:

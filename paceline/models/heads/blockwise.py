@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import HeadBatch, Target, shifted_agreement
+from paceline.models.heads.base import HeadBatch, HeadTarget, shifted_agreement
 from paceline.models.heads.parallel import ParallelHead
 
 
@@ -39,7 +39,7 @@ class Blockwise(ParallelHead):
     kind = "blockwise"
     Options = BlockwiseOptions
 
-    def __init__(self, target: Target, options: BlockwiseOptions) -> None:
+    def __init__(self, target: HeadTarget, options: BlockwiseOptions) -> None:
         super().__init__(target, options)
         size, count = target.config.hidden_size, options.num_heads
         inner = max(1, round(options.width * size)) * count

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Frontier, Head, HeadBatch, Target, soft_cross_entropy
+from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, soft_cross_entropy
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
 from paceline.models.llama import rope_table
@@ -81,7 +81,7 @@ class Chimera(Head):
     kind = "chimera"
     Options = ChimeraOptions
 
-    def __init__(self, target: Target, options: ChimeraOptions) -> None:
+    def __init__(self, target: HeadTarget, options: ChimeraOptions) -> None:
         super().__init__(target, options)
         size = target.config.hidden_size
         self.trigram = TrigramEncoder(size)

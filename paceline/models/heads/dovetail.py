@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Head, Target
+from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.eagle import Eagle, EagleOptions, EagleState
 from paceline.types import IntArray
 
@@ -38,7 +38,7 @@ class Dovetail(Eagle):
     kind = "dovetail"
     Options = DovetailOptions
 
-    def __init__(self, target: Target, options: DovetailOptions) -> None:
+    def __init__(self, target: HeadTarget, options: DovetailOptions) -> None:
         super().__init__(target, options)
         size = target.config.hidden_size
         del self.fc

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Frontier, Head, HeadBatch, Target, soft_cross_entropy
+from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, soft_cross_entropy
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
 from paceline.models.llama import rope_table
@@ -62,7 +62,7 @@ class Eagle(Head):
     kind = "eagle"
     Options = EagleOptions
 
-    def __init__(self, target: Target, options: EagleOptions) -> None:
+    def __init__(self, target: HeadTarget, options: EagleOptions) -> None:
         super().__init__(target, options)
         size = target.config.hidden_size
         self.fc = nn.Linear(2 * size, size)

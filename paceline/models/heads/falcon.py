@@ -25,7 +25,7 @@ from paceline.models.heads.base import (
     Frontier,
     Head,
     HeadBatch,
-    Target,
+    HeadTarget,
     draw,
     soft_cross_entropy,
 )
@@ -60,7 +60,7 @@ class FalconOptions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class FalconBlock:
     """What one pass drafted.
 
     Attributes:
@@ -84,8 +84,8 @@ class _Node:
     depth: int
     token: int
     parent: int
-    source: Block
-    block: Block
+    source: FalconBlock
+    block: FalconBlock
 
 
 class _State:
@@ -95,7 +95,7 @@ class _State:
         self.sequence = sequence
         self.tail = tail  # layer inputs of the last block - 1 pairs  # [block - 1, hidden_size]
         self.memory: Memory | None = None
-        self.root: Block | None = None
+        self.root: FalconBlock | None = None
         self.nodes: dict[int, _Node] = {}
 
 
@@ -106,7 +106,7 @@ class Falcon(Head):
     Options = FalconOptions
     steps_seen: Tensor
 
-    def __init__(self, target: Target, options: FalconOptions) -> None:
+    def __init__(self, target: HeadTarget, options: FalconOptions) -> None:
         if not 1 <= options.block <= 16:
             raise InvalidArgument("block", options.block, "1 to 16")
         super().__init__(target, options)
@@ -236,7 +236,7 @@ class Falcon(Head):
         for state, x, rows in zip(states, inputs, out, strict=True):
             self.stack.commit(state.sequence, range(len(x)))
             memory = state.memory and (state.memory[0][:, 0], state.memory[1][:, 0])
-            state.root, state.nodes = Block(rows, -1, memory), {}
+            state.root, state.nodes = FalconBlock(rows, -1, memory), {}
         return self.target.logits(torch.stack([rows[0] for rows in out]))
 
     def expand(self, states: Sequence[_State], frontiers: Sequence[Frontier]) -> Tensor:
@@ -262,7 +262,7 @@ class Falcon(Head):
             features.append(entry.block.features[entry.depth % size])
         return self.target.logits(torch.stack(features))
 
-    def _draft(self, ending: Sequence[tuple[_State, int]]) -> list[Block]:
+    def _draft(self, ending: Sequence[tuple[_State, int]]) -> list[FalconBlock]:
         """One pass: the blocks after nodes that are the last of theirs."""
         if not ending:
             return []
@@ -299,7 +299,7 @@ class Falcon(Head):
         out = self._run([x[i] for i in order], self.stack.append(parts))
         rows = dict(zip(order, out, strict=True))
         return [
-            Block(rows[i], entries[i], after and (after[0][:, i], after[1][:, i]))
+            FalconBlock(rows[i], entries[i], after and (after[0][:, i], after[1][:, i]))
             for i in range(len(ending))
         ]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Head, Target
+from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.eagle import Eagle, EagleOptions, EagleState
 from paceline.types import IntArray
 
@@ -41,7 +41,7 @@ class Fspad(Eagle):
     kind = "fspad"
     Options = FspadOptions
 
-    def __init__(self, target: Target, options: FspadOptions) -> None:
+    def __init__(self, target: HeadTarget, options: FspadOptions) -> None:
         super().__init__(target, options)
         size = target.config.hidden_size
         inner = options.width * size

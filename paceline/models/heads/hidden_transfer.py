@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Target
+from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.pseudo import PseudoHead
 
 
@@ -36,7 +36,7 @@ class HiddenTransfer(PseudoHead):
     kind = "hidden_transfer"
     Options = TransferOptions
 
-    def __init__(self, target: Target, options: TransferOptions) -> None:
+    def __init__(self, target: HeadTarget, options: TransferOptions) -> None:
         config, layer = target.config, options.layer
         super().__init__(target, options, config.num_layers // 2 if layer is None else layer)
         # At first a later token is as this one.

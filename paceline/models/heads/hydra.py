@@ -21,7 +21,7 @@ from paceline.models.heads.base import (
     Frontier,
     Head,
     HeadBatch,
-    Target,
+    HeadTarget,
     shifted_agreement,
     soft_cross_entropy,
 )
@@ -104,7 +104,7 @@ class Hydra(Head):
     kind = "hydra"
     Options = HydraOptions
 
-    def __init__(self, target: Target, options: HydraOptions) -> None:
+    def __init__(self, target: HeadTarget, options: HydraOptions) -> None:
         super().__init__(target, options)
         config, count = target.config, options.num_heads
         self.heads = nn.ModuleList(

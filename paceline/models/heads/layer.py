@@ -29,7 +29,7 @@ from paceline.models.ops import (
 from paceline.types import IntArray
 
 if TYPE_CHECKING:
-    from paceline.models.heads.base import Target
+    from paceline.models.heads.base import HeadTarget
 
 
 class ResidualBlock(nn.Module):
@@ -95,7 +95,7 @@ class TargetLayers:
         InvalidArgument: the target has fewer layers, or layers of another kind.
     """
 
-    def __init__(self, target: Target, count: int) -> None:
+    def __init__(self, target: HeadTarget, count: int) -> None:
         config = target.config
         if count >= config.num_layers:
             raise InvalidArgument("target_layers", count, f"below {config.num_layers}")
@@ -205,7 +205,7 @@ class LayerStack:
         sequences: Sequence[PooledSequence],
         tokens: Sequence[int],
         num_steps: int,
-        target: Target,
+        target: HeadTarget,
         fuse: Fuse,
     ) -> IntArray | None:
         """Continue sequences by argmax of the target's output layer, all steps in one call.

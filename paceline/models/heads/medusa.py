@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import HeadBatch, Target, shifted_agreement, soft_cross_entropy
+from paceline.models.heads.base import HeadBatch, HeadTarget, shifted_agreement, soft_cross_entropy
 from paceline.models.heads.layer import ResidualBlock
 from paceline.models.heads.parallel import ParallelHead
 
@@ -44,7 +44,7 @@ class Medusa(ParallelHead):
     kind = "medusa"
     Options = MedusaOptions
 
-    def __init__(self, target: Target, options: MedusaOptions) -> None:
+    def __init__(self, target: HeadTarget, options: MedusaOptions) -> None:
         super().__init__(target, options)
         size, count = target.config.hidden_size, options.num_heads
         self.blocks = nn.ModuleList(ResidualBlock(size) for _ in range(count))

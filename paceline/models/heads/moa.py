@@ -27,7 +27,7 @@ from paceline.models.heads.base import (
     Frontier,
     Head,
     HeadBatch,
-    Target,
+    HeadTarget,
     draw,
     soft_cross_entropy,
 )
@@ -141,7 +141,7 @@ class MixtureOfAttentions(Head):
     needs = frozenset({Need.LAYER_STATES})
     Options = MixtureOptions
 
-    def __init__(self, target: Target, options: MixtureOptions) -> None:
+    def __init__(self, target: HeadTarget, options: MixtureOptions) -> None:
         if options.horizon < 1:
             raise InvalidArgument("horizon", options.horizon, "at least 1")
         if options.target_layers < 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Target
+from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.pseudo import PseudoHead
 
 
@@ -31,7 +31,7 @@ class PromptDecoding(PseudoHead):
     kind = "ppd"
     Options = PromptOptions
 
-    def __init__(self, target: Target, options: PromptOptions) -> None:
+    def __init__(self, target: HeadTarget, options: PromptOptions) -> None:
         super().__init__(target, options, first_layer=0)
         # They begin among the embeddings of tokens.
         center, spread = target.embedding.float().mean(0), target.embedding.float().std(0)

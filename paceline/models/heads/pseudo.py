@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import Frontier, Head, HeadBatch, Target
+from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget
 from paceline.types import Need
 
 RANKS = 10  # guesses of each distance whose accuracy is kept
@@ -59,7 +59,7 @@ class PseudoHead(Head):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.SHARED_MODEL})
     accuracy: Tensor
 
-    def __init__(self, target: Target, options: Any, first_layer: int) -> None:
+    def __init__(self, target: HeadTarget, options: Any, first_layer: int) -> None:
         if options.num_guesses < 1:
             raise InvalidArgument("num_guesses", options.num_guesses, "at least 1")
         if not 0 <= first_layer < target.config.num_layers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -405,13 +405,41 @@ class _Weight(ctypes.Structure):
         return cls(weight.data.data_ptr(), weight.packing)
 
 
-_C_TYPES = {"Weight": _Weight, "int | None": ctypes.c_int64}
-
-
 class _Layer(ctypes.Structure):
-    """``struct layer``: the fields of :class:`Layer` in order, tensors as addresses."""
+    """``struct layer``: weights and tensors of a :class:`Layer`, as addresses."""
 
-    _fields_ = [(f.name, _C_TYPES.get(str(f.type), ctypes.c_void_p)) for f in fields(Layer)]
+    _fields_ = [
+        ("input_norm", ctypes.c_void_p),
+        ("qkv", _Weight),
+        ("qkv_bias", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("out", _Weight),
+        ("out_bias", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("gate_up", _Weight),
+        ("gate_up_bias", ctypes.c_void_p),
+        ("down", _Weight),
+        ("down_bias", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+    ]
+
+
+_STRUCTS = (_Rows, _Model, _Weight, _Layer)
+"""In the order of ``struct_size`` in kernels/decode.c."""
+
+
+def check_structs(library: ctypes.CDLL) -> None:
+    """Compare the structures above with those that the kernels were compiled with.
+
+    Raises:
+        RuntimeError: a structure has another size in C.
+    """
+    for i, struct in enumerate(_STRUCTS):
+        here, there = ctypes.sizeof(struct), library.struct_size(i)
+        if here != there:
+            name = struct.__name__.removeprefix("_").lower()
+            raise RuntimeError(f"struct {name} has {here} bytes in ops.py, and {there} in C")
 
 
 class NativeOps:
@@ -444,6 +472,7 @@ class NativeOps:
         self, dtype: torch.dtype, *, int8: bool = False, numerics: str = "fastest"
     ) -> None:
         library, suffix = kernels.load(), self._DTYPES[dtype]
+        check_structs(library)
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 
         def function(name: str, signature: str) -> Any:
@@ -771,13 +800,13 @@ class NativeOps:
             )
             layers = (_Layer * len(stack.layers))()
             for place, layer in zip(layers, stack.layers, strict=True):
-                for f in fields(Layer):
-                    value = getattr(layer, f.name)
+                for name, *_ in _Layer._fields_:
+                    value = getattr(layer, name)
                     if isinstance(value, Weight):
                         value = _Weight.of(value)
                     elif isinstance(value, Tensor):
                         value = value.data_ptr()
-                    setattr(place, f.name, 0 if value is None else value)
+                    setattr(place, name, 0 if value is None else value)
             products = [(y.qkv, y.out, y.gate_up, y.down) for y in stack.layers]
             size = sum(w.num_outputs * w.num_inputs for each in products for w in each)
             self._tables[id(stack)] = (stack, model, layers, size)

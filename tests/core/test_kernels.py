@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -34,6 +35,15 @@ def test_the_kernels_are_built_here() -> None:
     assert usable, where
 
 
+def test_structures_have_the_size_that_they_have_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops.check_structs(kernels.load())
+    longer = type("_Model", (ctypes.Structure,), {"_fields_": [*ops._Model._fields_, *EXTRA]})
+    monkeypatch.setattr(ops, "_STRUCTS", (ops._Rows, longer, ops._Weight, ops._Layer))
+    with pytest.raises(RuntimeError, match="struct model has 56 bytes in .*, and 48 in C"):
+        NativeOps(torch.float32)
+
+
+EXTRA = [("added", ctypes.c_int64)]
 VARIANTS = [variant.name for variant in build.variants() if kernels._may_run(variant.name)]
 
 

@@ -221,3 +221,11 @@ static void attend(const void *query, size_t stride, const void *keys, const voi
 #define LOAD(x) bf16_load(x)
 #define NAME(f) JOIN(f, bf16)
 #include "decode_impl.h"
+
+/* Bytes of the structures that ops.py mirrors, in the order of its _STRUCTS; 0 for no such structure. */
+EXPORT int struct_size(int which)
+{
+    const size_t sizes[] = {sizeof(struct rows), sizeof(struct model), sizeof(struct weight),
+                            sizeof(struct layer)};
+    return which >= 0 && which < (int)(sizeof sizes / sizeof *sizes) ? (int)sizes[which] : 0;
+}

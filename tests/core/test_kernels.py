@@ -39,7 +39,7 @@ def test_structures_have_the_size_that_they_have_in_c(monkeypatch: pytest.Monkey
     ops.check_structs(kernels.load())
     longer = type("_Model", (ctypes.Structure,), {"_fields_": [*ops._Model._fields_, *EXTRA]})
     monkeypatch.setattr(ops, "_STRUCTS", (ops._Rows, longer, ops._Weight, ops._Layer))
-    with pytest.raises(RuntimeError, match="struct model has 56 bytes in .*, and 48 in C"):
+    with pytest.raises(RuntimeError, match=r"struct model has 56 bytes in .*, and 48 in C"):
         NativeOps(torch.float32)
 
 

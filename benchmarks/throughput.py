@@ -855,15 +855,15 @@ def write_docs(result: dict[str, Any], path: Path) -> None:
         f"$ {result['command']}",
         "```",
         "",
-        f"- {env['cpu']}, {env['cores']} cores, {env['threads']} threads for everybody; "
+        f"- {env['cpu']}, {env['cores']} cores, {env['threads']} threads for each system; "
         f"{env['platform']}",
         f"- Python {env['python']}, torch {env['torch']}; {versions}",
         f"- {env['date']}, {result.get('seconds', 0) / 60:.0f} minutes, at most "
         f"{at['repetitions']} repetitions, medians",
         "",
         "Every system has a process of its own, which is stopped while another one runs. All "
-        "decode greedily from the same token ids, prefill included in the time; nobody keeps KV "
-        "entries between runs, and no end-of-sequence token stops anyone. *Concurrency* n means "
+        "decode greedily from the same token ids, prefill included in the time; no system keeps "
+        "KV entries between runs, and end-of-sequence tokens stop none. *Concurrency* n means "
         "that n requests arrive together; at 1 several prompts run one after the other. The size "
         f"*demo* is the demo pair, {at['max_tokens']['demo']} tokens after prompts of "
         "standard-library code, where overhead decides; its drafters have seen nothing when a run "

@@ -664,15 +664,17 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
             if size == "demo":
                 drafted = [r for r in pick(*at, "paceline", 1) if r["method"] in lossless]
                 peer = best(pick(*at, "transformers", 1))
-                name = "best lossless row over transformers' best, concurrency 1"
+                name = "best lossless method over transformers' best, concurrency 1"
                 add(name, *at, 3.0, best(drafted), peer)
                 drafted = [r for r in pick(*at, "paceline", 8) if r["method"] in lossless]
                 own = best(pick(*at, "paceline", 8, "ar"))
-                name = "best lossless row over our own AR, concurrency 8"
+                name = "best lossless method over our own AR, concurrency 8"
                 add(name, *at, 1.5, best(drafted), own)
             for concurrency in (8, 16):
                 ours, peer = (best(pick(*at, s, concurrency)) for s in ("paceline", "vllm"))
-                add(f"best row over vLLM's best, concurrency {concurrency}", *at, 1.0, ours, peer)
+                add(
+                    f"best method over vLLM's best, concurrency {concurrency}", *at, 1.0, ours, peer
+                )
             worst: tuple[float, Any, Any] | None = None
             for concurrency in result["settings"]["concurrency"]:
                 ours = next(
@@ -683,7 +685,7 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
                 ratio = _ratios(ours, own) if ours and own else None
                 if ratio is not None and (worst is None or ratio < worst[0]):
                     worst = ratio, ours, own
-            name = "goodput row over our own AR, the worst concurrency"
+            name = "method with goodput over our own AR, the worst concurrency"
             add(name, *at, 0.98, *(worst[1:] if worst else (None, None)))
     return targets
 
@@ -870,7 +872,7 @@ def write_docs(result: dict[str, Any], path: Path) -> None:
         "begins. *large* is a Llama of 24 layers × 1024 (0.3 B parameters) with random weights, "
         f"{at['max_tokens']['large']} tokens after 16, where memory decides. 16-bit is bfloat16, "
         "float16 with llama.cpp. vLLM runs eagerly, with Intel's OpenMP library where that is "
-        "installed, and drafts with the knobs of Paceline's rows `prompt_lookup` and "
+        "installed, and drafts with the knobs of Paceline's methods `prompt_lookup` and "
         "`draft_model`. llama.cpp runs through llama-cpp-python, whose Python API takes one "
         "sequence at a time, as transformers' assisted decoding does: their numbers at 1 hold for "
         "any number of waiting requests. *= our AR* is the share of prompts with exactly the "

@@ -228,7 +228,7 @@ def test_a_faulty_remote_drafter(fault: str, tiny_folder: Path, reference: Refer
 def test_sessions_without_a_draft_do_not_hold_up_the_others(
     tiny_folder: Path, reference: Reference
 ) -> None:
-    """A future that never completes: its session waits, everybody else is served."""
+    """A future that never completes: its session waits, all others are served."""
     never: list[Future[Draft]] = []
 
     class Silent(Remote):

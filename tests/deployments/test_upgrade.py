@@ -175,7 +175,7 @@ class Clients:
         return min(self.done.get(thread.name, 0) for thread in self._threads)
 
     def go_on(self, more: int = 1) -> bool:
-        """Wait until everybody has done so many more generations that began after this call."""
+        """Wait until each client has finished that many generations that began after this call."""
         before = self.num_done
         return eventually(lambda: self.num_done > before + more or bool(self.errors), PATIENCE_S)
 

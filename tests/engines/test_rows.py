@@ -159,7 +159,7 @@ def test_a_session_is_kept_over_a_preemption_and_given_up_after_a_while() -> Non
     for _ in range(ABSENT_STEPS + 1):
         lengths = np.array([lengths[0] + 1])
         rows.propose([[1]], np.array([9]), tokens[1:])
-        tokens[1, 8] += 1  # another request each time, as far as anybody can tell
+        tokens[1, 8] += 1  # looks like another request each time
     assert first not in [row.session for row in (*rows._rows.values(), *rows._parked)]
 
 

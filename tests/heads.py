@@ -46,7 +46,7 @@ def untrained_heads(target_folder: Path) -> Path:
 
 
 class UntrainedHeads(HeadLibrary):
-    """Heads with random weights for a loaded target, made when a method wants them.
+    """Heads with random weights for a loaded target, made when a method needs them.
 
     Args:
         target: its model folder.

@@ -499,7 +499,7 @@ def test_lossy_methods_are_measured_on_request_only(
 
 
 def test_methods_that_cannot_run_are_listed_with_the_reason(target: Path, questions: Path) -> None:
-    """Without a draft model and heads, what wants them is left out of "all", and named."""
+    """Without a draft model and heads, "all" leaves out and names the methods that need them."""
     backend = LocalBackend(load_engine(target, device="cpu"))
     wants = {n for n, m in METHODS.items() if "draft_model" in (m.drafter, *m.uses)}
     headed = {n for n, m in METHODS.items() if m.head}

@@ -1,4 +1,4 @@
-"""Engines over the small random model, with everything that a test wants to look at."""
+"""Engines over the small random model, with everything that a test needs to inspect."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_a_faulty_local_drafter(fault: str, tiny_folder: Path, reference: Refere
 
 
 class Remote(Drafter):
-    """A drafter that lives elsewhere; ``fault`` is what goes wrong in the third round."""
+    """A drafter in another process; ``fault`` is what goes wrong in the third round."""
 
     elsewhere = True
     needs: frozenset[Need] = frozenset()

@@ -86,7 +86,7 @@ def test_a_request_that_can_never_fit_is_refused(tiny_folder: Path) -> None:
 
 
 def test_the_queue_is_bounded(tiny_folder: Path) -> None:
-    """One runs, three wait (a session that can run does not count as waiting), the fifth is refused."""
+    """One runs, three wait (one that can run does not count as waiting), the fifth is refused."""
     small = small_engine(tiny_folder, limits=EngineLimits(max_sessions=1, max_waiting=3))
     for _ in range(4):
         small.engine.submit(Request([1], GREEDY, AR))

@@ -45,7 +45,7 @@ class Machine:
     """What things cost here; a target forward over one row costs 1.
 
     Attributes:
-        verify: a target forward over that many rows.
+        verify: a target forward, by its number of rows.
         draft: a row in the draft model, and a draft of any other drafter.
     """
 

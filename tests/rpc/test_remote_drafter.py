@@ -297,7 +297,7 @@ def test_death_is_noticed_at_once() -> None:
 
 
 def test_a_drafter_that_hangs_and_comes_back() -> None:
-    """A late draft is a failure; until the answer arrives no session waits for that drafter again."""
+    """A late draft is a failure; no session waits for that drafter until the answer arrives."""
     with DrafterProcess() as process, connected(process.address, deadline_s=0.3) as remote:
         process.signal(signal.SIGSTOP)
         started = time.monotonic()
@@ -346,7 +346,7 @@ def test_without_any_drafter_sessions_are_ar_at_once(runner: ModelRunner) -> Non
             started = time.monotonic()
             (session,) = engine.generate(PROMPTS[:1], params)
             assert time.monotonic() - started < 1
-        assert calls >= 2  # it goes on trying
+        assert calls >= 2  # it keeps trying
     assert session.output_ids == ar(runner, PROMPTS[:1], params)[0]
     assert session.stats.drafter_lost
 

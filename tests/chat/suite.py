@@ -249,7 +249,7 @@ class Chat:
         return self._load("q4_0", kv_tokens=16384)
 
     def device_drafters(self, count: int) -> list[DraftModel]:
-        """So many draft models with memory of their own, over the same weights."""
+        """``count`` draft models with memory of their own, over the same weights."""
         while len(self._device_drafters) < count:
             self._device_drafters.append(DraftModel(self._load("q4_0", kv_tokens=2048)))
         return self._device_drafters[:count]

@@ -32,7 +32,7 @@ def outcome(drafted: int, accepted: int) -> Outcome:
 
 
 def play(controller: LengthController, session: Session, accepted: Sequence[int]) -> list[int]:
-    """Depths that a controller asks for while so many tokens of each draft are accepted."""
+    """Depths that a controller asks for, given the number of accepted tokens of each draft."""
     asked = []
     for most in accepted:
         depth = controller.budget(session, Load(1, 0)).depth

@@ -1,4 +1,4 @@
-"""Several drafters in one: what each part sees, who may draft how much, and what is accepted."""
+"""Several drafters in one: what each part sees, how much it may draft, and what is accepted."""
 
 from __future__ import annotations
 

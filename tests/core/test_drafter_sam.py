@@ -1,4 +1,4 @@
-"""SAM Decoding: automata that know the longest repeated suffix, and who drafts when."""
+"""SAM Decoding: automata that know the longest repeated suffix, and which drafter drafts when."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_everybody_fits_alone(tiny_folder: Path, reference: Reference) -> None:
 
 
 def test_random_sessions_in_little_memory(tiny_folder: Path, reference: Reference) -> None:
-    """Come, leave and give way in any order; who stays has AR's tokens."""
+    """Sessions come, leave and give way in any order; those that finish have AR's tokens."""
     small = small_engine(
         tiny_folder, kv_tokens=300, limits=EngineLimits(max_sessions=5, prefill_chunk=24)
     )

@@ -94,7 +94,7 @@ class Cluster:
         return {r["replica_id"] for r in application["deployments"][deployment]["replicas"]}
 
     def settled(self, **numbers: int) -> bool:
-        """Whether everything runs, with so many replicas."""
+        """Whether everything runs, with these numbers of replicas."""
         application = self._call("GET")["applications"].get("paceline", {})
         assert application.get("status") != "DEPLOY_FAILED", application
         deployments = application.get("deployments", {})
@@ -104,7 +104,7 @@ class Cluster:
         )
 
     def kill_worker(self) -> None:
-        """The second node goes without a word, and its replicas with it."""
+        """Kill the second node, and its replicas with it, without a warning."""
         (raylet,) = raylets(self._worker.pid)
         os.kill(raylet, signal.SIGKILL)
 
@@ -171,7 +171,7 @@ class Clients:
 
     @property
     def num_done(self) -> int:
-        """Generations of who has the fewest."""
+        """Generations of the client that has the fewest."""
         return min(self.done.get(thread.name, 0) for thread in self._threads)
 
     def go_on(self, more: int = 1) -> bool:

@@ -63,7 +63,7 @@ class Batch:
         self.rows.append(Request(f"r{self.num_begun}", truth, length, unread=1))
 
     def step(self) -> list[list[int]]:
-        """Change who has which row, verify the drafts of the others; the tokens of each row."""
+        """Move requests between rows, verify the drafts of the others; the tokens of each row."""
         self.rows = [request for request in self.rows if not request.done]
         if len(self.rows) > 1 and self.random.random() < 0.2:
             self.preempted.append(self.rows.pop(self.random.randrange(len(self.rows))))

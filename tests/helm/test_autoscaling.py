@@ -1,4 +1,4 @@
-"""The autoscaling policy: what it wants, and what comes of it under simulated load."""
+"""The autoscaling policy: what it asks for, and the result under simulated load."""
 
 from __future__ import annotations
 

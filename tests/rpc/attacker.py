@@ -108,7 +108,7 @@ class Wire:
         return len(self._open)
 
     def call(self, count: int, *, heedless: bool = False) -> None:
-        """Begin so many calls, or as many as the server allows at a time."""
+        """Begin this number of calls, or as many as the server allows at a time."""
         frames = []
         for _ in range(count if heedless else min(count, self._limit - len(self._open))):
             if self._window < len(self._message):
@@ -209,7 +209,7 @@ class Attack:
         self._collect([wire], 0.5)  # the queue of refusals is longer
 
     def loris(self) -> None:
-        """Calls whose messages never come: streams, and such that have one message."""
+        """Calls whose messages never come: streams, and calls with one message."""
         options = self.options
         wires = [
             Wire(options.address, options.ca, options.token, method, stalls=True)

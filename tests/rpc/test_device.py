@@ -119,7 +119,7 @@ def test_tokens_over_a_slow_link_are_those_of_ar(
 def test_a_generation_ends_where_that_of_ar_ends(
     stop: str, server: RpcServer, engine: EngineThread, runner: ModelRunner
 ) -> None:
-    """A stop string is found also where a session ends and another one goes on."""
+    """A stop string is found even where one session ends and another one continues."""
     tokenizer = engine.engine.tokenizer
     assert tokenizer is not None
     free = ar(runner, SamplingParams(max_tokens=40, temperature=1.0, seed=8, ignore_eos=True))

@@ -160,7 +160,7 @@ def test_mtls(engine: EngineThread, certs: Path, tmp_path: Path) -> None:
     tls = server_tls(certs, client_ca=str(ca), require_client_cert=True)
     with serving(engine=engine, credentials=tls.credentials()) as running:
         with (
-            Client(running.address, timeout=5, ca=ca) as other,
+            Client(running.address, timeout=5, ca=ca) as stranger,
             pytest.raises(ServerUnavailable),
         ):
             stranger.get_model()

@@ -664,15 +664,17 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
             if size == "demo":
                 drafted = [r for r in pick(*at, "paceline", 1) if r["method"] in lossless]
                 peer = best(pick(*at, "transformers", 1))
-                name = "best lossless row over transformers' best, concurrency 1"
+                name = "best lossless method over transformers' best, concurrency 1"
                 add(name, *at, 3.0, best(drafted), peer)
                 drafted = [r for r in pick(*at, "paceline", 8) if r["method"] in lossless]
                 own = best(pick(*at, "paceline", 8, "ar"))
-                name = "best lossless row over our own AR, concurrency 8"
+                name = "best lossless method over our own AR, concurrency 8"
                 add(name, *at, 1.5, best(drafted), own)
             for concurrency in (8, 16):
                 ours, peer = (best(pick(*at, s, concurrency)) for s in ("paceline", "vllm"))
-                add(f"best row over vLLM's best, concurrency {concurrency}", *at, 1.0, ours, peer)
+                add(
+                    f"best method over vLLM's best, concurrency {concurrency}", *at, 1.0, ours, peer
+                )
             worst: tuple[float, Any, Any] | None = None
             for concurrency in result["settings"]["concurrency"]:
                 ours = next(
@@ -683,7 +685,7 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
                 ratio = _ratios(ours, own) if ours and own else None
                 if ratio is not None and (worst is None or ratio < worst[0]):
                     worst = ratio, ours, own
-            name = "goodput row over our own AR, the worst concurrency"
+            name = "method with goodput over our own AR, the worst concurrency"
             add(name, *at, 0.98, *(worst[1:] if worst else (None, None)))
     return targets
 
@@ -855,22 +857,22 @@ def write_docs(result: dict[str, Any], path: Path) -> None:
         f"$ {result['command']}",
         "```",
         "",
-        f"- {env['cpu']}, {env['cores']} cores, {env['threads']} threads for everybody; "
+        f"- {env['cpu']}, {env['cores']} cores, {env['threads']} threads for each system; "
         f"{env['platform']}",
         f"- Python {env['python']}, torch {env['torch']}; {versions}",
         f"- {env['date']}, {result.get('seconds', 0) / 60:.0f} minutes, at most "
         f"{at['repetitions']} repetitions, medians",
         "",
         "Every system has a process of its own, which is stopped while another one runs. All "
-        "decode greedily from the same token ids, prefill included in the time; nobody keeps KV "
-        "entries between runs, and no end-of-sequence token stops anyone. *Concurrency* n means "
+        "decode greedily from the same token ids, prefill included in the time; no system keeps "
+        "KV entries between runs, and end-of-sequence tokens stop none. *Concurrency* n means "
         "that n requests arrive together; at 1 several prompts run one after the other. The size "
         f"*demo* is the demo pair, {at['max_tokens']['demo']} tokens after prompts of "
         "standard-library code, where overhead decides; its drafters have seen nothing when a run "
         "begins. *large* is a Llama of 24 layers × 1024 (0.3 B parameters) with random weights, "
         f"{at['max_tokens']['large']} tokens after 16, where memory decides. 16-bit is bfloat16, "
         "float16 with llama.cpp. vLLM runs eagerly, with Intel's OpenMP library where that is "
-        "installed, and drafts with the knobs of Paceline's rows `prompt_lookup` and "
+        "installed, and drafts with the knobs of Paceline's methods `prompt_lookup` and "
         "`draft_model`. llama.cpp runs through llama-cpp-python, whose Python API takes one "
         "sequence at a time, as transformers' assisted decoding does: their numbers at 1 hold for "
         "any number of waiting requests. *= our AR* is the share of prompts with exactly the "

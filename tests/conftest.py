@@ -59,7 +59,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A real browser, headless, that asks nobody for anything by itself."""
+    """A real browser, headless, that makes no requests of its own."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("no chromium on the path (Debian: apt install chromium)")

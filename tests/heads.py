@@ -1,4 +1,4 @@
-"""Draft heads that nobody trained: drafts of theirs are bad, and cost no token."""
+"""Untrained draft heads: their drafts are bad, and change no token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def untrained_heads(target_folder: Path) -> Path:
 
 
 class UntrainedHeads(HeadLibrary):
-    """Heads with random weights for a loaded target, made when a row wants them.
+    """Heads with random weights for a loaded target, made when a method needs them.
 
     Args:
         target: its model folder.

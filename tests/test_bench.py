@@ -124,7 +124,7 @@ def test_a_result_has_every_method_category_and_field(
         assert row["speedup_vs_ar"] == row["speedup_p25"] == row["speedup_p75"] == 1
         assert row["mean_accepted_length"] == 1
         assert row["acceptance_rate"] is None
-    for row in result["results"]:  # greedy: everybody has the same tokens
+    for row in result["results"]:  # greedy: all methods have the same tokens
         assert row["identical_to_ar"] is True, row
         assert row["mismatch_rate"] == 0
         if row["method"] in ENGINE_METHODS:
@@ -481,7 +481,7 @@ def test_a_knob_in_a_list_of_methods_may_be_a_list() -> None:
     assert (config.drafters, config.node_budget) == (("prompt_lookup", "draft_model"), 9)
 
 
-def test_lossy_rows_are_measured_on_request_only(
+def test_lossy_methods_are_measured_on_request_only(
     target: Path, drafter: Path, questions: Path
 ) -> None:
     lossy = next(name for name, method in METHODS.items() if not method.lossless)
@@ -498,8 +498,8 @@ def test_lossy_rows_are_measured_on_request_only(
     assert "not lossless" in row["note"]
 
 
-def test_rows_that_cannot_run_are_listed_with_the_reason(target: Path, questions: Path) -> None:
-    """Without a draft model and heads, what wants them is left out of "all", and named."""
+def test_methods_that_cannot_run_are_listed_with_the_reason(target: Path, questions: Path) -> None:
+    """Without a draft model and heads, "all" leaves out and names the methods that need them."""
     backend = LocalBackend(load_engine(target, device="cpu"))
     wants = {n for n, m in METHODS.items() if "draft_model" in (m.drafter, *m.uses)}
     headed = {n for n, m in METHODS.items() if m.head}
@@ -532,7 +532,7 @@ def test_the_table_has_the_fastest_first(target: Path, questions: Path) -> None:
         row["speedup_vs_ar"] = speeds[row["method"]]
     lines = [line.partition(" ")[0] for line in _printed(result, 160).splitlines()]
     assert [name for name in lines if name in speeds] == ["aggressive", "ar", "prompt_lookup"] * 3
-    assert result["unavailable"] == []  # nobody asked for other rows
+    assert result["unavailable"] == []  # no other methods were asked for
 
 
 @pytest.mark.parametrize(

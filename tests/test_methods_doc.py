@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def section(name: str) -> str:
-    """The part of the document about a row."""
+    """The part of the document about a method."""
     return methods_table.markdown().split(f"\n### {name}\n")[1].split("\n#")[0]
 
 
@@ -30,7 +30,7 @@ def test_the_index_links_it() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_row_has_its_paper_and_its_knobs(name: str) -> None:
+def test_a_method_has_its_paper_and_its_knobs(name: str) -> None:
     text, method = section(name), METHODS[name]
     assert method.summary in text
     for number in re.findall(r"arXiv (\d{4}\.\d{5})", method.paper):

@@ -216,7 +216,7 @@ def test_installed_wheel_generates_without_ray_and_grpc(wheel: Path, tmp_path: P
 
 
 def make_stranger(folder: Path) -> Path:
-    """A wheel of somebody else's, whose packages are called like the folders of a checkout."""
+    """Another project's wheel, whose packages have the names of a checkout's folders."""
     wheel = folder / "stranger-1.0-py3-none-any.whl"
     files = {f"{name}/__init__.py": f"OWNER = 'stranger {name}'\n" for name in INSIDE}
     info = "stranger-1.0.dist-info"

@@ -1,6 +1,6 @@
 """The exactness promise on SmolLM2: which cases there are, and how one of them is checked.
 
-A case is a row of the catalogue, a precision of the model, a batch size, a temperature and a
+A case is a method of the catalogue, a precision of the model, a batch size, a temperature and a
 place: in one process, in actors (drafter and target behind gRPC), or from a device that drafts for
 a target elsewhere. Whatever the case, the tokens are those of AR in one process.
 """
@@ -51,72 +51,72 @@ PRECISIONS = ("q4_1", "q8_0", "bfloat16", "float32")
 BATCHES = (1, 8)
 TEMPERATURES = (0.0, 0.8)
 PLACES = ("process", "actors", "device")
-ROWS = tuple(name for name, method in METHODS.items() if method.lossless)
+LOSSLESS = tuple(name for name, method in METHODS.items() if method.lossless)
 DEADLINE_S = 300.0
 """Of one request, on a machine that does much else."""
 
 
-def speculation(row: str) -> SpeculationConfig:
-    """A row with its defaults, always drafting: no controller may find that drafts do not pay.
+def speculation(name: str) -> SpeculationConfig:
+    """A method with its defaults, always drafting: no controller may find that drafts do not pay.
 
-    A row whose paper is about the length keeps its own controller.
+    A method whose paper is about the length keeps its own controller.
     """
-    own = METHODS[row].length
-    return SpeculationConfig(method=row, length="fixed" if own == "goodput" else own)
+    own = METHODS[name].length
+    return SpeculationConfig(method=name, length="fixed" if own == "goodput" else own)
 
 
-def same_tokens_as_ar(row: str, temperature: float) -> bool:
-    """True where a row promises AR's tokens; above 0 rejection rules promise its law."""
-    return METHODS[row].acceptance == "coupled" or temperature == 0
+def same_tokens_as_ar(name: str, temperature: float) -> bool:
+    """True where a method promises AR's tokens; above 0 rejection rules promise its law."""
+    return METHODS[name].acceptance == "coupled" or temperature == 0
 
 
-def copies(row: str) -> bool:
-    """Whether a row drafts without any model, where it finds something to copy."""
-    method = METHODS[row]
+def copies(name: str) -> bool:
+    """Whether a method drafts without any model, where it finds something to copy."""
+    method = METHODS[name]
     return not method.needs and "draft_model" not in (method.drafter, *method.uses)
 
 
-def drafts_on_a_device(row: str) -> bool:
-    """Whether a row can draft away from its target; the others are refused by name."""
+def drafts_on_a_device(name: str) -> bool:
+    """Whether a method can draft away from its target; the others are refused by name."""
     try:
-        checked_speculation(speculation(row))
+        checked_speculation(speculation(name))
     except InvalidArgument:
         return False
     return True
 
 
-def places_of(row: str) -> tuple[str, ...]:
-    """Where a row can run."""
-    return PLACES if drafts_on_a_device(row) else PLACES[:2]
+def places_of(name: str) -> tuple[str, ...]:
+    """Where a method can run."""
+    return PLACES if drafts_on_a_device(name) else PLACES[:2]
 
 
 class Case(NamedTuple):
     """What is compared with AR."""
 
-    row: str
+    method: str
     precision: str
     batch: int
     temperature: float
     place: str
 
     def __str__(self) -> str:
-        return f"{self.precision}-{self.place}-batch{self.batch}-t{self.temperature}-{self.row}"
+        return f"{self.precision}-{self.place}-batch{self.batch}-t{self.temperature}-{self.method}"
 
 
 def everyday_cases() -> list[Case]:
-    """Each row once; every pair of precision, batch, temperature and place is among them.
+    """Each method once; every pair of precision, batch, temperature and place is among them.
 
-    Rows that can run on a device and those that cannot are spread by themselves.
+    Methods that can run on a device and those that cannot are spread by themselves.
     """
     cases = []
     for places in (PLACES, PLACES[:2]):
-        rows = [row for row in ROWS if places_of(row) == places]
+        names = [name for name in LOSSLESS if places_of(name) == places]
         choices = itertools.product(TEMPERATURES, BATCHES, PRECISIONS, places)
-        plan = _spread(list(choices), len(rows))
-        for row, (temperature, batch, precision, place) in zip(rows, plan, strict=True):
-            if not same_tokens_as_ar(row, temperature):
+        plan = _spread(list(choices), len(names))
+        for name, (temperature, batch, precision, place) in zip(names, plan, strict=True):
+            if not same_tokens_as_ar(name, temperature):
                 temperature = 0.0  # where there is something to compare
-            cases.append(Case(row, precision, batch, temperature, place))
+            cases.append(Case(name, precision, batch, temperature, place))
     return cases
 
 
@@ -143,13 +143,13 @@ def _spread(
 def all_cases() -> list[Case]:
     """The whole product, the file's own precision and the cheapest batch first."""
     return [
-        Case(row, precision, batch, temperature, place)
+        Case(name, precision, batch, temperature, place)
         for precision in PRECISIONS
         for place in PLACES
         for batch in reversed(BATCHES)
         for temperature in TEMPERATURES
-        for row in ROWS
-        if place in places_of(row)
+        for name in LOSSLESS
+        if place in places_of(name)
     ]
 
 
@@ -249,7 +249,7 @@ class Chat:
         return self._load("q4_0", kv_tokens=16384)
 
     def device_drafters(self, count: int) -> list[DraftModel]:
-        """So many draft models with memory of their own, over the same weights."""
+        """``count`` draft models with memory of their own, over the same weights."""
         while len(self._device_drafters) < count:
             self._device_drafters.append(DraftModel(self._load("q4_0", kv_tokens=2048)))
         return self._device_drafters[:count]
@@ -283,8 +283,8 @@ class Chat:
         return self._expected[key]
 
     def prediction(self, case: Case, prompt: int) -> list[int]:
-        """For rows that read one: AR's answer, but for some tokens."""
-        if not METHODS[case.row].reads_prediction:
+        """For methods that read one: AR's answer, but for some tokens."""
+        if not METHODS[case.method].reads_prediction:
             return []
         right = self.expected(case.precision, case.temperature)[prompt].token_ids
         return [0 if i % 11 == 7 else token for i, token in enumerate(right)]
@@ -300,7 +300,7 @@ class Chat:
                 Request(
                     self.prompts[i],
                     params[i],
-                    speculation(case.row),
+                    speculation(case.method),
                     prediction=self.prediction(case, i),
                 )
             )
@@ -323,9 +323,9 @@ class Chat:
         finally:
             thread.stop()
 
-    def hosted(self, row: str) -> Drafter | None:
-        """What a drafter replica hosts for a row; None where only the target's own process can."""
-        method = METHODS[row]
+    def hosted(self, name: str) -> Drafter | None:
+        """What a drafter replica hosts for a method; None where only the target's process can."""
+        method = METHODS[name]
         if served_with(method, "draft_model"):
             return DraftModel(self.drafter)
         if method.needs or method.drafter == "none":
@@ -335,7 +335,7 @@ class Chat:
     def in_actors(
         self, case: Case, prompts: Sequence[int], params: Sequence[SamplingParams]
     ) -> list[Answer]:
-        method, hosted = METHODS[case.row], self.hosted(case.row)
+        method, hosted = METHODS[case.method], self.hosted(case.method)
         drafters: dict[str, Drafter] = {}
         drafts_from = ""
         with ExitStack() as stack:
@@ -364,7 +364,7 @@ class Chat:
         Args:
             drafts_from: the address of the drafter that it has to ask; empty: any.
         """
-        config = speculation(case.row)
+        config = speculation(case.method)
 
         def complete(i: int) -> Answer:
             done = client.complete(
@@ -388,7 +388,7 @@ class Chat:
         """What devices, as many as there are sessions at a time, get from a server."""
         devices: SimpleQueue[dict[str, Drafter]] = SimpleQueue()
         count = min(case.batch, len(prompts))
-        own = self.device_drafters(count) if not copies(case.row) else []
+        own = self.device_drafters(count) if not copies(case.method) else []
         for i in range(count):
             devices.put({"draft_model": own[i]} if own else {})
 
@@ -397,7 +397,7 @@ class Chat:
             try:
                 with DeviceClient(
                     [address], drafters,
-                    speculation=speculation(case.row),
+                    speculation=speculation(case.method),
                     tokenizer=self.tokenizer,
                     modes=(Mode.DEVICE,),
                 ) as client:  # fmt: skip
@@ -420,10 +420,10 @@ class Chat:
         return places[case.place](case, prompts, self.params(case.temperature, num_tokens))
 
     def check(self, case: Case, prompts: Sequence[int], num_tokens: int) -> list[Answer]:
-        """Compare every token and every end with AR's, where the row promises them."""
+        """Compare every token and every end with AR's, where the method promises them."""
         answers = self.run(case, prompts, num_tokens)
         self.compare(case, prompts, num_tokens, answers)
-        if METHODS[case.row].drafter == "draft_model":
+        if METHODS[case.method].drafter == "draft_model":
             assert sum(answer.statistics.num_drafted for answer in answers) > 0
         target = self.target(case.precision)
         assert target.num_free == target.kv_capacity, "KV memory leaked"
@@ -437,7 +437,7 @@ class Chat:
             statistics = answer.statistics
             assert not statistics.drafter_lost
             assert statistics.drafter_failures == 0
-            if same_tokens_as_ar(case.row, case.temperature):
+            if same_tokens_as_ar(case.method, case.temperature):
                 found = answer.token_ids, answer.finish_reason
                 assert found == expected[i].starts(num_tokens), f"{case}, prompt {i}"
             else:

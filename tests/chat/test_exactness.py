@@ -1,22 +1,22 @@
 """A real chat model, quantised: sensible answers, and the same tokens with drafts or without.
 
-The whole product (every lossless row, four precisions, batches of 1 and 8, temperatures 0 and 0.8,
-one process, actors, a device; 32 prompts of 128 tokens) takes days of a core:
+The whole product (every lossless method, four precisions, batches of 1 and 8, temperatures 0 and
+0.8, one process, actors, a device; 32 prompts of 128 tokens) takes days of a core:
 tests/nightly/test_chat_exactness.py, and tests/deployments/test_chat_exactness.py with a real
 cluster.
 
-* Each row has a case of its own. Precision, batch, temperature and place are chosen so that every
-  pair of their values is met, by a rule that depends on nothing but the catalogue
+* Each method has a case of its own. Precision, batch, temperature and place are chosen so that
+  every pair of their values is met, by a rule that depends on nothing but the catalogue
   (:func:`tests.chat.suite.everyday_cases`). Nothing lands without these cases in four prompts of 48
-  tokens (test_exactness_in_full.py, marked slow). Here every third of them is much shorter. Rows
+  tokens (test_exactness_in_full.py, marked slow). Here every third of them is much shorter. Methods
   that copy have 32 tokens of each prompt. The others compute a draft in every round, which costs
   several times as much on a CPU: they have 12 tokens of one prompt, or 6 of each of four.
-* Each row once more in the precision that people have, Q4_1, in a batch with sessions of other
-  rows, at both temperatures.
+* Each method once more in the precision that people have, Q4_1, in a batch with sessions of other
+  methods, at both temperatures.
 * AR's answers are computed once for each precision and temperature: 32 tokens of each prompt, of
   which a case compares the first ones.
 
-Rows with another acceptance rule than the coupled one promise AR's tokens at temperature 0 only;
+Methods with another acceptance rule than the coupled one promise AR's tokens at temperature 0 only;
 above it they must run to the end.
 """
 
@@ -40,9 +40,9 @@ from paceline.rpc.device import checked_speculation
 from paceline.sampling import SamplingParams
 from tests.chat.suite import (
     BATCHES,
+    LOSSLESS,
     PLACES,
     PRECISIONS,
-    ROWS,
     TEMPERATURES,
     Answer,
     Case,
@@ -57,9 +57,9 @@ from tests.chat.suite import (
 
 EVERYDAY = everyday_cases()
 ALONE, TOGETHER, MIXED = 12, 6, 4
-"""Tokens of a prompt that is alone, of each of four, and of each among other rows."""
+"""Tokens of a prompt that is alone, of each of four, and of each among other methods."""
 COPYING = 32
-"""The same of rows that copy: they cost little, and need a text to copy from."""
+"""The same of methods that copy: they cost little, and need a text to copy from."""
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -112,28 +112,28 @@ def test_a_token_has_the_same_logits_however_many_are_verified_with_it(chat: Cha
 @pytest.mark.parametrize("case", EVERYDAY, ids=str)
 def test_tokens_are_those_of_ar(case: Case, chat: Chat) -> None:
     prompts: Sequence[int] = range(len(chat.prompts))
-    num_tokens = COPYING if copies(case.row) else TOGETHER
+    num_tokens = COPYING if copies(case.method) else TOGETHER
     if case.batch == 1:
         prompts = [EVERYDAY.index(case) % len(chat.prompts)]
-        num_tokens = COPYING if copies(case.row) else ALONE
+        num_tokens = COPYING if copies(case.method) else ALONE
     chat.check(case, prompts, num_tokens)
 
 
 @pytest.mark.parametrize("turn", range(len(TEMPERATURES)))
-def test_rows_that_share_a_batch_have_the_tokens_of_ar(turn: int, chat: Chat) -> None:
-    """Every row with Q4_1: as one leaves the batch the next one comes, each with its own knobs."""
+def test_methods_that_share_a_batch_have_the_tokens_of_ar(turn: int, chat: Chat) -> None:
+    """Every method with Q4_1: as one leaves the batch the next joins, each with its own knobs."""
     engine = chat.engine("q4_1", 8, {"draft_model": DraftModel(chat.drafter)})
     sessions = []
-    for i, row in list(enumerate(ROWS))[turn :: len(TEMPERATURES)]:
-        # Rows with other rules are compared with AR above, at temperature 0.
-        temperature = TEMPERATURES[(i // 2) % 2] if same_tokens_as_ar(row, 0.8) else 0.8
+    for i, name in list(enumerate(LOSSLESS))[turn :: len(TEMPERATURES)]:
+        # Methods with other rules are compared with AR above, at temperature 0.
+        temperature = TEMPERATURES[(i // 2) % 2] if same_tokens_as_ar(name, 0.8) else 0.8
         prompt = (i // 4) % len(chat.prompts)
-        case = Case(row, "q4_1", 8, temperature, "process")
+        case = Case(name, "q4_1", 8, temperature, "process")
         session = engine.submit(
             Request(
                 chat.prompts[prompt],
                 chat.params(temperature, MIXED)[prompt],
-                speculation(row),
+                speculation(name),
                 prediction=chat.prediction(case, prompt),
             )
         )
@@ -149,9 +149,9 @@ def test_rows_that_share_a_batch_have_the_tokens_of_ar(turn: int, chat: Chat) ->
 # --- that nothing is forgotten --------------------------------------------------------------------
 
 
-def test_every_row_has_an_everyday_case() -> None:
-    assert sorted(case.row for case in EVERYDAY) == sorted(ROWS)
-    assert set(ROWS) == {name for name, method in METHODS.items() if method.lossless}
+def test_every_method_has_an_everyday_case() -> None:
+    assert sorted(case.method for case in EVERYDAY) == sorted(LOSSLESS)
+    assert set(LOSSLESS) == {name for name, method in METHODS.items() if method.lossless}
 
 
 def test_every_pair_of_values_has_an_everyday_case() -> None:
@@ -162,15 +162,15 @@ def test_every_pair_of_values_has_an_everyday_case() -> None:
 
 
 def test_the_product_is_whole() -> None:
-    devices = sum(map(drafts_on_a_device, ROWS))
+    devices = sum(map(drafts_on_a_device, LOSSLESS))
     combinations = len(PRECISIONS) * len(BATCHES) * len(TEMPERATURES)
-    assert len(set(all_cases())) == combinations * (2 * len(ROWS) + devices)
+    assert len(set(all_cases())) == combinations * (2 * len(LOSSLESS) + devices)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not drafts_on_a_device(row)])
-def test_a_device_refuses_rows_that_need_more_than_tokens(row: str) -> None:
+@pytest.mark.parametrize("name", [name for name in LOSSLESS if not drafts_on_a_device(name)])
+def test_a_device_refuses_methods_that_need_more_than_tokens(name: str) -> None:
     with pytest.raises(InvalidArgument):
-        checked_speculation(SpeculationConfig(method=row))
+        checked_speculation(SpeculationConfig(method=name))
 
 
 def test_ar_ends_where_a_shorter_generation_ends(chat: Chat) -> None:

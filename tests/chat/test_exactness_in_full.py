@@ -1,4 +1,4 @@
-"""Each lossless row on SmolLM2 in its case of every day (tests/chat/suite.py), with four prompts of
+"""Each lossless method on SmolLM2 in its everyday case (tests/chat/suite.py), with four prompts of
 48 tokens."""
 
 from __future__ import annotations

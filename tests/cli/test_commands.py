@@ -56,7 +56,7 @@ def test_methods_json_is_the_catalogue(cli: Cli) -> None:
         assert isinstance(row["needs"], list)
 
 
-def test_methods_table_shows_every_row_whole(cli: Cli) -> None:
+def test_methods_table_shows_every_method_whole(cli: Cli) -> None:
     result = cli("methods")
     assert result.exit_code == 0
     assert "…" not in result.stdout

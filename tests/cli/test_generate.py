@@ -98,7 +98,7 @@ def test_streamed_text_is_the_text(cli: Cli) -> None:
     assert result.exit_code == 0
     assert result.stdout == document["text"] + "\n"
     assert "mean accepted length" in result.stderr
-    assert "\x1b" not in result.stdout, "no colours where nobody can see them"
+    assert "\x1b" not in result.stdout, "no colours in output that is not a terminal"
 
 
 def test_prompt_from_standard_input(cli: Cli) -> None:

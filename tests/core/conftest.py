@@ -38,7 +38,7 @@ def tiny_folder(zoo: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_folder: Path) -> LlamaRunner:
-    """The runner of ``tiny_folder``; whoever uses it frees what it takes."""
+    """The runner of ``tiny_folder``; each test frees what it takes."""
     return LlamaRunner(tiny_folder)
 
 

@@ -1,4 +1,4 @@
-"""Engines over the small random model, with everything that a test wants to look at."""
+"""Engines over the small random model, with everything that a test needs to inspect."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from paceline.tokenizer import load_tokenizer
 from tests.fakes import WITH_FAKES
 from tests.heads import untrained_heads
 
-# Every row that promises AR's tokens or AR's law; the small engine has all that they need.
+# Every method that promises AR's tokens or AR's law; the small engine has all that they need.
 LOCAL_METHODS = tuple(name for name, method in METHODS.items() if method.lossless)
 
 
 def has_tokens_of_ar(method: str, params: SamplingParams) -> bool:
-    """Whether a row's tokens, not only their law, are those of AR."""
-    row = METHODS[method]
-    return row.lossless and (params.temperature == 0 or row.acceptance == "coupled")
+    """Whether a method's tokens, not only their law, are those of AR."""
+    chosen = METHODS[method]
+    return chosen.lossless and (params.temperature == 0 or chosen.acceptance == "coupled")
 
 
 class WatchedEngine(Engine):

@@ -19,7 +19,7 @@ NO_LOGITS = Verification(torch.empty(0, 0))
 
 
 def new_session(context: LengthContext | None = None, **knobs: object) -> Session:
-    """A session that could go on for ever, with the row and the knobs of ``knobs``."""
+    """A session that could go on for ever, with the method and the knobs of ``knobs``."""
     config = SpeculationConfig.model_validate({"method": "draft_model", **knobs})
     params = SamplingParams(max_tokens=1_000_000)
     return Session("s", [1], params, resolve(config), length_context=context)
@@ -32,7 +32,7 @@ def outcome(drafted: int, accepted: int) -> Outcome:
 
 
 def play(controller: LengthController, session: Session, accepted: Sequence[int]) -> list[int]:
-    """Depths that a controller asks for while so many tokens of each draft are accepted."""
+    """Depths that a controller asks for, given the number of accepted tokens of each draft."""
     asked = []
     for most in accepted:
         depth = controller.budget(session, Load(1, 0)).depth

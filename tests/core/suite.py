@@ -1,4 +1,4 @@
-"""Every row that promises AR's tokens, on the demo pair, against AR's tokens."""
+"""Every method that promises AR's tokens, on the demo pair, against AR's tokens."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ LOSSY = [name for name, method in METHODS.items() if not method.lossless]
 
 
 def same_tokens_as_ar(method: Method, variant: str) -> bool:
-    """True when this row promises AR's tokens; other lossless rows promise its law."""
+    """True when this method promises AR's tokens; other lossless methods promise its law."""
     if not method.lossless:
         return False
     return method.acceptance == "coupled" or variant == "greedy"
 
 
-# Adding a row to METHODS adds it here: to the first list when its tokens must be AR's, else to the
-# second, where it has to run, end and leave nothing behind.
+# Adding a method to METHODS adds it here: to the first list when its tokens must be AR's, else to
+# the second, where it has to run, end and leave nothing behind.
 CASES = [
     (name, variant)
     for variant in VARIANTS
     for name, method in METHODS.items()
     if same_tokens_as_ar(method, variant)
 ] + [(name, variant) for variant in VARIANTS for name in FAKES]
-# The rows that all others are variations of, and the fakes: these run longest at night.
-CORE_ROWS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup", "speculative_sampling")
-CORE_CASES = [case for case in CASES if case[0] in (*CORE_ROWS, *FAKES)]
+# The methods that all others are variations of, and the fakes: these run longest at night.
+CORE_METHODS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup", "speculative_sampling")
+CORE_CASES = [case for case in CASES if case[0] in (*CORE_METHODS, *FAKES)]
 OTHER_LOSSLESS_CASES = [case for case in CASES if case not in CORE_CASES]
 OTHER_CASES = [
     (name, variant)
@@ -114,7 +114,7 @@ class Suite:
         )
 
     def speculation(self, method: str) -> SpeculationConfig:
-        """The row with its defaults, but always drafting; the fakes draft trees."""
+        """The method with its defaults, but always drafting; the fakes draft trees."""
         if method in FAKES:
             return SpeculationConfig(method=method, node_budget=12)
         # A controller that finds drafts not worth their time would leave little to compare.
@@ -123,7 +123,7 @@ class Suite:
     def generate(
         self, method: str, variant: str, batch: int, count: int | None = None
     ) -> list[Session]:
-        """The first ``count`` prompts with a row, ``batch`` of them at a time."""
+        """The first ``count`` prompts with a method, ``batch`` of them at a time."""
         prompts, params = self.prompts[:count], self.params(variant)[:count]
         engine = self.engine(method, variant, batch)
         return engine.generate(prompts, params, self.speculation(method))
@@ -142,7 +142,7 @@ class Suite:
         }
 
     def check(self, method: str, variant: str, batch: int, count: int | None = None) -> None:
-        """Run a row and compare, token by token; also that it made progress in every forward."""
+        """Run a method and compare, token by token; also that it made progress in every forward."""
         sessions = self.check_progress(method, variant, batch, count)
         for i, session in enumerate(sessions):
             assert session.output_ids == self.expected(variant)[i], f"prompt {i}, {session.params}"
@@ -158,7 +158,7 @@ class Suite:
     def check_progress(
         self, method: str, variant: str, batch: int, count: int | None = None
     ) -> list[Session]:
-        """Run a row: it ends with the number of tokens asked for, at least one a forward."""
+        """Run a method: it ends with the number of tokens asked for, at least one a forward."""
         sessions = self.generate(method, variant, batch, count)
         assert sessions
         for session in sessions:

@@ -379,7 +379,7 @@ def test_knobs_have_bounds(knob: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS.values() if not m.lossless])
-def test_the_engine_runs_a_lossy_row_only_when_asked_to(method: str, tiny_folder: Path) -> None:
+def test_the_engine_runs_a_lossy_method_only_when_asked_to(method: str, tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     prompt, params = [5, 6, 7, 5, 6], SamplingParams(temperature=1.0, max_tokens=12)
     with pytest.raises(InvalidArgument) as caught:

@@ -245,7 +245,7 @@ def test_greedy_acceptance_above_temperature_0(small: Small) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_row_resolves_to_itself(method: str) -> None:
+def test_every_method_resolves_to_itself(method: str) -> None:
     """A resolved config has every knob filled in, and is a valid config itself."""
     lossy = not METHODS[method].lossless
     plan = resolve(SpeculationConfig(method=method, allow_lossy=lossy))

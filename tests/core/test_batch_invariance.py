@@ -38,7 +38,7 @@ LOADERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, how it is cut into chunks, a tree after it, and who is computed beside it."""
+    """A prompt, how it is cut into chunks, a tree after it, and its batch mates."""
 
     prompt: IntArray
     chunks: tuple[int, ...]

@@ -56,8 +56,8 @@ def test_method_and_knobs_are_chosen_for_each_request(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_row_resolves_to_itself(name: str) -> None:
-    """A filled-in config means the same as the row it came from, also as JSON."""
+def test_every_method_resolves_to_itself(name: str) -> None:
+    """A filled-in config means the same as the method it came from, also as JSON."""
     given = SpeculationConfig(method=name, allow_lossy=not METHODS[name].lossless)
     plan = resolve(given)
     assert resolve(plan.config).config == plan.config
@@ -67,7 +67,7 @@ def test_every_row_resolves_to_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_row_says_what_it_is(name: str) -> None:
+def test_every_method_says_what_it_is(name: str) -> None:
     method = METHODS[name]
     assert method.name == name
     assert method.summary.endswith(".")
@@ -79,16 +79,16 @@ def test_every_row_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SpeculationConfig.model_fields)
-def test_every_knob_is_described_and_belongs_to_a_row(name: str) -> None:
+def test_every_knob_is_described_and_belongs_to_a_method(name: str) -> None:
     field = SpeculationConfig.model_fields[name]
     assert field.description and field.description.endswith(".")
-    rows = [method.defaults for method in METHODS.values()]
+    defaults = [method.defaults for method in METHODS.values()]
     parts = [*SHAPE_KNOBS.values(), *LENGTH_KNOBS.values()]
-    belongs = any(name in knobs for knobs in (*rows, *parts))
-    assert belongs or name in COMMON_KNOBS or name == "shape", f"no row has the knob {name}"
+    belongs = any(name in knobs for knobs in (*defaults, *parts))
+    assert belongs or name in COMMON_KNOBS or name == "shape", f"no method has the knob {name}"
 
 
-def test_an_engine_says_which_rows_it_cannot_run(tiny_folder: Path) -> None:
+def test_an_engine_says_which_methods_it_cannot_run(tiny_folder: Path) -> None:
     engine = small_engine(tiny_folder).engine
     assert all(engine.refusal(method) is None for method in METHODS.values())
     del engine.drafters["draft_model"]
@@ -111,7 +111,7 @@ def test_a_list_is_a_list_however_it_comes() -> None:
         for name, value in method.defaults.items()
         if isinstance(value, tuple)
     }
-    assert lists, "no row has a list any more: this test is of no use"
+    assert lists, "no method has a list any more: this test is of no use"
     for name, value in lists.items():
         from_list = parse_speculation({name: list(value)})
         assert from_list == parse_speculation({name: value})

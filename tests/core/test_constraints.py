@@ -120,7 +120,7 @@ def exact_methods(demo: Engine) -> list[str]:
 @pytest.mark.parametrize(
     "sampling", [pytest.param({}, marks=pytest.mark.nightly), SAMPLED], ids=["greedy", "sampled"]
 )
-def test_every_exact_row_has_the_textbook_tokens(
+def test_every_exact_method_has_the_textbook_tokens(
     demo: Engine, prompt: list[int], kind: str, sampling: dict[str, float]
 ) -> None:
     max_tokens = 40 if kind == "schema" else 24  # which it takes to its end

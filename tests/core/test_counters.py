@@ -81,7 +81,7 @@ def test_lengths_come_from_depths() -> None:
 
 
 @pytest.mark.parametrize("count", [MAX_KEPT + 5])
-def test_nobody_looks_and_nothing_grows(tiny_folder: Path, count: int) -> None:
+def test_counters_that_are_never_taken_do_not_grow(tiny_folder: Path, count: int) -> None:
     engine = small_engine(tiny_folder).engine
     for _ in range(count):
         session = engine.submit(Request([1], replace(PARAMS, max_tokens=1)))

@@ -342,7 +342,7 @@ def test_the_threshold_is_the_confidence_of_wrong_tokens(
 def test_drafts_end_where_the_exit_is_unsure(
     threshold: float, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the same token in one call of the kernel and token by token, whoever drafts beside."""
+    """At the same token in one call of the kernel and token by token, in any batch."""
 
     def budget(self: Del, session: Session, load: Load) -> Budget:
         self._stop.threshold = threshold

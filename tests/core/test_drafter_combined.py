@@ -1,4 +1,4 @@
-"""Several drafters in one: what each part sees, who may draft how much, and what is accepted."""
+"""Several drafters in one: what each part sees, how much it may draft, and what is accepted."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ def test_parts_bring_their_knobs_and_needs() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "allowed"),
     [
-        ({"drafters": ["nobody"]}, "drafters[0]", "prompt_lookup"),
+        ({"drafters": ["unknown"]}, "drafters[0]", "prompt_lookup"),
         ({"drafters": ["prompt_lookup", "combined"]}, "drafters[1]", "one of"),
         ({"drafters": ["client"]}, "drafters[0]", "one of"),
         ({"drafters": ["ar"]}, "drafters[0]", "one of"),
@@ -405,18 +405,18 @@ class Elsewhere(Drafter):
     needs: frozenset[Need] = frozenset()
 
     def open(self, session: Session) -> None:
-        raise AssertionError("nobody opens it")
+        raise AssertionError("must not be opened")
 
     def close(self, session: Session) -> None:
-        raise AssertionError("nobody closes it")
+        raise AssertionError("must not be closed")
 
     def propose(
         self, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Future[Draft]]:
-        raise AssertionError("nobody asks it")
+        raise AssertionError("must not be asked")
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        raise AssertionError("nobody tells it")
+        raise AssertionError("must not be told")
 
 
 def without_draft_model(folder: Path) -> Small:

@@ -146,7 +146,7 @@ def test_a_faulty_local_drafter(fault: str, tiny_folder: Path, reference: Refere
 
 
 class Remote(Drafter):
-    """A drafter that lives elsewhere; ``fault`` is what goes wrong in the third round."""
+    """A drafter in another process; ``fault`` is what goes wrong in the third round."""
 
     elsewhere = True
     needs: frozenset[Need] = frozenset()
@@ -228,7 +228,7 @@ def test_a_faulty_remote_drafter(fault: str, tiny_folder: Path, reference: Refer
 def test_sessions_without_a_draft_do_not_hold_up_the_others(
     tiny_folder: Path, reference: Reference
 ) -> None:
-    """A future that never completes: its session waits, everybody else is served."""
+    """A future that never completes: its session waits, all others are served."""
     never: list[Future[Draft]] = []
 
     class Silent(Remote):
@@ -256,7 +256,7 @@ def test_sessions_without_a_draft_do_not_hold_up_the_others(
 def test_a_drafter_with_a_shorter_context(
     tiny_folder: Path, zoo: Path, reference: Reference
 ) -> None:
-    """A session beyond the drafter's context goes on without drafts; its mates keep theirs."""
+    """A session beyond the drafter's context continues without drafts; its mates keep theirs."""
     folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=64)
     runner = LlamaRunner(folder)
     small = small_engine(tiny_folder, drafters={"draft_model": DraftModel(runner)})

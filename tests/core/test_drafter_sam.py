@@ -1,4 +1,4 @@
-"""SAM Decoding: automata that know the longest repeated suffix, and who drafts when."""
+"""SAM Decoding: automata that know the longest repeated suffix, and which drafter drafts when."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_the_router(learns: bool) -> None:
     # One that learns from the target's logits learns from every tree.
     assert fallback.observed == [["3", "4", "5", "6"] if learns else ["3", "4"]]
     drafter.propose(sessions[2:], [Budget(40, 80)] * 2)
-    assert len(fallback.drafted) == 1  # nobody fell back, so nobody is asked
+    assert len(fallback.drafted) == 1  # no session fell back, so no drafter is asked
     for session in sessions:
         drafter.close(session)
     assert not fallback.opened

@@ -259,7 +259,7 @@ def probability(
 
 
 def test_the_score_grows_with_repetition() -> None:
-    """The more often a continuation was seen, the surer the drafter is of it."""
+    """The drafter is surer of a continuation that it saw more often."""
     scores = []
     for times in range(1, 6):
         tree = SuffixTree()

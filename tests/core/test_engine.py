@@ -86,7 +86,7 @@ def test_a_request_that_can_never_fit_is_refused(tiny_folder: Path) -> None:
 
 
 def test_the_queue_is_bounded(tiny_folder: Path) -> None:
-    """One runs, three wait (whoever can run does not count as waiting), the fifth is refused."""
+    """One runs, three wait (one that can run does not count as waiting), the fifth is refused."""
     small = small_engine(tiny_folder, limits=EngineLimits(max_sessions=1, max_waiting=3))
     for _ in range(4):
         small.engine.submit(Request([1], GREEDY, AR))
@@ -160,7 +160,7 @@ def test_a_long_prompt_does_not_stop_the_others(tiny_folder: Path) -> None:
 
 
 def bring_to(engine: Engine, state: SessionState) -> Session:
-    """A session in that state (between two steps nobody is verifying)."""
+    """A session in that state (between two steps no session is verifying)."""
     if state is SessionState.WAITING:
         return engine.submit(Request(tokens(30), GREEDY, TREE))
     if state is SessionState.PREFILLING:
@@ -256,7 +256,7 @@ def test_truncate_checks_its_arguments(tiny_folder: Path) -> None:
             engine.truncate(session.session_id, length)
         assert str(length) in str(info.value)
     with pytest.raises(SessionNotFound):
-        engine.truncate("nobody", 6)
+        engine.truncate("unknown", 6)
     engine.truncate(session.session_id, 6)
     assert session.output_ids == []
     engine.cancel(session.session_id)
@@ -601,7 +601,7 @@ def test_offers_that_do_not_fit(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     client = small.engine.drafters["client"]
     with pytest.raises(SessionNotFound):
-        client.offer("nobody", EMPTY_DRAFT)
+        client.offer("unknown", EMPTY_DRAFT)
     session = small.engine.submit(Request(tokens(4), GREEDY, CLIENT))
     small.engine.step(0)
     small.engine.step(0)

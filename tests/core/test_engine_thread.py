@@ -82,7 +82,7 @@ def test_errors_reach_the_caller_and_nobody_else(thread: EngineThread) -> None:
         thread.submit(Request([])).result(WAIT)
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda engine: 1 // 0).result(WAIT)
-    assert thread.cancel("nobody").result(WAIT) is False
+    assert thread.cancel("unknown").result(WAIT) is False
     assert thread.call(lambda engine: engine.has_work).result(WAIT) is False
 
 

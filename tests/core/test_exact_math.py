@@ -40,8 +40,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = Path(kernels.__file__).parent / "noise.c"
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 
-# As they came out on an AMD EPYC with AVX-512, in C and in NumPy. Whoever computes something else
-# has other tokens for a seed, or other logits.
+# As they came out on an AMD EPYC with AVX-512, in C and in NumPy. A machine that computes
+# other digests has other tokens for a seed, or other logits.
 RECORDED = {
     "noise": "1113f09d3b1659cf3d5eca749fcb795acef0f566cfed3b425c394ac74fbc0052",
     "exp": "4d09c40ae40328ee2712e762013c111cfbb8cfa31c80c38c47349612bc759f68",

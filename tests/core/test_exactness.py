@@ -54,7 +54,7 @@ def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Su
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
-def test_tokens_of_every_row_are_those_of_ar(
+def test_tokens_of_every_method_are_those_of_ar(
     method: str, variant: str, batch: int, short_suite: Suite
 ) -> None:
     """`make test-nightly` has ten times the tokens and more."""
@@ -64,15 +64,15 @@ def test_tokens_of_every_row_are_those_of_ar(
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_CASES)
-def test_rows_with_other_tokens_run_to_the_end(
+def test_methods_with_other_tokens_run_to_the_end(
     method: str, variant: str, batch: int, short_suite: Suite
 ) -> None:
-    """Lossy rows, and sampling rules that promise AR's law: tests of the rules show the law."""
+    """Lossy methods, and sampling rules that promise AR's law: tests of the rules show the law."""
     short_suite.check_progress(method, variant, batch, count_for(batch))
 
 
-def test_no_row_is_forgotten() -> None:
-    """Each row runs greedy and sampled, and is compared with AR wherever it promises its tokens."""
+def test_no_method_is_forgotten() -> None:
+    """Each method runs greedy and sampled, compared with AR wherever it promises AR's tokens."""
     cases = {*CASES, *OTHER_CASES}
     for name, method in METHODS.items():
         assert (name, "greedy") in cases

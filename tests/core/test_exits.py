@@ -43,7 +43,7 @@ SAMPLED = replace(GREEDY, temperature=0.9, seed=11)
 PROMPTS = [list(b"def f(x): return x"), [65] * 20, list(b"0123456789")]
 LOADERS = {"native": load_runner, "torch": load_runner_without_kernels}
 
-# Rows and knobs by the way in which their drafts are computed.
+# Methods and knobs by the way in which their drafts are computed.
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"method": "layer_skip", "length": "fixed", "exit_layer": 2},
     "tree": {
@@ -405,7 +405,7 @@ def test_policies_that_leave_nothing_out_are_the_whole_model(
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_lossy_rows_save_layers_and_never_miss_keys(
+def test_lossy_methods_save_layers_and_never_miss_keys(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = load_runner(folder, kv_tokens=2000)
@@ -534,7 +534,7 @@ def test_exits_that_the_target_does_not_have(
         ({"method": "layer_skip", "exit_layers": [2]}, "exit_layers", "exit_layer"),
     ],
 )
-def test_knobs_that_belong_to_other_rows(
+def test_knobs_that_belong_to_other_methods(
     speculation: dict[str, Any], field: str, words: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
@@ -546,7 +546,7 @@ def test_knobs_that_belong_to_other_rows(
 @pytest.mark.parametrize(
     "name", [name for name, row in METHODS.items() if Need.SHARED_MODEL in row.needs]
 )
-def test_the_general_path_refuses_rows_that_share_layers(name: str, zoo: Path) -> None:
+def test_the_general_path_refuses_methods_that_share_layers(name: str, zoo: Path) -> None:
     engine = Engine(ModelTarget(TransformersRunner(make_model("gpt2", zoo), kv_tokens=500)))
     config = SpeculationConfig(method=name, allow_lossy=not METHODS[name].lossless)
     with pytest.raises(InvalidArgument) as caught:

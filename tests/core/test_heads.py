@@ -37,7 +37,7 @@ from tests.modelzoo import make_model
 
 # Those that draft from the states of committed tokens alone.
 READERS = tuple(k for k, head in HEADS.items() if head.needs == {Need.HIDDEN_STATES})
-ROWS = tuple(name for name, method in METHODS.items() if method.head in READERS)
+METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.head in READERS)
 PROMPTS = [list(b"a first prompt"), list(b"def f(x):"), list(b"ab"), list(b"z")]
 
 
@@ -201,7 +201,7 @@ def _kept_entries(head: Head) -> int:
 # --- in an engine ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_tokens_in_a_batch_are_those_of_ar_and_nothing_is_left(
     method: str, folder: Path, tiny_folder: Path, reference: Reference
 ) -> None:
@@ -228,7 +228,7 @@ def test_tokens_in_a_batch_are_those_of_ar_and_nothing_is_left(
     assert engine.target.num_free == engine.target.kv_capacity
 
 
-@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_no_draft_is_deeper_than_the_head_can(method: str, folder: Path, tiny_folder: Path) -> None:
     engine = heads_engine(folder, tiny_folder)
     config = SpeculationConfig(method=method, length="fixed", num_speculative_tokens=9)
@@ -264,7 +264,7 @@ def test_heads_are_refused_on_the_general_path(folder: Path, tiny_folder: Path, 
     for runner, where in ((gpt2, "gpt2"), (TransformersRunner(tiny_folder), "llama")):
         heads = HeadLibrary(folder, tiny_folder, runner)
         engine = WatchedEngine(ModelTarget(runner), heads=heads)
-        for method in ROWS:
+        for method in METHOD_NAMES:
             with pytest.raises(InvalidArgument, match="fast path") as caught:
                 engine.submit(Request(PROMPTS[0], speculation=SpeculationConfig(method=method)))
             assert caught.value.field == "method", where

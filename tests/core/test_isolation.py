@@ -1,4 +1,4 @@
-"""A session's tokens do not depend on who is computed beside it, nor on when anybody comes."""
+"""A session's tokens depend neither on its batch mates nor on when they arrive."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_sampled_drafts_do_not_depend_on_batch_mates_either(small: Small) -> Non
 
 
 def test_the_demo_pair_with_staggered_arrivals(demo: Engine) -> None:
-    """The same on a trained model: everybody arrives while others run, half are cancelled."""
+    """The same on a trained model: every session arrives while others run, half are cancelled."""
     assert demo.tokenizer is not None
     prompts = code_prompts(demo.tokenizer, 12, seed=5)
     params = [

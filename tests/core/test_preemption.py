@@ -1,4 +1,4 @@
-"""KV memory that runs out: the youngest gives way and goes on later, and no token is lost."""
+"""KV memory that runs out: the youngest session gives way and resumes later; no token is lost."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_youngest_gives_way_and_comes_back_first(tiny_folder: Path) -> None:
                 seen.append(session)
             if session.finished and session not in ends:
                 ends.append(session)
-        # Who has given way goes on before those that came later begin.
+        # A session that gave way resumes before later arrivals begin.
         assert not later.output_ids or sessions[2].state is not SessionState.WAITING
     assert seen == [sessions[2]]  # the others together fit
     assert ends[-1] is sessions[2]
@@ -188,7 +188,7 @@ def test_everybody_fits_alone(tiny_folder: Path, reference: Reference) -> None:
 
 
 def test_random_sessions_in_little_memory(tiny_folder: Path, reference: Reference) -> None:
-    """Come, leave and give way in any order; who stays has AR's tokens."""
+    """Sessions come, leave and give way in any order; those that finish have AR's tokens."""
     small = small_engine(
         tiny_folder, kv_tokens=300, limits=EngineLimits(max_sessions=5, prefill_chunk=24)
     )

@@ -372,7 +372,7 @@ def test_a_draft_model_on_the_general_path_is_refused(folder: Path, zoo: Path) -
     assert not engine.sessions
 
 
-def test_rows_over_a_draft_model_that_lives_elsewhere_are_not_offered(folder: Path) -> None:
+def test_methods_over_a_draft_model_that_lives_elsewhere_are_not_offered(folder: Path) -> None:
     class Elsewhere(Drafter):
         elsewhere = True
         needs = frozenset()  # type: ignore[var-annotated]
@@ -395,6 +395,6 @@ def test_rows_over_a_draft_model_that_lives_elsewhere_are_not_offered(folder: Pa
         assert engine.refusal(METHODS[name]) is None
         config = SpeculationConfig(method=name, length="fixed")
         (session,) = engine.generate([PROMPTS[0]], GREEDY, config)
-        assert session.stats.num_drafted > 0, "these run where the target is, and ask nobody"
+        assert session.stats.num_drafted > 0, "these draft where the target is"
         assert not session.stats.drafter_lost
     assert not engine.sessions

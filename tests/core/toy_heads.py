@@ -137,7 +137,7 @@ def accepted_length(sessions: Sequence[Session]) -> float:
 
 
 def random_head(head_class: type[AnyHead], target: HeadTarget, options: Any) -> AnyHead:
-    """Random weights, none of them as training begins."""
+    """Random weights, all different from those at the start of training."""
     torch.manual_seed(0)
     head = head_class(target, options)
     with torch.no_grad():

@@ -43,7 +43,7 @@ TRACES = Path(tempfile.mkdtemp(prefix="paceline-traces-"))
 def free_port() -> int:
     """A port that stays free until it is used.
 
-    The system gives those from 32768 on to whoever asks for any, and Ray those below 20000.
+    The system hands out ports from 32768 on by itself, and Ray those below 20000.
     """
     while True:
         port = secrets.choice(range(20_000, 32_000))

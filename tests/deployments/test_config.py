@@ -138,7 +138,7 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for wrong, said in (("smollm", "did you mean smollm2"), ("org/none", "HF_HUB_OFFLINE")):
         with pytest.raises(ModelNotFound, match=rf"model\.target: .*{said}"):
             parse_config({"model": {**model, "target": wrong}})
-    # Who builds the application need not have the models.
+    # The machine that builds the application need not have the models.
     elsewhere = parse_config({"model": {**model, "target": "org/none@v1"}}, models_here=False)
     assert elsewhere.model.target == "hf:org/none@v1"
 

@@ -181,12 +181,12 @@ def test_unknown_session(app: App) -> None:
     with grpc.insecure_channel(app.address) as channel:
         stub = verify_pb2_grpc.VerifyServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Verify(verify_pb2.VerifyRequest(session_id="nobody", round=1), timeout=10)
+            stub.Verify(verify_pb2.VerifyRequest(session_id="unknown", round=1), timeout=10)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Open(verify_pb2.OpenRequest(resume_session_id="nobody"), timeout=10)
+            stub.Open(verify_pb2.OpenRequest(resume_session_id="unknown"), timeout=10)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        stub.Close(verify_pb2.CloseRequest(session_id="nobody"), timeout=10)
+        stub.Close(verify_pb2.CloseRequest(session_id="unknown"), timeout=10)
 
 
 def test_resume_takes_the_session_over(app: App, engine: Engine, ar: AR) -> None:

@@ -63,7 +63,7 @@ def url(target: EngineThread) -> Iterator[str]:
 
 @pytest.fixture
 def client(target: EngineThread, url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="nobody's", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unknown", max_retries=0) as client:
         yield client
     assert eventually(lambda: not target.engine.sessions), "sessions leaked"
 
@@ -617,12 +617,12 @@ def test_keys_and_quotas(target: EngineThread, tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
     gate = Gate(tenants=Tenants(tmp_path / "tenants.yaml"), limits=Limits(max_message_bytes=4096))
     with http_serving(target, MODEL, gate=gate) as url:
-        alice, eve, nobody = (
+        alice, eve, stranger = (
             openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
             for key in ("alice-" * 4, "eve-" * 6, "mallory-mallory")
         )
         with pytest.raises(openai.AuthenticationError):
-            nobody.models.list()
+            stranger.models.list()
         with pytest.raises(openai.PermissionDeniedError):
             eve.completions.create(model="demo", prompt="x")
         assert _get(url, "/health")[0] == 200
@@ -642,7 +642,7 @@ def test_keys_and_quotas(target: EngineThread, tmp_path: Path) -> None:
         with pytest.raises(openai.RateLimitError):
             alice.completions.create(model="demo", prompt="x", n=2, max_tokens=4)
         assert eventually(lambda: gate.num_sessions == 0, 1.0)
-        for client in (alice, eve, nobody):
+        for client in (alice, eve, stranger):
             client.close()
 
 
@@ -674,7 +674,7 @@ def test_refusals_queue(
             started = time.monotonic()
             assert {request() for _ in range(count)} == {status}
             assert time.monotonic() - started >= (count - rate) / rate - 0.05
-        # Nobody else pays for it, and what is no refusal is not counted as one.
+        # No other tenant pays for it, and only refusals count as refusals.
         assert _get(url, "/version", **as_tenant("carol"))[0] == 200
         assert set(gate._refusals) == {("", "ipv4:127.0.0.1"), ("alice", ""), ("bob", "")}
         # Probes have no token, and are answers of the same host.

@@ -31,7 +31,7 @@ def test_the_next_session_gets_the_lease_of_the_last_one() -> None:
         assert idle.take() is lease
         assert idle.take() is None  # it has one session at a time
         await asyncio.sleep(2 * IDLE_S)
-        assert lease.num_released == 0  # whoever took it has it still
+        assert lease.num_released == 0  # the call that took it still has it
         idle.keep(lease)
         await asyncio.sleep(2 * IDLE_S)
         assert lease.num_released == 1

@@ -221,7 +221,7 @@ class Opened:
 
 @pytest.fixture
 def opened(chromium: Any, target: EngineThread) -> Iterator[Open]:
-    """Opens pages. They may complain of nothing, ask nobody else, and leave no session behind."""
+    """Opens pages. They log no error, ask no other host, and leave no session behind."""
     with ExitStack() as stack:
         pages: list[Opened] = []
 

@@ -161,7 +161,7 @@ def test_a_generation_outlives_its_target(actors: App, ar: AR) -> None:
 
 @pytest.mark.nightly
 def test_a_stuck_drafter_is_replaced(actors: App, ar: AR) -> None:
-    """Its process lives, and answers nobody: sessions go on as AR until Serve has another one."""
+    """Its process runs but answers no call: sessions go on as AR until Serve replaces it."""
     short = SamplingParams(max_tokens=48, ignore_eos=True)
     (expected,) = ar(PROMPTS[1:2], short)
     stuck: int = actors.replica("drafter")["pid"]

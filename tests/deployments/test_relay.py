@@ -152,7 +152,7 @@ def test_a_refusal_is_passed_on(servers: list[RpcServer]) -> None:
 def test_a_full_target_is_waited_for_after_a_loss(
     servers: list[RpcServer], engines: list[EngineThread]
 ) -> None:
-    """Who is new is refused instead, and may choose."""
+    """A new session is refused instead, and its client may choose."""
     held = [
         engines[0].submit(Request(PROMPT, LONG, SpeculationConfig(method="client")))
         for _ in range(2)

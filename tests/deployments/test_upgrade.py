@@ -94,7 +94,7 @@ class Cluster:
         return {r["replica_id"] for r in application["deployments"][deployment]["replicas"]}
 
     def settled(self, **numbers: int) -> bool:
-        """Whether everything runs, with so many replicas."""
+        """Whether everything runs, with these numbers of replicas."""
         application = self._call("GET")["applications"].get("paceline", {})
         assert application.get("status") != "DEPLOY_FAILED", application
         deployments = application.get("deployments", {})
@@ -104,7 +104,7 @@ class Cluster:
         )
 
     def kill_worker(self) -> None:
-        """The second node goes without a word, and its replicas with it."""
+        """Kill the second node, and its replicas with it, without a warning."""
         (raylet,) = raylets(self._worker.pid)
         os.kill(raylet, signal.SIGKILL)
 
@@ -171,11 +171,11 @@ class Clients:
 
     @property
     def num_done(self) -> int:
-        """Generations of who has the fewest."""
+        """Generations of the client that has the fewest."""
         return min(self.done.get(thread.name, 0) for thread in self._threads)
 
     def go_on(self, more: int = 1) -> bool:
-        """Wait until everybody has done so many more generations that began after this call."""
+        """Wait until each client has finished that many generations that began after this call."""
         before = self.num_done
         return eventually(lambda: self.num_done > before + more or bool(self.errors), PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""``vllm bench serve``, a client that nobody here wrote, against the HTTP endpoint."""
+"""``vllm bench serve``, an independent client, against the HTTP endpoint."""
 
 from __future__ import annotations
 

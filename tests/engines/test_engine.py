@@ -39,7 +39,7 @@ def runs_in_vllm(name: str) -> bool:
     return from_tokens and row.acceptance == "coupled" and row.lossless and name != "omnidraft"
 
 
-ROWS = [name for name in METHODS if runs_in_vllm(name)]
+METHOD_NAMES = [name for name in METHODS if runs_in_vllm(name)]
 
 
 def by(method: str) -> list[SpeculationConfig]:
@@ -67,7 +67,7 @@ def ar(vllm: LocalVllm, prompts: list[list[int]]) -> list[list[int]]:
     return [session.output_ids for session in sessions]
 
 
-@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_every_drafter_has_the_tokens_of_ar(
     vllm: LocalVllm, prompts: list[list[int]], ar: list[list[int]], method: str
 ) -> None:

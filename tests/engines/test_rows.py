@@ -63,7 +63,7 @@ class Batch:
         self.rows.append(Request(f"r{self.num_begun}", truth, length, unread=1))
 
     def step(self) -> list[list[int]]:
-        """Change who has which row, verify the drafts of the others; the tokens of each row."""
+        """Move requests between rows, verify the drafts of the others; the tokens of each row."""
         self.rows = [request for request in self.rows if not request.done]
         if len(self.rows) > 1 and self.random.random() < 0.2:
             self.preempted.append(self.rows.pop(self.random.randrange(len(self.rows))))
@@ -159,7 +159,7 @@ def test_a_session_is_kept_over_a_preemption_and_given_up_after_a_while() -> Non
     for _ in range(ABSENT_STEPS + 1):
         lengths = np.array([lengths[0] + 1])
         rows.propose([[1]], np.array([9]), tokens[1:])
-        tokens[1, 8] += 1  # another request each time, as far as anybody can tell
+        tokens[1, 8] += 1  # looks like another request each time
     assert first not in [row.session for row in (*rows._rows.values(), *rows._parked)]
 
 

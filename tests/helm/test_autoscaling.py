@@ -1,4 +1,4 @@
-"""The autoscaling policy: what it wants, and what comes of it under simulated load."""
+"""The autoscaling policy: what it asks for, and the result under simulated load."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_drafters_follow_what_targets_wait() -> None:
     assert wanted(25, Replicas(3, 3)) == 3
     assert wanted(10, Replicas(3, 3)) == 2
     assert wanted(1, Replicas(1, 1)) == 1
-    assert wanted(None, Replicas(4, 4)) == 1  # nobody drafts
-    assert wanted(None, Replicas(4, 4), lost=1.0) == 4  # nobody answers
+    assert wanted(None, Replicas(4, 4)) == 1  # no session drafts
+    assert wanted(None, Replicas(4, 4), lost=1.0) == 4  # no drafter answers
     assert wanted(2000, Replicas(2, 2), lost=0.6) == 2
 
 

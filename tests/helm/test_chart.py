@@ -390,7 +390,7 @@ def test_defaults_are_those_of_the_schema() -> None:
 
     blocks = ("model", "topology", "target", "drafter", "gateway", "tracing")
     walk({name: defaults[name] for name in blocks}, config, "")
-    # A pod that goes has more time than a terminal that somebody waits at.
+    # A pod that is removed has more time to drain than a command at a terminal.
     assert differ == {"target.drain_s": 30, "gateway.drain_s": 30}
 
 

@@ -1,4 +1,4 @@
-"""Packed weights on the disk: mapped by everybody, made anew when they are damaged."""
+"""Packed weights on the disk: mapped by every process, made anew when they are damaged."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_each_node_of_a_tree_has_the_logits_of_its_path(runner: Seq2SeqRunner) -
 
 
 def test_a_whole_prompt_in_one_forward(runner: Seq2SeqRunner) -> None:
-    """As a draft model has it: the prompt comes with the first call that wants logits."""
+    """As a draft model has it: the prompt comes with the first call that asks for logits."""
     sequence = runner.new_sequence()
     ids = np.array([*SOURCE, START, 4, 8])
     logits = runner.forward([Segment(sequence, ids, logits="last")]).logits

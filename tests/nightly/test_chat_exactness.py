@@ -1,7 +1,7 @@
-"""The exactness promise on SmolLM2: every lossless row at length, and in every case.
+"""The exactness promise on SmolLM2: every lossless method at length, and in every case.
 
-At length: 32 prompts of 128 tokens, each row in its case of every day (tests/chat), which together
-have every pair of precision, batch, temperature and place; one to three minutes a row on a core
+At length: 32 prompts of 128 tokens, each method in its everyday case (tests/chat); together these
+have every pair of precision, batch, temperature and place; one to three minutes a method on a core
 without AVX-512.
 
 In every case: four precisions, batches of 1 and 8, temperatures 0 and 0.8, in one process, in

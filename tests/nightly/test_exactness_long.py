@@ -34,7 +34,7 @@ def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Su
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
-def test_tokens_of_every_row_are_those_of_ar(
+def test_tokens_of_every_method_are_those_of_ar(
     method: str, variant: str, batch: int, shorter_suite: Suite
 ) -> None:
     """Ten times the tokens of the everyday suite."""

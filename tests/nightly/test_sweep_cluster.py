@@ -90,7 +90,7 @@ def test_the_best_of_everything_is_not_below_ar(tmp_path: Path) -> None:
     if not best.point.is_ar:
         assert best.confirmed is not None
         assert best.confirmed.goodput_ratio.low > 1
-        ray.shutdown()  # a deployment wants a Ray of its own
+        ray.shutdown()  # a deployment needs a Ray of its own
         assert verify(results, print)["served"]["low"] > 1
 
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3 * 3600)]
 
 @pytest.mark.parametrize("variant", [RUNNABLE[-1], RUNNABLE[0]])
 def test_tokens_are_those_of_ar(variant: str) -> None:
-    """Every lossless row, shape, batch size and temperature of the daily suite."""
+    """Every lossless method, shape, batch size and temperature of the daily suite."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", "auto"]
     command += ["--timeout", "1800"]  # emulated fused multiply-adds take their time
     result = subprocess.run(

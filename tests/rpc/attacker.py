@@ -108,7 +108,7 @@ class Wire:
         return len(self._open)
 
     def call(self, count: int, *, heedless: bool = False) -> None:
-        """Begin so many calls, or as many as the server allows at a time."""
+        """Begin this number of calls, or as many as the server allows at a time."""
         frames = []
         for _ in range(count if heedless else min(count, self._limit - len(self._open))):
             if self._window < len(self._message):
@@ -125,7 +125,7 @@ class Wire:
             self._socket.sendall(b"".join(frames))
 
     def read(self, seconds: float) -> None:
-        """Take what has come, waiting so long for it at most."""
+        """Take what has arrived, after waiting at most that many seconds."""
         self._socket.settimeout(max(seconds, 0.001))
         try:
             data = self._socket.recv(2**18)
@@ -209,7 +209,7 @@ class Attack:
         self._collect([wire], 0.5)  # the queue of refusals is longer
 
     def loris(self) -> None:
-        """Calls whose messages never come: streams, and such that have one message."""
+        """Calls whose messages never come: streams, and calls with one message."""
         options = self.options
         wires = [
             Wire(options.address, options.ca, options.token, method, stalls=True)
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--source", default="", help="address that the flood comes from")
     parser.add_argument("--rate", type=float, default=10_000, help="of the flood, opens a second")
     parser.add_argument("--heedless", action="store_true")
-    parser.add_argument("--session", default="", help="id of somebody else's session")
+    parser.add_argument("--session", default="", help="id of another tenant's session")
     parser.add_argument("--max-message-bytes", type=int, default=MAX_MESSAGE_BYTES)
     os.nice(19)
     options = parser.parse_args(shlex.split(sys.stdin.readline()))

@@ -1,4 +1,4 @@
-"""Hostile messages for every RPC: values that nobody would send, and bytes that are broken."""
+"""Hostile messages for every RPC: values that no client would send, and broken bytes."""
 
 from __future__ import annotations
 

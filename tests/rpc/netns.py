@@ -9,7 +9,7 @@ import subprocess
 from types import TracebackType
 from typing import Self
 
-SERVER, CLIENT = "10.213.0.1", "10.213.0.2"  # their addresses, in a network that is nobody's
+SERVER, CLIENT = "10.213.0.1", "10.213.0.2"  # their addresses, in a network that exists only here
 
 
 class CannotMakeNamespaces(Exception):

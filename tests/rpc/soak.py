@@ -48,9 +48,9 @@ class Soak:
     Attributes:
         kinds: what clients did, and how often.
         wrong: answers that were not AR's.
-        unexpected: errors that nobody had asked for.
+        unexpected: errors that no client provoked.
         samples: what the server printed.
-        last: its state after everybody had left.
+        last: its state after every client had left.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)

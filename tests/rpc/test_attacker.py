@@ -40,7 +40,7 @@ WINDOWS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where it is, and who the honest client is."""
+    """Its address, and the honest client."""
 
     address: str
     ca: Path

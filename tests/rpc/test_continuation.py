@@ -1,4 +1,4 @@
-"""A generation that goes on elsewhere: the same tokens, text and counts as an unbroken one."""
+"""A generation that continues elsewhere: the same tokens, text and counts as an unbroken one."""
 
 from __future__ import annotations
 

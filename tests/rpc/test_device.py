@@ -27,7 +27,7 @@ from tests.fakes import WITH_FAKES, Mix
 
 PROMPT = list(b"import os\nimport ")
 VOCAB_SIZE = 258
-ROWS = (
+METHOD_NAMES = (
     "draft_model", "pearl", "draft_model_tree", "prompt_lookup", "suffix_decoding", "copyspec",
     "combined", "staged",
 )  # fmt: skip
@@ -64,9 +64,9 @@ def mixed(
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize("method", METHOD_NAMES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_of_every_kind_of_row_are_those_of_ar(
+def test_tokens_of_every_kind_of_method_are_those_of_ar(
     method: str, temperature: float, server: RpcServer, runner: ModelRunner,
     draft_runner: ModelRunner,
 ) -> None:  # fmt: skip
@@ -119,7 +119,7 @@ def test_tokens_over_a_slow_link_are_those_of_ar(
 def test_a_generation_ends_where_that_of_ar_ends(
     stop: str, server: RpcServer, engine: EngineThread, runner: ModelRunner
 ) -> None:
-    """A stop string is found also where a session ends and another one goes on."""
+    """A stop string is found even where one session ends and another one continues."""
     tokenizer = engine.engine.tokenizer
     assert tokenizer is not None
     free = ar(runner, SamplingParams(max_tokens=40, temperature=1.0, seed=8, ignore_eos=True))
@@ -151,8 +151,8 @@ def test_a_generation_ends_where_that_of_ar_ends(
 
 
 class Liar(Drafter):
-    """Drafts nonsense: tokens that nobody asked for, trees that are none, tokens that there are
-    none of."""
+    """Drafts nonsense: more tokens than asked for, arrays that are no tree, tokens outside the
+    vocabulary."""
 
     needs: frozenset[Need] = frozenset()
     rewinds = True
@@ -309,7 +309,7 @@ def test_without_a_server_the_device_finishes_alone(draft_runner: ModelRunner) -
         (SpeculationConfig(method="draft_model", length="ldlp"), "length"),
     ],
 )
-def test_rows_that_need_the_target_beside_them_are_refused(
+def test_methods_that_need_the_target_beside_them_are_refused(
     config: SpeculationConfig, field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:

@@ -129,7 +129,7 @@ def test_a_silent_network_is_waited_for(server: RpcServer, runner: ModelRunner) 
     with Netem(server.address) as netem, device([netem.address], truth) as client:
         rounds = client.generate(PROMPT, params)
         next(rounds)
-        netem.partition()  # what is sent from here on arrives nowhere, and nobody is told
+        netem.partition()  # what is sent from here on is lost, without an error
         healer = threading.Timer(1.5, netem.partition, [False])
         healer.start()
         for _ in rounds:
@@ -287,7 +287,7 @@ def repeat_round(address: str, clients: Sequence[DeviceClient]) -> None:
             token_ids=first.draft.token_ids.tolist(),
             parent_indices=first.draft.parent_indices.tolist(),
         )
-        # It may be over already, or nobody may be there.
+        # It may be over already, or no process may be there.
         with suppress(PacelineError), Client(address, timeout=0.5) as other:
             other._unary(other._verify.Verify, request)
 

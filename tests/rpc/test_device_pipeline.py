@@ -156,7 +156,7 @@ def refrain(token_ids: list[int]) -> int:
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "copyspec", "sam_decoding"])
 def test_drafters_that_copy_go_ahead(method: str) -> None:
-    """Further along the copy; where a guess was wrong, what they find is as if nothing had been."""
+    """Further along the copy; a wrong guess does not change what they find afterwards."""
     count = 200
     expected = list(range(3))
     while len(expected) < count + 3:
@@ -429,7 +429,7 @@ def test_the_choice_costs_little_in_the_long_run(device: int, server: int) -> No
 
 @pytest.mark.parametrize(("idle", "least", "most"), [(30.0, 1, 4), (1000.0, 20, 100)])
 def test_pauses_between_trials_are_spent_generating(idle: float, least: int, most: int) -> None:
-    """Unless so much time has gone by that the network may be another one."""
+    """Unless so much time has passed that the network may be another one."""
     rates = {Mode.DEVICE: 20.0, Mode.SERVER: 60.0, Mode.AR: 30.0}
     clock = Clock()
     ladder = Ladder(LADDER, clock=clock)

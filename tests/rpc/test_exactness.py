@@ -39,7 +39,7 @@ def suite(demo: Engine) -> Suite:
 
 @pytest.fixture(scope="module")
 def short_suite(demo: Engine) -> Suite:
-    """In one process (tests/core) each row has more tokens: the wire is the same for all."""
+    """In one process (tests/core) each method has more tokens: the wire is the same for all."""
     return Suite(demo, 8, 8, batch=8)
 
 
@@ -81,9 +81,9 @@ class Wire:
         self._clients: dict[tuple[str, bool], Client] = {}
 
     def client(self, method: str, variant: str) -> Client:
-        """A client of a server that can run the row.
+        """A client of a server that can run the method.
 
-        The draft model, and drafters that are made of it, are behind gRPC, too, where the row
+        The draft model, and drafters that are made of it, are behind gRPC, too, where the method
         lets them: a drafter that needs more of the target than tokens does not.
         """
         remote = served_with(WITH_FAKES.get(method, WITH_FAKES["mix"]), "draft_model")
@@ -178,7 +178,7 @@ def test_tokens_over_grpc_are_those_of_ar(
 @pytest.mark.one_of(5)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
-def test_tokens_of_every_row_over_grpc_are_those_of_ar(
+def test_tokens_of_every_method_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, short_suite: Suite, short_wire: Wire
 ) -> None:
     check(short_suite, short_wire, method, variant, batch, count_for(batch))
@@ -186,10 +186,10 @@ def test_tokens_of_every_row_over_grpc_are_those_of_ar(
 
 @pytest.mark.one_of(5)
 @pytest.mark.parametrize(("method", "variant"), OTHER_CASES)
-def test_rows_with_other_tokens_run_over_grpc(
+def test_methods_with_other_tokens_run_over_grpc(
     method: str, variant: str, short_suite: Suite, short_wire: Wire
 ) -> None:
-    """Lossy rows, and sampling rules that promise AR's law."""
+    """Lossy methods, and sampling rules that promise AR's law."""
     complete(short_suite, short_wire, method, variant, 8)
 
 
@@ -207,7 +207,7 @@ def test_many_tokens_over_grpc_are_those_of_ar(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
-def test_more_tokens_of_every_row_over_grpc_are_those_of_ar(
+def test_more_tokens_of_every_method_over_grpc_are_those_of_ar(
     method: str, variant: str, batch: int, shorter_suite: Suite, shorter_wire: Wire
 ) -> None:
     """Ten times the tokens of the everyday suite."""

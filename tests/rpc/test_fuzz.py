@@ -31,7 +31,7 @@ from tests.rpc.serving import eventually
 PROMPT = list(b"import os\nimport ")
 NUM_LANES = 8  # calls under way at the same time
 CALL_TIMEOUT_S = 20.0
-MAX_REPLIES = 6  # after so many, a client that has what it wants cancels
+MAX_REPLIES = 6  # after these, a client that has its answer cancels
 
 # How a server of gRPC may refuse; INTERNAL and UNKNOWN are failures of the server, and a call that
 # comes to its deadline hangs.

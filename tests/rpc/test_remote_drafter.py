@@ -223,7 +223,7 @@ def test_two_targets_may_use_the_same_session_ids(
 def test_a_lost_session_is_opened_again(
     runner: ModelRunner, drafter_server: RpcServer, servicer: Recording
 ) -> None:
-    """The drafter forgets everything after each frame; nobody notices but the counters."""
+    """The drafter forgets everything after each frame; only the counters show it."""
     answer = servicer._answer
 
     def forgetful(items: Any, mirrors: Any, stream: str) -> Any:
@@ -297,7 +297,7 @@ def test_death_is_noticed_at_once() -> None:
 
 
 def test_a_drafter_that_hangs_and_comes_back() -> None:
-    """A late draft is a failure; until the answer arrives nobody waits for that drafter again."""
+    """A late draft is a failure; no session waits for that drafter until the answer arrives."""
     with DrafterProcess() as process, connected(process.address, deadline_s=0.3) as remote:
         process.signal(signal.SIGSTOP)
         started = time.monotonic()
@@ -346,7 +346,7 @@ def test_without_any_drafter_sessions_are_ar_at_once(runner: ModelRunner) -> Non
             started = time.monotonic()
             (session,) = engine.generate(PROMPTS[:1], params)
             assert time.monotonic() - started < 1
-        assert calls >= 2  # it goes on trying
+        assert calls >= 2  # it keeps trying
     assert session.output_ids == ar(runner, PROMPTS[:1], params)[0]
     assert session.stats.drafter_lost
 
@@ -725,7 +725,7 @@ def test_drafters_that_are_made_of_it_are_served_too(
 
 
 class Counting(DraftModel):
-    """Counts the drafts that somebody waited for (their frames have not been answered yet)."""
+    """Counts the drafts that a session waited for (their frames have not been answered yet)."""
 
     num_waited_for = 0
     ahead = False

@@ -159,8 +159,11 @@ def test_mtls(engine: EngineThread, certs: Path, tmp_path: Path) -> None:
     ca = certs / "ca.crt"
     tls = server_tls(certs, client_ca=str(ca), require_client_cert=True)
     with serving(engine=engine, credentials=tls.credentials()) as running:
-        with Client(running.address, timeout=5, ca=ca) as nobody, pytest.raises(ServerUnavailable):
-            nobody.get_model()
+        with (
+            Client(running.address, timeout=5, ca=ca) as stranger,
+            pytest.raises(ServerUnavailable),
+        ):
+            stranger.get_model()
         # A certificate of another authority, and of the one that signs replicas.
         for cert, key in (
             (tmp_path / "client.crt", tmp_path / "client.key"),
@@ -432,7 +435,7 @@ def test_the_tenants_file_is_read_again(shared: RpcServer, tenants_file: Path) -
         works(alice)
         session = alice.open_session(PROMPT)
         session.verify()
-        tenants_file.write_text("tenants: [what")  # broken: nobody loses access
+        tenants_file.write_text("tenants: [what")  # broken: no tenant loses access
         time.sleep(1.1 * CHECK_INTERVAL_S)
         works(alice)
         write_tenants(tenants_file, bob={"token": BOB}, carol={"token": "carol-token-carol-token"})
@@ -721,8 +724,8 @@ def test_the_audit_log(shared: RpcServer, audit_file: Path) -> None:
         with pytest.raises(InvalidArgument):
             alice.open_session([])
     for _ in range(50):
-        with Client(shared.address, timeout=10) as nobody, pytest.raises(Unauthenticated):
-            nobody.get_model()
+        with Client(shared.address, timeout=10) as stranger, pytest.raises(Unauthenticated):
+            stranger.get_model()
     written = lines(audit_file)
     opened = [line for line in written if line["event"] == "open"]
     assert [line["method"].rpartition("/")[2] for line in opened] == ["Generate", "Open"]
@@ -742,7 +745,7 @@ def test_no_secret_is_written_anywhere(
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     caplog.set_level(logging.DEBUG)
-    prompt = "a prompt that is nobody else's business"
+    prompt = "a prompt that is private"
     tenants = Tenants(tenants_file)
     gate = Gate(tenants=tenants, audit=Audit(audit_file))
     shown = []

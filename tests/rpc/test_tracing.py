@@ -1,4 +1,4 @@
-"""Traces of one server, its drafter, and of nobody when they are off."""
+"""Traces of one server and its drafter; no traces when they are off."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def test_a_client_process_that_is_killed(server: RpcServer, engine: EngineThread
 def test_idle_sessions_are_closed(engine: EngineThread) -> None:
     with serving(engine=engine, idle_timeout_s=0.2) as running, Client(running.address) as client:
         session = client.open_session(PROMPT)
-        for _ in range(4):  # whoever is busy stays
+        for _ in range(4):  # a busy session stays open
             session.verify()
             time.sleep(0.1)
         assert len(engine.engine.sessions) == 1
@@ -461,14 +461,14 @@ def test_bad_opens(stub: Any, values: dict[str, Any], field: str) -> None:
 
 def test_unknown_sessions_are_not_found(stub: Any) -> None:
     for call, request in (
-        (stub.Open, verify_pb2.OpenRequest(resume_session_id="nobody")),
-        (stub.Verify, verify_pb2.VerifyRequest(session_id="nobody", round=1)),
-        (stub.Truncate, verify_pb2.TruncateRequest(session_id="nobody")),
+        (stub.Open, verify_pb2.OpenRequest(resume_session_id="unknown")),
+        (stub.Verify, verify_pb2.VerifyRequest(session_id="unknown", round=1)),
+        (stub.Truncate, verify_pb2.TruncateRequest(session_id="unknown")),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             call(request)
         assert isinstance(from_rpc_error(caught.value), SessionNotFound)
-    assert not stub.Close(verify_pb2.CloseRequest(session_id="nobody")).HasField("statistics")
+    assert not stub.Close(verify_pb2.CloseRequest(session_id="unknown")).HasField("statistics")
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.lossless])
-def test_every_row_is_simulated_exactly_or_says_why_not(small: Engine, method: str) -> None:
+def test_every_method_is_simulated_exactly_or_says_why_not(small: Engine, method: str) -> None:
     config = fixed(method)
     prompts = [list(range(40, 40 + length)) * 2 for length in (6, 17)]
     params = SamplingParams(max_tokens=24, ignore_eos=True)

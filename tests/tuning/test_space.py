@@ -77,7 +77,7 @@ def test_ar_is_a_point_even_where_nobody_asked_for_it() -> None:
 
 
 def test_points_that_differ_in_spelling_only_are_one() -> None:
-    # 6 is the default of the row, and null leaves the knob to the row.
+    # 6 is the default of the method, and null leaves the knob to the method.
     default = resolve(space({"method": "draft_model"}).points[1].speculation).config
     checked = space({
         "method": "draft_model", "num_speculative_tokens": [None, default.num_speculative_tokens],
@@ -266,7 +266,7 @@ def test_a_document_survives_the_way_to_a_worker() -> None:
     assert [p.key for p in again.points] == [p.key for p in checked.points]
 
 
-def test_lossy_rows_are_points_where_they_are_allowed() -> None:
+def test_lossy_methods_are_points_where_they_are_allowed() -> None:
     checked = space({"method": ["skipdecode_lossy"]}, constraints={"lossless": False})
     assert [p.speculation.method for p in checked.points] == ["ar", "skipdecode_lossy"]
     assert checked.points[1].speculation.allow_lossy

@@ -93,7 +93,7 @@ def test_each_kind_of_drafter_has_its_recording(engine: Engine, traces: Traces) 
     assert isinstance(ranks, RankRecording)
     assert isinstance(order, OrderRecording)
     assert isinstance(drafts, DraftRecording)
-    # The drafter is the target itself: always right, but nobody asks for a token after the last.
+    # The drafter is the target itself: always right, but no token is asked for after the last.
     assert ranks.ranks[:, 0].tolist() == [*[0] * 15, ABSENT] * 2
     assert ranks.prefix_only
     assert not order.before[0, 0].any(), "the right token comes before every other node"

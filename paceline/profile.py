@@ -294,7 +294,7 @@ def measure(
         depths=tuple(depths) if drafter else (),
         draft_seconds=tuple(draft),
         round_trip_seconds=round_trip_seconds,
-        methods=rows_with_draft_model() if drafter else (),
+        methods=methods_with_draft_model() if drafter else (),
         threads=threads,
         draft_threads=draft_threads,
     )
@@ -431,7 +431,7 @@ class LoadCosts:
             depths=LOAD_DEPTHS,
             draft_seconds=(draft,),
             read_seconds=read,
-            methods=rows_with_draft_model(),
+            methods=methods_with_draft_model(),
         )
 
     def look(self) -> None:
@@ -548,7 +548,7 @@ def _measure_load(
         depths=LOAD_DEPTHS[: len(draft[0])] if draft else (),
         draft_seconds=draft,
         read_seconds=read,
-        methods=rows_with_draft_model() if draft else (),
+        methods=methods_with_draft_model() if draft else (),
         threads=threads,
         draft_threads=draft_threads,
     )
@@ -626,11 +626,11 @@ def _forward_once(runner: ModelRunner, segment: Segment) -> None:
     runner.commit(segment.sequence, ())
 
 
-def rows_with_draft_model() -> tuple[str, ...]:
-    """Rows of the catalogue whose drafts cost what the draft model's do, or are made with it."""
+def methods_with_draft_model() -> tuple[str, ...]:
+    """Methods whose drafts cost what the draft model's do, or are made with it."""
     from paceline.methods import METHODS
 
-    return tuple(row.name for row in METHODS.values() if "draft_model" in (row.drafter, *row.uses))
+    return tuple(m.name for m in METHODS.values() if "draft_model" in (m.drafter, *m.uses))
 
 
 def within(limit_s: float) -> _Clock:

@@ -78,7 +78,7 @@ def test_targets_are_judged_by_ratios_of_the_same_repetition() -> None:
     )  # fmt: skip
     found = {each["target"]: (each["measured"], each["met"]) for each in targets}
     assert found["AR over transformers' AR, concurrency 1"] == (2, True)
-    name = "best lossless row over transformers' best, concurrency 1"
+    name = "best lossless method over transformers' best, concurrency 1"
     assert found[name] == (6, True)
-    assert found["goodput row over our own AR, the worst concurrency"] == (0.97, False)
-    assert found["best row over vLLM's best, concurrency 8"] == (None, None)
+    assert found["goodput method over our own AR, the worst concurrency"] == (0.97, False)
+    assert found["best method over vLLM's best, concurrency 8"] == (None, None)

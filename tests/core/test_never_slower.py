@@ -28,7 +28,7 @@ from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner, Segment
 from paceline.models.heads import HeadLibrary
-from paceline.profile import LOAD_DEPTHS, LOAD_NODES, CostProfile, rows_with_draft_model
+from paceline.profile import LOAD_DEPTHS, LOAD_NODES, CostProfile, methods_with_draft_model
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -62,7 +62,7 @@ class Machine:
             depths=LOAD_DEPTHS,
             draft_seconds=(tuple(max(1e-6, self.draft * d) for d in LOAD_DEPTHS),),
             read_seconds=self.draft,
-            methods=rows_with_draft_model(),
+            methods=methods_with_draft_model(),
         )
 
 

@@ -63,7 +63,7 @@ def main() -> None:
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode(inspect.getsource(argparse))[: options.context]
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
-    print(f"{'row':22}{'rounds':>8}{'drafted':>9}{'p50 ms':>9}{'mean ms':>9}{'p99 ms':>9}"
+    print(f"{'method':22}{'rounds':>8}{'drafted':>9}{'p50 ms':>9}{'mean ms':>9}{'p99 ms':>9}"
           f"{'prompt ms':>11}")  # fmt: skip
     for method in options.methods.split(","):
         config = SpeculationConfig(method=method, length="fixed")

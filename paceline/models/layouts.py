@@ -1,8 +1,8 @@
 """The layouts of model folders' weights that Paceline reads.
 
 Paceline refuses every other folder, and names a tensor or a field of its config.json: a folder that
-holds codes instead of weights (quantised checkpoints other than those
-of :mod:`paceline.models.int4`), tensors that no layer takes, or shards that are not what their
+holds codes instead of weights (quantised checkpoints other than those of
+:mod:`paceline.models.int4`), tensors that no layer takes, or shards that are not what their
 index says.
 """
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 """Version of the layouts that :mod:`paceline.models.ops` packs weights into, and of the file."""
 LEAST_WEIGHTS = 10_000_000
-"""Bytes below which packing a model takes no noticeable time."""
+"""A model with fewer weights stays in memory: packing it takes no noticeable time."""
 _ALIGNMENT = 64
 _CHUNK = 1 << 20
 
@@ -165,7 +165,7 @@ def _checksum_of(entries: dict[str, Any], checksum: int) -> int:
 
 
 def _checksum_of_file(path: Path) -> int:
-    """Read the header without mapping: a page that a process has not used takes no memory."""
+    """Checksum by reading, not mapping, so that pages not yet used take no memory."""
     checksum, buffer = 0, memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -109,7 +109,7 @@ class PrefixCache:
                 self._idle[block] = None
 
     def evict(self, num_slots: int) -> list[int]:
-        """Free at least ``count`` slots, if unused blocks hold that many."""
+        """Free at least ``num_slots`` slots, if unused blocks hold that many."""
         slots: list[int] = []
         while self._idle and len(slots) < num_slots:
             block, _ = self._idle.popitem(last=False)

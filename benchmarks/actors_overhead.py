@@ -1,9 +1,9 @@
-"""What a round costs more when the drafter is an actor of its own.
+"""The time that a drafter in an actor of its own adds to a round.
 
 Deploys the demo pair in both topologies on a local Ray and runs the same prompts on both in turn.
 A round's time is the gap between two replies of one generation, taken at a client that is connected
 to the target itself. Both topologies compute the same drafts and verify the same tokens, so the
-difference of the medians is what the second process, gRPC and the waiting for threads add.
+difference of the medians is what the second process, gRPC and waiting for threads add.
 """
 
 from __future__ import annotations

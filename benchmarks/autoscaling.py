@@ -1,8 +1,8 @@
 """The autoscaling policy on simulated load: ``python benchmarks/autoscaling.py`` draws the plots of
 docs/kubernetes.md.
 
-The policy is the real one, called with Serve's own contexts, and Serve's own delays act on what it
-wants; only the clock, the sessions and the time that rounds and drafts take are made up.
+The policy is the real one, called with Serve's own contexts, and Serve's own delays apply to its
+decisions; only the clock, the sessions and the times of rounds and drafts are simulated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DRAFT_MS = (8.0, 2.0)
 TOKENS_A_ROUND = 2.2
 """With drafts; without them rounds give one token, and sessions last so much longer."""
 START_S = 45.0
-"""From the decision until a new replica serves: a pod, Ray, the model."""
+"""Seconds from the decision until a new replica serves: starting a pod, Ray, the model."""
 GOALS = {"sessions_per_target": 8.0, "round_ms": 200.0, "draft_ms": 30.0}
 BOUNDS = {"target": (1, 10), "drafter": (1, 6)}
 UP_S, DOWN_S, LOOK_BACK_S = 10.0, 300.0, 20.0
@@ -37,15 +37,15 @@ STEP_S = 1.0
 
 @dataclass
 class Role:
-    """Replicas of one deployment: those that serve, and those that start."""
+    """Replicas of one deployment, serving and starting."""
 
     wanted: int
     running: int
-    starting: list[float] = field(default_factory=list)  # when they will serve
+    starting: list[float] = field(default_factory=list)  # when they start to serve
     delays: dict[str, Any] = field(default_factory=dict)  # state of Serve's delay logic
 
     def move(self, wanted: int, now: float) -> None:
-        """To a new number: new replicas start, surplus ones go at once."""
+        """Change the number of replicas: new ones start, surplus ones stop at once."""
         self.starting = [at for at in self.starting if at > now]
         missing = wanted - self.running - len(self.starting)
         self.starting += [now + START_S] * max(0, missing)
@@ -57,7 +57,7 @@ class Role:
         self.wanted = wanted
 
     def tick(self, now: float) -> None:
-        """Those that have started serve."""
+        """Let started replicas serve."""
         ready = [at for at in self.starting if at <= now]
         self.starting = [at for at in self.starting if at > now]
         self.running += len(ready)
@@ -80,11 +80,11 @@ class Moment:
 def simulate(
     offered: Callable[[float], float], seconds: float, stuck: Callable[[float], bool] | None = None
 ) -> list[Moment]:
-    """Run the policy for so many seconds.
+    """Run the policy for a number of seconds.
 
     Args:
-        offered: sessions at a time, were every round drafted for.
-        stuck: whether no drafter answers at a time.
+        offered: concurrent sessions at a given time if every round had a draft.
+        stuck: whether all drafters fail to answer at a given time.
     """
     from ray.serve._private.common import DeploymentID, TimeStampedValue
     from ray.serve.autoscaling_policy import _apply_delay_logic

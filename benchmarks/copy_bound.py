@@ -1,12 +1,12 @@
-"""How fast could copying be on each category of the built-in prompts, if it were done perfectly?
+"""How fast is perfect copying on each category of the built-in prompts?
 
-A copier that knows what AR will generate proposes, in each round, the longest continuation that
-stands somewhere in the text so far and will be accepted as a whole. Real drafters find a place to
-copy from by the last few tokens; ``match`` is how many of them must stand before the copy. No
-drafter with such a match can be accepted more often, or verify fewer tokens for it, and this one
+A copier that knows AR's output proposes, in each round, the longest continuation that occurs in the
+text so far and that the target accepts as a whole. Real drafters find a place to
+copy from by the last few tokens; ``match`` is how many of them must precede the copy. No drafter
+with that match can have more accepted tokens, or verify fewer tokens for them, and this one
 searches nothing. It runs through the real engine, in turn with AR, so its speedup bounds that of
-every such drafter on these prompts. The last column copies from the prompt alone: how much of it
-does the target repeat?
+every such drafter on these prompts. The last column copies from the prompt alone: it shows how much
+of the prompt the target repeats.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def longest_copy(text: Sequence[int], suffix: Sequence[int], future: Sequence[in
 def copies(
     prompt: list[int], output: list[int], match: int, prompt_only: bool = False
 ) -> list[int]:
-    """How many tokens can be copied at each position of an output."""
+    """The number of tokens that can be copied at each position of an output."""
     found = []
     for i in range(len(output)):
         text = prompt + output[:i]

@@ -4,11 +4,11 @@ Every run starts from the same drafter, by default the target's first layers, an
 in the same order. Plain fine-tuning learns the text itself by cross entropy. DistillSpec learns the
 target's distribution, by one of four divergences, on what the target or the drafter writes after
 the first quarter of each row; align is the policy gradient of TVD++ on what the target writes. The
-target writes each row once for all runs, so they differ in nothing but the loss and the source.
+target writes each row once for all runs, so they differ only in the loss and the source.
 
 Acceptance (the mean of 1 - TV) and greedy agreement are averaged over each held-out text; 95 %
-intervals come from drawing the texts anew (bootstrap), those of the difference to plain
-fine-tuning from the same draws for both. Interrupted runs go on where they were.
+intervals come from resampling the texts (bootstrap); those of the difference to plain fine-tuning
+use the same samples for both. Interrupted runs resume where they stopped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MeasuredTask(DraftTask):
     """Keeps the measurements of each held-out text; lets the target write after a row once.
 
     Attributes:
-        written: what the target wrote, for all tasks that have this in common.
+        written: what the target wrote, for all tasks that share this cache.
         measured: each of ``MEASURES`` for each held-out text.
     """
 
@@ -122,7 +122,7 @@ def compare(
                 bar.update(shown, completed=done * options["steps"] + step)
 
             train(task, TrainOptions(out=work / f"{divergence}-{source}", **options), on_evaluation)
-            task.evaluate()  # also where nothing was left to train
+            task.evaluate()  # also if no step was left to train
             measured[name] = task.measured
     plain = measured[PLAIN]
     rows = []
@@ -137,7 +137,7 @@ def compare(
 
 
 def show(result: dict[str, Any]) -> None:
-    """A table of the four measurements and of what DistillSpec gains."""
+    """A table of the four measurements and of DistillSpec's gain."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("run", no_wrap=True)
     titles = {

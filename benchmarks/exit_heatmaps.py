@@ -1,9 +1,9 @@
 """Acceptance and speedup of self-drafting over exit layer x speculation length, as heat maps.
 
-Every cell is the row `layer_skip` with its exit and its length, measured by `paceline bench`
-against AR on the same prompts: medians of paired ratios. The row `del` chooses both by itself. The
-highest of many noisy cells is flattered, so the three fastest and `del` are measured again side by
-side, on more prompts.
+Every cell is the method `layer_skip` with an exit layer and a speculation length, measured by
+`paceline bench` against AR on the same prompts: medians of paired ratios. The method `del` chooses
+both by itself. The highest of many noisy cells is high partly by chance, so the three fastest and
+`del` run again side by side, on more prompts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     from matplotlib.patches import Rectangle
 
     exits, lengths = result["exits"], result["lengths"]
-    # Colours of the speedup meet at 1: what is red is slower than AR.
+    # The speedup's colours meet at 1: red cells are slower than AR.
     speedups = [cell["speedup_vs_ar"] for cell in result["cells"]]
     reach = max(0.5, *(abs(value - 1) for value in speedups))
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
@@ -114,7 +114,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     frame.set_clip_on(False)
     axes[1].add_patch(frame)
     figure.suptitle(
-        "Self-drafting from an early exit (frame: fastest). The row del, which chooses both: "
+        "Self-drafting from an early exit (frame: fastest). The method del chooses both: "
         f"acceptance {result['del']['acceptance_rate']:.2f}, "
         f"speedup {result['del']['speedup_vs_ar']:.2f}",
         fontsize="medium",

@@ -4,10 +4,10 @@
         [--dtypes float32,int8] [--rows 1,8] [--threads 1] [--json FILE] [--markdown]
 
 A row of the table is a forward's products (those of all layers and the output layer), with weights
-that no cache holds. `float32/2` are float32 inputs and weights that bfloat16 can hold, as those of
-most checkpoints. The share is of the roofline: of the time that the slower of arithmetic and memory
-would take at the speeds that are measured in the same run, a loop of multiply-adds in registers and
-a read of an array of 256 MB.
+that no cache holds. `float32/2` stands for float32 inputs and weights that bfloat16 can hold, as in
+most checkpoints. The share is the roofline's time over the measured time. The roofline is the time
+that the slower of arithmetic and memory takes at the speeds measured in the same run: a loop of
+multiply-adds in registers and a read of an array of 256 MB.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def show(cell: ProductTiming) -> str:
 
 
 def markdown(cells: Sequence[ProductTiming]) -> str:
-    """Variants beside each other: milliseconds and share of the roofline."""
+    """Variants side by side: milliseconds and share of the roofline."""
     variants = list(dict.fromkeys(cell.variant for cell in cells))
     found = {(c.model, c.dtype, c.rows, c.variant): c for c in cells}
     lines = [

@@ -81,7 +81,7 @@ def goodput(engine: Engine, options: argparse.Namespace) -> None:
         config = SpeculationConfig(method=method, length="goodput")
         for concurrency in options.concurrency:
             prompts = prompts_of(engine, max(8, 2 * concurrency))
-            # What an engine learns about costs and acceptance it learns once.
+            # An engine learns costs and acceptance rates only once.
             fast, plain = sibling(engine), sibling(engine)
             closed_loop(fast, prompts, config, concurrency, params)
             ratios, rates, same = [], [], True
@@ -103,7 +103,7 @@ def numbers(engine: Engine, count: int, step: int = 7) -> list[int]:
 
 
 def longer(model: Path, folder: str, context: int) -> str:
-    """The same model with a longer context: what it writes there does not matter here."""
+    """The same model with a longer context: the quality of its output there does not matter."""
     for file in model.iterdir():
         if file.name != "config.json":
             (Path(folder) / file.name).symlink_to(file.resolve())
@@ -152,7 +152,7 @@ def _timed(engine: Engine) -> float:
 
 
 def strategies(engine: Engine, options: argparse.Namespace) -> None:
-    """Batch 8 out of a pool of 24, drafts of the drafter's own lengths."""
+    """Batch 8 from a pool of 24, drafts of the lengths that the drafter chooses."""
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     prompts = prompts_of(engine, 24)
     config = SpeculationConfig(method="draft_model", length="confidence")
@@ -180,7 +180,7 @@ def strategies(engine: Engine, options: argparse.Namespace) -> None:
 
 
 def prefixes(engine: Engine, options: argparse.Namespace) -> None:
-    """A shared beginning of 512 tokens and 32 of a request's own; distinct prompts beside it."""
+    """Prompts that share 512 tokens and have 32 of their own, against distinct prompts."""
     one = SamplingParams(max_tokens=1, ignore_eos=True)
     shared = numbers(engine, 512)
     seconds: dict[str, list[float]] = {}
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["draft_model", "prompt_lookup"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[256])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 8, 16])
-    parser.add_argument("--length", type=int, default=8192, help="of the prompt that comes in")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--repetitions", type=int, default=5)
     options = parser.parse_args()
     limit_threads(1)

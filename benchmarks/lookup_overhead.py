@@ -1,9 +1,9 @@
-"""What drafting costs with the drafters that look tokens up instead of running a model.
+"""The cost of drafting with the drafters that look tokens up instead of running a model.
 
-A prompt of `--context` tokens of the standard library's source is continued by the demo target,
-whose context is stretched: what it writes there is of no matter. Timed are the drafter's own calls
-of each round, `propose` and `observe`, without the engine around them; reading the prompt is a call
-before the first round.
+The demo target continues a prompt of `--context` tokens of the standard library's source. Its
+context is stretched; the quality of its output there does not matter. The benchmark times the
+drafter's own calls of each round, `propose` and `observe`, without the engine around them; reading
+the prompt is a call before the first round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = (
 
 
 class Timed:
-    """A drafter whose calls are timed."""
+    """A drafter that times its calls."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -63,7 +63,7 @@ def main() -> None:
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode(inspect.getsource(argparse))[: options.context]
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
-    print(f"{'row':22}{'rounds':>8}{'drafted':>9}{'p50 ms':>9}{'mean ms':>9}{'p99 ms':>9}"
+    print(f"{'method':22}{'rounds':>8}{'drafted':>9}{'p50 ms':>9}{'mean ms':>9}{'p99 ms':>9}"
           f"{'prompt ms':>11}")  # fmt: skip
     for method in options.methods.split(","):
         config = SpeculationConfig(method=method, length="fixed")

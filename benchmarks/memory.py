@@ -1,4 +1,4 @@
-"""What loading a model takes: memory at its peak, memory afterwards, and seconds.
+"""The cost of loading a model: peak memory, memory afterwards, and seconds.
 
     python -m benchmarks.memory [--checkpoints float32,Q4_1] [--dtypes auto,q4_0] [--out FILE]
     python -m benchmarks.memory --models smollm2 --replicas 8
@@ -6,12 +6,12 @@
 Each load runs in a process of its own: first *cold*, without packed weights in its cache, and then
 *warm*. Random Llamas of 0.3 billion weights are written to a temporary folder.
 
-All numbers are above the same process before it loads, with everything imported. Memory is what the
-kernel counts as resident: anonymous pages, which belong to the process alone, and pages of mapped
-files, which processes share and which the kernel may drop when it needs them. *Peak* is the most of
-both together while the model is loaded and its fingerprint computed (VmHWM); *used* is what is
-resident after a forward, which reads all weights. Peak/used should be at most 1.2. The anonymous
-part of the peak is sampled, every millisecond.
+All numbers exclude what the same process uses before it loads, with everything imported. Memory is
+what the kernel counts as resident: anonymous pages, which belong to the process alone, and pages of
+mapped files, which processes share and which the kernel may drop when it needs them. *Peak* is the
+maximum of both together while the process loads the model and computes its fingerprint (VmHWM);
+*used* is what is resident after a forward, which reads all weights. Peak/used should be at most
+1.2. The anonymous part of the peak is sampled every millisecond.
 
 Replicas are counted in proportional set size (PSS): of a page that n processes map, each has 1/n.
 """
@@ -65,8 +65,8 @@ class Load:
     Attributes:
         path: fast, or general for transformers.
         cache: cold or warm.
-        base: resident before.
-        peak: most that was resident while loading; ``peak_anonymous`` of that, sampled.
+        base: resident before loading.
+        peak: maximum resident while loading; ``peak_anonymous`` is its anonymous part, sampled.
         used: resident after a forward.
     """
 
@@ -161,7 +161,7 @@ def _resident(pid: int | str = "self") -> dict[str, int]:
 
 
 def _load(model: str, dtype: str, path: str) -> None:
-    """The process that loads. It says where it is, and stays until its input ends."""
+    """The loading process: prints its progress, and stays until its input ends."""
     import tokenizers  # noqa: F401
 
     from paceline.config import SpeculationConfig
@@ -218,7 +218,7 @@ def _said(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 class _Watch(threading.Thread):
-    """The most anonymous memory that a process had while this ran."""
+    """The maximum of a process's anonymous memory while this context is open."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -288,7 +288,7 @@ def measure_replicas(model: Path, dtype: str, count: int, cache: Path) -> dict[s
 
 @contextmanager
 def _cache(folder: Path) -> Iterator[Path]:
-    """An empty cache, but for compiled kernels."""
+    """A cache that holds only compiled kernels."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="cache-") as name:
         (Path(name) / "paceline").mkdir()
         (Path(name) / "paceline" / "kernels").symlink_to(cache_folder("kernels"))
@@ -342,7 +342,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", default=",".join((*FOLDERS, *FILES)), help="random ones")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--paths", default="fast,general")
-    parser.add_argument("--replicas", type=int, default=0, help="only this: processes at once")
+    parser.add_argument(
+        "--replicas", type=int, default=0, help="measure only this many processes at once"
+    )
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: temporary")
     parser.add_argument("--out", type=Path, help="also write the numbers to this file, as JSON")
     parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)

@@ -4,8 +4,8 @@
 its address.
 
 Bytes of each direction leave after half of the round trip, plus jitter that never reorders them,
-and no faster than the bandwidth allows. Connections can be reset, and a partition holds everything
-back without a word, as a dead machine or a lost route does.
+and no faster than the bandwidth allows. It can reset connections, and a partition silently holds
+everything back, as a dead machine or a lost route does.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Netem:
     """Listens on :attr:`address` and forwards to ``upstream``; every method is thread-safe.
 
     Attributes:
-        bytes_up, bytes_down: what went through, TCP payload.
-        num_connections: that were ever accepted.
+        bytes_up, bytes_down: TCP payload forwarded.
+        num_connections: accepted connections, open or closed.
     """
 
     def __init__(self, upstream: str, link: Link | None = None, *, seed: int = 0) -> None:
@@ -49,7 +49,7 @@ class Netem:
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
-        self._kept: set[asyncio.StreamWriter] = set()  # whose other end has been cut off
+        self._kept: set[asyncio.StreamWriter] = set()  # connections whose other end is cut off
         self._flowing = asyncio.Event()
         self._refusing = False
         self.bytes_up = self.bytes_down = self.num_connections = 0
@@ -60,11 +60,11 @@ class Netem:
     # --- what a test does to the network --------------------------------------------------------
 
     def set(self, **changes: float | None) -> None:
-        """Change the link; what is on its way keeps its arrival time."""
+        """Change the link; bytes in flight keep their arrival time."""
         self._link = replace(self._link, **changes)  # type: ignore[arg-type]
 
     def redirect(self, upstream: str) -> None:
-        """Lead new connections to another server, as when one is replaced behind its address."""
+        """Forward new connections to another server, as if it replaced the one at this address."""
         host, _, port = upstream.rpartition(":")
         self._upstream = host, int(port)
 
@@ -73,7 +73,7 @@ class Netem:
         self._call(self._reset)
 
     def cut(self) -> None:
-        """Reset the clients' ends only: servers believe that the connections are there."""
+        """Reset the clients' ends only: servers still consider the connections open."""
 
         def run() -> None:
             for writer, onward in self._pairs:
@@ -87,7 +87,7 @@ class Netem:
         self._call(self._flowing.clear if lost else self._flowing.set)
 
     def refuse(self, refusing: bool = True) -> None:
-        """Reset all connections and each new one, as the port of a process that has died."""
+        """Reset all connections and each new one, as the port of a dead process does."""
         self._refusing = refusing
         if refusing:
             self.reset()
@@ -142,7 +142,7 @@ class Netem:
         try:
             await asyncio.gather(self._pump(reader, onward, up=True), self._pump(there, writer))
         except (OSError, asyncio.CancelledError):
-            pass  # reset by somebody; or the end of the test, which asyncio.streams would log
+            pass  # a reset; or the end of the test, which asyncio.streams would log
         finally:
             self._pairs.discard(pair)
             for each in pair:
@@ -210,7 +210,7 @@ class Netem:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """Close with a reset instead of a goodbye."""
+    """Close with a TCP reset instead of an orderly shutdown."""
     with contextlib.suppress(OSError):
         linger = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

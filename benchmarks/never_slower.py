@@ -1,15 +1,15 @@
-"""Is any row slower than AR? All lossless rows of the catalogue, interleaved with AR.
+"""Is any method slower than AR? All lossless methods of the catalogue, interleaved with AR.
 
     PACELINE_KERNELS=portable python -m benchmarks.never_slower
     python -m benchmarks.never_slower --linear
 
 With the kernels' slowest variant a forward over n rows takes nearly n times as long as one over a
-single row, so that hardly any draft is worth its verification. ``--linear`` makes it exactly so on
-any machine: forwards of the target that decode are stretched to a fixed time for each row.
+single row, so hardly any draft pays for its verification. ``--linear`` enforces this on any
+machine: it stretches the target's decoding forwards to a fixed time for each row.
 
-Every row has its defaults. Seconds are of the processor, on one thread, so that other work on the
-machine does not count. The speed of a row is the median over pairs of runs, on the same prompt in
-the same repetition. Ends with 1 if a row has less than ``--least`` of AR's.
+Every method runs with its defaults. Seconds are processor time on one thread, so that other work on
+the machine does not count. A method's speed is the median over pairs of runs, on the same prompt in
+the same repetition. Exits with 1 if a method has less than ``--least`` of AR's speed.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def _wait(started: float, seconds: float) -> None:
 def measure(
     engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, repetitions: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """AR's seconds over each row's, for each prompt and repetition; rounds that drafted."""
+    """AR's seconds over each method's, for each prompt and repetition; rounds that drafted."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    rows = [
+    methods = [
         name
-        for name, row in METHODS.items()
-        if row.lossless and name != "ar" and engine.refusal(row) is None
+        for name, method in METHODS.items()
+        if method.lossless and name != "ar" and engine.refusal(method) is None
     ]
     ratios: dict[str, list[float]] = defaultdict(list)
     drafts: dict[str, int] = defaultdict(int)
@@ -101,13 +101,13 @@ def measure(
         seconds(prompts[0], "ar")
     for repetition in range(repetitions):
         for number, prompt in enumerate(prompts):
-            for place in range(len(rows)):
-                row = rows[(place + repetition + number) % len(rows)]
+            for place in range(len(methods)):
+                method = methods[(place + repetition + number) % len(methods)]
                 ar, expected = seconds(prompt, "ar")
-                spent, output = seconds(prompt, row)
+                spent, output = seconds(prompt, method)
                 if output != expected:
-                    raise AssertionError(f"{row}: other tokens than AR")
-                ratios[row].append(ar / spent)
+                    raise AssertionError(f"{method}: other tokens than AR")
+                ratios[method].append(ar / spent)
     return ratios, drafts
 
 
@@ -115,17 +115,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--linear", action="store_true", help="stretch forwards, see above")
+    parser.add_argument(
+        "--linear",
+        action="store_true",
+        help="stretch decoding forwards to a fixed time for each row",
+    )
     parser.add_argument("--row-ms", type=float, default=2.0, help="milliseconds of a stretched row")
     parser.add_argument("--limit", type=int, default=1, help="prompts of each category")
-    parser.add_argument("--prompt-tokens", type=int, default=400, help="of each prompt at most")
+    parser.add_argument("--prompt-tokens", type=int, default=400, help="tokens per prompt, at most")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--least", type=float, default=0.95, help="share of AR's speed")
+    parser.add_argument("--least", type=float, default=0.95, help="least share of AR's speed")
     options = parser.parse_args()
     limit_threads(1)
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["PACELINE_CACHE_DIR"] = cache  # costs are measured anew
+        os.environ["PACELINE_CACHE_DIR"] = cache  # measure costs again
         engine = load_engine(limits=EngineLimits(prefix_cache=False))
         if options.linear:
             make_linear(engine.local_target.runner, options.row_ms / 1e3)
@@ -144,13 +148,15 @@ def main() -> int:
         ))  # fmt: skip
         ratios, drafts = measure(engine, prompts, options.max_tokens, options.repetitions)
     slow = []
-    for row, found in sorted(ratios.items(), key=lambda item: median(item[1])):
+    for method, found in sorted(ratios.items(), key=lambda item: median(item[1])):
         middle = median(found)
-        print(f"{row:30} {middle:5.2f} x AR  ({min(found):.2f} to {max(found):.2f}), "
-              f"{drafts[row]} rounds drafted")  # fmt: skip
+        print(f"{method:30} {middle:5.2f} x AR  ({min(found):.2f} to {max(found):.2f}), "
+              f"{drafts[method]} rounds drafted")  # fmt: skip
         if middle < options.least:
-            slow.append(row)
-    print(f"{len(slow)} of {len(ratios)} rows below {options.least}: {', '.join(slow) or 'none'}")
+            slow.append(method)
+    print(
+        f"{len(slow)} of {len(ratios)} methods below {options.least}: {', '.join(slow) or 'none'}"
+    )
     return 1 if slow else 0
 
 

@@ -1,11 +1,11 @@
-"""How near a quantised model's logits are to those of its weights, and whether they are steady.
+"""How close a quantised model's logits are to those of its weights, and whether they are stable.
 
     python -m benchmarks.quality --text FILE [--model smollm2] [--tokens 20000] [--out FILE]
 
 Three tables, all on the same GGUF file and the same tokens of a text in windows of 512:
 
-1. KL divergence of Paceline's logits, which round inputs to eight bits, from transformers' on the
-   dequantised weights in float32, also for roundings that Paceline makes itself (`--dtype`).
+1. KL divergence of Paceline's logits (inputs rounded to eight bits) from transformers' on the
+   dequantised weights in float32, also for the roundings that Paceline makes itself (`--dtype`).
 2. Perplexity, beside llama.cpp's.
 3. One or sixteen: at how many positions the logits have the same bits, and the same best token,
    whether tokens are verified one at a time or sixteen at a time; for every type, beside llama.cpp.
@@ -44,7 +44,7 @@ from paceline.tokenizer import load_tokenizer
 
 WINDOW = 512
 K_TYPES = {"Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
-"""Mixtures that llama.cpp makes, with its numbers for them."""
+"""Mixtures of types that llama.cpp makes, with its numbers for them."""
 OWN_ROUNDINGS = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
 
 Logits = npt.NDArray[np.float32]
@@ -142,7 +142,7 @@ def perplexity(compute: Compute, windows: Sequence[Sequence[int]], what: str) ->
 
 
 def steadiness(compute: Compute, tokens: Sequence[int]) -> dict[str, int]:
-    """One token at a time against sixteen at a time."""
+    """Compare one token at a time with sixteen at a time."""
     one, sixteen = compute(tokens, 1), compute(tokens, 16)
     return {
         "positions": len(tokens),
@@ -175,7 +175,7 @@ def write_folder(source: Path, weights: dict[str, torch.Tensor], out: Path) -> P
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """llama.cpp writes a line for each tensor, past Python."""
+    """Silence llama.cpp, which writes a line for each tensor to the process's own stderr."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

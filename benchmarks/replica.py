@@ -1,7 +1,7 @@
 """A target replica in a process of its own, as the benchmarks of the split need it.
 
 `python -m benchmarks.replica OPTIONS` prints its address and serves on loopback until its input
-ends. With `--mix FILE` it has the row `mix` for requests that name no method: a drafter that knows
+ends. With `--mix FILE`, requests that name no method get the method `mix`: a drafter that knows
 what AR generates (:class:`benchmarks.scripted.SlowMix`).
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.scripted import SlowMix, scripted_row
+from benchmarks.scripted import SlowMix, scripted_method
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits, EngineThread
@@ -26,11 +26,11 @@ from paceline.rpc.generate_service import ModelInfo
 from paceline.rpc.server import start_server
 from paceline.target import ModelTarget
 
-WITH_MIX = {**METHODS, "mix": scripted_row("mix", "Knows the target's tokens, errs at random.")}
+WITH_MIX = {**METHODS, "mix": scripted_method("mix", "Knows the target's tokens, errs at random.")}
 
 
 class Replica:
-    """Starts the process; leaving the block ends it.
+    """Starts the process, and ends it on leaving the block.
 
     Attributes:
         address: HOST:PORT.
@@ -68,7 +68,7 @@ class Replica:
 
 
 def _engine(options: argparse.Namespace) -> tuple[Engine, SpeculationConfig]:
-    """The engine, and what a request gets that names no method."""
+    """The engine, and the default method of requests that name none."""
     runner = load_runner(options.target, kv_tokens=options.kv_tokens)
     drafters: dict[str, Drafter] = {}
     speculation = SpeculationConfig(method="ar")

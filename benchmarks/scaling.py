@@ -4,13 +4,14 @@
     python benchmarks/scaling.py --write-docs    # the section in docs/performance.md as well
     python benchmarks/scaling.py --quick
 
-A round is measured by its forward: the last token and the drafted ones of each session, and giving
-their KV entries back. (What the engine adds is 0.06 to 0.15 ms, docs/performance.md; drafting is
+A round is measured by its forward (the last token and the drafted ones of each session) and the
+release of their KV entries. (What the engine adds is 0.06 to 0.15 ms, docs/performance.md; drafting
+is
 another model's cost.) The fastest of many calls counts. The demo target's context is stretched to
-8,192 positions: what it writes there does not matter here. Attention is the forward's time less
-that of the same rows with next to no context. Memory is that of the process (RSS) and the KV
-entries that sessions hold. A spot where one more unit costs more than 1.3 times what one ever cost
-before is called super-linear and named.
+8,192 positions; the quality of its output there does not matter. Attention is the forward's time
+minus that of the same rows with next to no context. Memory is that of the process (RSS) and the KV
+entries that sessions hold. The report names each super-linear spot, where one more unit costs more
+than 1.3 times what any unit cost before.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def rss_mb() -> float:
 
 
 class Bench:
-    """A runner with sequences of a wanted length."""
+    """A runner with sequences of a given length."""
 
     def __init__(self, runner: LlamaRunner, repeats: int) -> None:
         self.runner, self.repeats = runner, repeats
@@ -136,7 +137,7 @@ def by_batch(bench: Bench, batches: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def by_budget(bench: Bench, budgets: Sequence[int]) -> list[dict[str, Any]]:
-    """One session with 256 tokens, a chain and a binary tree of so many nodes."""
+    """One session with 256 tokens, a chain and a binary tree, by number of nodes."""
     (sequence,), (short,) = bench.sequences(1, 256), bench.sequences(1, 1)
     rows = []
     for nodes in budgets:
@@ -153,7 +154,8 @@ def by_budget(bench: Bench, budgets: Sequence[int]) -> list[dict[str, Any]]:
 def super_linear(rows: Sequence[dict[str, Any]], x: str, y: str) -> list[dict[str, float]]:
     """Where one more unit of ``x`` costs more than 1.3 times what any cost before.
 
-    Any, because a step down where threads begin to share makes the unit before it look cheap.
+    The comparison is with any unit before, because a drop where threads start to share work makes
+    the preceding unit look cheap.
     """
     found, highest = [], float("inf")
     for a, b in pairwise(rows):

@@ -70,7 +70,7 @@ class Mix(Drafter):
         spare = 0 if session.plan.rule.chain_only else budget.nodes - len(truth)
         token_ids: list[int] = []
         parents: list[int] = []
-        trunk = -1  # the node that the next token of the main branch follows
+        trunk = -1  # parent of the main branch's next token
         for step, token in enumerate(truth):
             random = np.random.default_rng([self._seed, prompt_key, done + step])
             right = bool(random.random() < self._rho)
@@ -86,7 +86,7 @@ class Mix(Drafter):
         return Draft(np.asarray(token_ids, np.int64), np.asarray(parents, np.int32))
 
     def _prompt(self, session: Session) -> tuple[int, ...]:
-        """The one of ``continuations`` that the session goes on from."""
+        """The continuation whose prompt the session has."""
         return tuple(session.token_ids[: session.prompt_length])
 
     def _wrong(self, token: int, index: int) -> int:
@@ -95,7 +95,7 @@ class Mix(Drafter):
 
 class SlowMix(Mix):
     """As :class:`Mix`, in the time that a model would take, and also for a session whose prompt is
-    one of ``continuations`` and tokens after it: one that was moved on the way.
+    one of ``continuations`` and tokens after it: a session that moved here between rounds.
 
     Args:
         token_seconds: for each drafted token; the processor is free meanwhile, as if the model ran
@@ -126,8 +126,8 @@ class SlowMix(Mix):
         return drafts
 
 
-def scripted_row(name: str, summary: str) -> Method:
-    """The row of such a drafter; an engine gets it with ``catalogue={**METHODS, name: row}``."""
+def scripted_method(name: str, summary: str) -> Method:
+    """The method of such a drafter, for ``catalogue={**METHODS, name: method}`` of an engine."""
     return Method(
         name=name,
         paper="for tests and benchmarks",

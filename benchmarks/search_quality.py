@@ -1,11 +1,11 @@
 """A search against the whole space: how good is what it finds, and how long did it take?
 
 Searches a space as a sweep does, then measures every point of it (a grid without early stopping).
-The highest of a hundred noisy measurements is high by chance, too, so the grid's best points and
-the one that the search found are measured once more, side by side, with many repetitions. Printed
-are: how near the found one is to the best of them, the share of the grid's measuring time that the
-search took, traces and confirmation included, and how well the simulator's order agrees with the
-grid's (Spearman's rho).
+The highest of a hundred noisy measurements is high partly by chance, so the grid's best points and
+the search's result are measured again, side by side, with many repetitions. It prints how near the
+search's result is to the best of them, the share of the grid's measuring time that the search took
+(traces and confirmation included), and how well the simulator's order agrees with the grid's
+(Spearman's rho).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def compare(space: Space, grid: Results, search: Results) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--space", type=Path, default=SPACE)
-    parser.add_argument("--folder", type=Path, help="keep both sweeps here; goes on where it was")
+    parser.add_argument("--folder", type=Path, help="folder that keeps both sweeps, to resume from")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the space"
     )

@@ -3,12 +3,12 @@
 A replica that also drafts spends `gamma * t_d + t_v` on a round; one whose clients draft spends
 `t_v`. So devices multiply its goodput by at most `1 + gamma * t_d / t_v`, with the times that the
 replica itself measures while it drafts. Both are driven with growing numbers of clients, in turn;
-capacity is the goodput at the number that gives most.
+capacity is the highest goodput over these numbers.
 
 What is real: the target and its forwards, the drafter and its forwards on the server, gRPC, and the
-accepted tokens. What is simulated: the device's processor. Its drafts are those that the same
-drafter makes of the same tokens, recorded before, and a client sleeps for as long as a draft takes
-when it is made alone, so that a machine with two cores can hold a server and all of its devices.
+accepted tokens. What is simulated: the device's processor. Its drafts are recordings of the same
+drafter on the same tokens, and a client sleeps for the time that a draft takes on an idle machine,
+so that a machine with two cores can hold a server and all of its devices.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Load:
                 )
                 for i in range(clients)
             ]
-            await asyncio.sleep(seconds / 3)  # until all of them are under way
+            await asyncio.sleep(seconds / 3)  # until all of them run
             self.tokens, self.rounds, self.draft, self.verify = 0, 0, 0.0, 0.0
             begun, before = time.perf_counter(), thread_seconds(self._replica.pid)
             await asyncio.sleep(seconds)
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens of a round")
     parser.add_argument(
         "--layers", type=int, nargs="*", default=[0, 4, 8],
-        help="drafters: so many first layers of the target; 0 is the demo's drafter",
+        help="drafters by their number of first layers of the target; 0 is the demo's drafter",
     )  # fmt: skip
     parser.add_argument("--clients", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--seconds", type=float, default=3.0, help="of a measurement")

@@ -3,8 +3,8 @@
 One device and one target replica, with the demo target's real forwards. The link's delay is made by
 a proxy (`benchmarks/netem.py`). The drafter is simulated, on both sides alike: it is right with
 probability rho at each token and takes `--draft-ms` for one (`benchmarks.scripted.SlowMix`). A
-device that chooses by itself has `--learn` seconds without knowing anything. Then it takes turns
-with devices that are pinned to one way to get tokens each, which is what counts.
+device that chooses its mode learns for `--learn` seconds first. Then it takes turns with devices
+that are each pinned to one mode; only that part counts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def share(self) -> float:
-        """Of the best mode's rate that the choosing device has."""
+        """The choosing device's rate over the best mode's."""
         return self.rates[AUTO] / self.rates[self.best]
 
 
@@ -162,7 +162,7 @@ def show(cells: Sequence[Cell]) -> None:
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Device over the best mode without one, and the choice over the best of all."""
+    """Rates of drafting on the device over the best mode without it, and of auto over the best."""
     import matplotlib
     import numpy as np
 
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--draft-ms", type=float, default=1.0, help="of a drafted token")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a measurement")
     parser.add_argument(
-        "--learn", type=float, default=6.0, help="seconds that the choosing device has to learn"
+        "--learn", type=float, default=6.0, help="seconds that the choosing device may learn"
     )
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=400)

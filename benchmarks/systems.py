@@ -3,10 +3,10 @@
     python benchmarks/systems.py probe                  # which systems this interpreter has
     python benchmarks/systems.py llama_cpp              # answers requests on stdin, one JSON a line
 
-The file needs nothing of Paceline but where Paceline and transformers are measured, so that the
-others may live in an interpreter of their own. Weights stay loaded between requests. Everybody
-decodes greedily, with the same prompts as token ids, the same number of tokens (no end-of-sequence
-token stops anyone), and the same number of threads. Nobody keeps KV entries of earlier prompts.
+The file imports Paceline only to measure Paceline and transformers, so that the
+others may run in an interpreter of their own. Weights stay loaded between requests. All systems
+decode greedily, with the same prompts as token ids, the same number of tokens (no end-of-sequence
+token stops a run), and the same number of threads. No system keeps KV entries of earlier prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = {
 
 
 class System(Protocol):
-    """What a process answers for.
+    """The methods that a process can run.
 
     Attributes:
         methods: names of what ``run`` takes.
@@ -53,15 +53,15 @@ class System(Protocol):
         """Drop what drafters have learnt from earlier prompts."""
 
     def verify(self, counts: Sequence[int], context: int, repeats: int) -> dict[int, float]:
-        """Seconds (median) of one forward over so many tokens after ``context`` others."""
+        """Seconds (median) of one forward over each number of tokens after ``context`` others."""
         ...
 
 
 class Paceline:
     """The engine in this process.
 
-    Rows are given as ``method`` or ``method:knob=value``. A row with ``length=goodput`` keeps what
-    its controller has learnt about costs; all others begin each run with drafters that have seen
+    Methods are given as ``method`` or ``method:knob=value``. With ``length=goodput`` a method keeps
+    the costs that its controller learnt; all others begin each run with drafters that have seen
     nothing.
     """
 
@@ -75,7 +75,7 @@ class Paceline:
         from paceline.target import ModelTarget
 
         limit_threads(options["threads"])
-        # Prompts come again and again here, and every time has to cost the same.
+        # Prompts repeat here, and every repetition must cost the same.
         limits = EngineLimits(max_sessions=64, prefix_cache=False)
         target, drafter = options["target"], options.get("drafter")
         if drafter is None:  # the random weights have no tokenizer either
@@ -84,7 +84,7 @@ class Paceline:
             self._engine = Engine(ModelTarget(runner), {}, limits=limits)
         else:
             self._engine = load_engine(target, drafter, dtype=options["dtype"], limits=limits)
-        known = [n for n, row in self._engine.catalogue.items() if not self._engine.refusal(row)]
+        known = [n for n, m in self._engine.catalogue.items() if not self._engine.refusal(m)]
         labels = options["methods"]
         self._configs: dict[str, SpeculationConfig] = {
             label: config for label, (config, _) in parse_methods(labels, known).items()
@@ -182,12 +182,12 @@ class VLLM:
 
         (method,) = options["methods"]
         speculation: dict[str, Any] | None = None
-        if method == "ngram":  # the knobs of Paceline's row prompt_lookup
+        if method == "ngram":  # the knobs of Paceline's method prompt_lookup
             speculation = {
                 "method": "ngram", "num_speculative_tokens": 10,
                 "prompt_lookup_max": 3, "prompt_lookup_min": 1,
             }  # fmt: skip
-        elif method == "draft_model":  # those of the row draft_model
+        elif method == "draft_model":  # those of the method draft_model
             speculation = {
                 "method": "draft_model", "model": options["drafter"], "num_speculative_tokens": 8,
             }  # fmt: skip
@@ -277,7 +277,7 @@ class LlamaCpp:
     def run(self, method: str, prompts: list[Tokens], max_tokens: int) -> list[Tokens]:
         model, done = self._models[method], []
         for prompt in prompts:
-            model.reset()  # it would take over entries of a prompt that begins alike
+            model.reset()  # it would reuse entries of a prompt that begins alike
             done.append(self._greedy(model, prompt, max_tokens))
         return done
 
@@ -426,7 +426,7 @@ def answer(system: System, request: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": seconds}
     method, prompts = request["method"], request["prompts"]
     system.forget(method)
-    # What slept has cold caches and parked threads: the first tokens do not count.
+    # A stopped process has cold caches and parked threads: its first tokens do not count.
     system.run(method, [request["warmup"]], 8)
     tokens: list[Tokens] = []
     started = time.perf_counter()
@@ -439,7 +439,7 @@ def serve(name: str) -> None:
     """Answer requests until stdin ends; the first one loads the system."""
     if sys.platform == "linux":  # do not outlive the benchmark, however it ends
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Whatever libraries print goes to the log, not between the answers.
+    # Send what libraries print to the log, not between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     system: System | None = None

@@ -1,17 +1,17 @@
-"""Paceline beside what one would use instead: same weights, same prompts, same threads, one run.
+"""Paceline against the alternatives: same weights, same prompts, same threads, one run.
 
     python benchmarks/throughput.py                 # about 15 minutes; table, JSON, plot
     python benchmarks/throughput.py --write-docs    # docs/benchmarks.md and its figure as well
     python benchmarks/throughput.py --quick         # the same steps with next to no work
 
 Each system has a process of its own (benchmarks/systems.py), which keeps its weights. Runs take
-turns in an order that rotates; whoever is not running is stopped (SIGSTOP), so that nobody's
-waiting threads cost another one time. Three sizes: the demo pair, where overhead decides; a Llama
+turns in an order that rotates; SIGSTOP stops every process that is not running, so that its waiting
+threads cost the others no time. Three sizes: the demo pair, where overhead decides; a Llama
 shape of 0.3 B parameters with random weights, where memory bandwidth decides; and SmolLM2, a real
 chat model, in its GGUF file and in dtypes that are made of it.
 
 vLLM (on CPU) and llama.cpp may live in another interpreter: ``--peers-python``, by default
-``.venv-vllm/bin/python`` where it exists. What is missing is named, with what installs it.
+``.venv-vllm/bin/python`` if it exists. The report names missing systems and how to install them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ METHODS = {
         "vllm": ["ar", "ngram", "draft_model"],
         "llama_cpp": ["ar", "prompt_lookup", "draft_model"],
     },
-    "large": {  # drafts for random weights would say nothing; lookups find what the model repeats
+    "large": {  # with random weights only lookups draft sensibly: they find what the model repeats
         "paceline": ["ar", LARGE_GOODPUT],
         "transformers": ["ar"],
         "vllm": ["ar"],
@@ -84,7 +84,7 @@ SHAPES = {  # (layers, hidden, ffn, heads, vocabulary)
     "quick": (2, 64, 128, 2, 512),
 }
 VERIFIED = (1, 4, 8, 16, 32)
-# What one phase of the run is worth of the whole time, the starts of its processes included.
+# Share of the whole time for each phase of the run, the starts of its processes included.
 SHARES = {
     ("demo", "float32"): 0.36, ("demo", "16-bit"): 0.28,
     ("large", "float32"): 0.2, ("large", "16-bit"): 0.16,
@@ -94,11 +94,11 @@ SHARES = {
 
 
 class Failed(RuntimeError):
-    """A system could not do what it was asked for; the message says why."""
+    """A system failed to answer a request; the message says why."""
 
 
 class Worker:
-    """A system's process, which is stopped whenever it is not answering.
+    """A system's process, stopped whenever it is not answering.
 
     Args:
         log: gets what the system and its libraries print.
@@ -111,7 +111,7 @@ class Worker:
             "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         if system == "vllm":
-            # vLLM's manual wants Intel's OpenMP library, and loses speed with drafts without it.
+            # vLLM's manual asks for Intel's OpenMP library; without it drafts are slower.
             prefix = Path(python).absolute().parents[1]
             found = [*prefix.glob("lib/libiomp5.so"), *_tcmalloc()]
             if found:
@@ -206,7 +206,7 @@ class Row:
 
 
 class Run:
-    """A whole measurement; what it has found so far is always on disk."""
+    """A whole measurement; its results so far are always on disk."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         from paceline.bench.environment import describe_environment
@@ -227,7 +227,7 @@ class Run:
         self.result["bandwidth_gb_s"] = memory_bandwidth(options.threads)
 
     def _find_systems(self) -> dict[str, str]:
-        """The interpreter of each system that is there; the others are noted as missing."""
+        """The interpreter of each installed system; records the others as missing."""
         pythons: dict[str, str] = {}
         here = probe(sys.executable)
         other = self.options.peers_python
@@ -283,7 +283,7 @@ class Run:
 
 
 def _turns(rows: Sequence[Row], repetition: int) -> Iterator[Row]:
-    """Concurrency by concurrency; each repetition begins with another row of it."""
+    """Concurrency by concurrency; each repetition begins with another row."""
     for concurrency in dict.fromkeys(row.concurrency for row in rows):
         group = [row for row in rows if row.concurrency == concurrency]
         turn = 3 * repetition % len(group)
@@ -291,7 +291,7 @@ def _turns(rows: Sequence[Row], repetition: int) -> Iterator[Row]:
 
 
 class Phase:
-    """One size at one precision: start everybody, take turns, end everybody."""
+    """One size at one precision: start all systems, take turns, end all systems."""
 
     def __init__(self, run: Run, size: str, precision: str, bar: Progress) -> None:
         self.owner, self.size, self.precision, self.bar = run, size, precision, bar
@@ -412,7 +412,7 @@ class Phase:
         }  # fmt: skip
         try:
             if "goodput" in row.method and repetition == 0:
-                worker.ask(request)  # what a controller learns about costs it learns once
+                worker.ask(request)  # a controller learns costs only once
             reply = worker.ask(request)
         except Failed as failed:
             self.owner.fail(self.size, self.precision, row.system, row.method, str(failed))
@@ -490,7 +490,7 @@ def models(
 
 
 def smollm2(precision: str, cache: Path) -> Path:
-    """SmolLM2 in Q4_1, as it is there; in other precisions made of that, once."""
+    """SmolLM2 in Q4_1 as it is; in other precisions converted from that, once."""
     import torch
     from safetensors.torch import save_file
 
@@ -561,7 +561,8 @@ def random_llama(cache: Path, shape: Sequence[int]) -> Path:
         "rope_theta": 10000.0, "tie_word_embeddings": True, "vocab_size": vocabulary,
         "bos_token_id": 0, "eos_token_id": 0, "attention_bias": False, "mlp_bias": False,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: it says complete
+    # written last: it marks the folder as complete
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 
@@ -606,7 +607,7 @@ def _ratios(a: dict[str, Any], b: dict[str, Any]) -> float | None:
 
 
 def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each target with what was measured; ``met`` is None where something is missing for it."""
+    """Each target with its measurement; ``met`` is None if a measurement is missing."""
     rows = result["rows"]
     targets: list[dict[str, Any]] = []
 
@@ -883,7 +884,7 @@ def write_docs(result: dict[str, Any], path: Path) -> None:
         "",
     ]
     if at.get("quick"):
-        lines += ["**This was a quick run: the numbers say nothing.**", ""]
+        lines += ["**This was a quick run: its numbers mean nothing.**", ""]
     lines += ["## Targets", "", "| target | size | precision | wanted | measured | |"]
     lines += ["|---|---|---|---|---|---|"]
     for each in result["targets"]:
@@ -972,7 +973,7 @@ def main() -> None:
     if options.quick:
         options.max_tokens = dict.fromkeys(METHODS, 8)
         options.sequential = dict.fromkeys(METHODS, 2)
-    # `timeout` and shells end a run so: processes that are stopped have to be ended, too.
+    # `timeout` and shells end a run this way: the stopped processes must end, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.quick:
         options.repetitions = 1

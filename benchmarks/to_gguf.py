@@ -133,7 +133,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> No
     writer.add_tokenizer_pre("smaug-bpe" if json.dumps(_LLAMA3_SPLIT) in split else "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(merges or ["Ā Ā"])  # llama.cpp wants some; this one makes no token
+    writer.add_token_merges(merges or ["Ā Ā"])  # llama.cpp requires merges; this one makes no token
     writer.add_add_bos_token(False)
     eos = read_config(folder).get("eos_token_id")
     if isinstance(eos, int):

@@ -5,7 +5,8 @@
 
 Each of vLLM's own methods needs an engine of its own; one more engine runs all of Paceline's
 drafters, and another one asks a drafter in another process, whose answers are delayed. An engine
-that is not measured is stopped (SIGSTOP), so that its waiting threads cost nobody time. Every
+that is not measured is stopped (SIGSTOP), so that its waiting threads cost the others no time.
+Every
 prompt is decoded once by each, in random order. Paceline's drafters forget what they have learnt
 before each prompt, as they share an engine; vLLM's keep it. Tokens are compared with AR's.
 
@@ -141,7 +142,7 @@ class Engines:
         self._signal(system.engine, signal.SIGCONT)
         done = asyncio.Event()
         try:
-            if system.kind == "Paceline":  # its rows share drafters, and may not share answers
+            if system.kind == "Paceline":  # its methods share drafters, and must not share answers
                 await engine.forget()
             session = engine.submit(
                 Request(
@@ -203,7 +204,7 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
 
         tokenizer = load_tokenizer(TARGET_DIR)
         prompts = limit_per_category(builtin_prompts(), options.limit)
-        for system in systems:  # the first request of an engine finds everything cold
+        for system in systems:  # warm up: an engine's first request finds all caches cold
             for text in ("def warm(up):\n    return", "Question: How many?\nAnswer:"):
                 await engines.run(system, tokenizer.encode(text), 24)
         order = random.Random(0)
@@ -226,7 +227,7 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Ratios to AR (of the same prompt), by system and category; what the targets ask."""
+    """Ratios to AR (of the same prompt), by system and category, and the numbers of the targets."""
     runs = result["runs"]
     seconds = {(r["system"], r["prompt"]): r["seconds"] for r in runs}
     names = list(dict.fromkeys(r["system"] for r in runs))

@@ -630,11 +630,7 @@ def methods_with_draft_model() -> tuple[str, ...]:
     """Methods whose drafts cost what the draft model's do, or are made with it."""
     from paceline.methods import METHODS
 
-    return tuple(
-        method.name
-        for method in METHODS.values()
-        if "draft_model" in (method.drafter, *method.uses)
-    )
+    return tuple(m.name for m in METHODS.values() if "draft_model" in (m.drafter, *m.uses))
 
 
 def within(limit_s: float) -> _Clock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.scripted import Continuations, Mix, scripted_row
+from benchmarks.scripted import Continuations, Mix, scripted_method
 from paceline.methods import METHODS, Method
 
 __all__ = ["TEST_METHODS", "WITH_FAKES", "AlwaysRight", "Mix", "NeverRight"]
@@ -28,7 +28,7 @@ class NeverRight(Mix):
 
 
 TEST_METHODS: Mapping[str, Method] = {
-    name: scripted_row(name, summary)
+    name: scripted_method(name, summary)
     for name, summary in (
         ("always_right", "Knows the target's tokens."),
         ("never_right", "Knows the target's tokens and avoids them."),

@@ -1,7 +1,7 @@
 """What a benchmark measures: a function from (method, prompts) to tokens, times and counters.
 
 :class:`LocalBackend` drives an engine in this process. A deployment with actors is measured
-through a :class:`Backend` of its own, built by whoever can reach it.
+through a :class:`Backend` of its own, built by the code that can reach it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class SequenceRun:
     Attributes:
         token_ids: the generated tokens.
         num_target_forwards: verifications; the forwards of the prefill are not counted.
-        num_drafted, num_accepted: drafted tokens along one path of each draft, and how many of
-            them were accepted; None where nobody counts them.
-        decode_tokens_per_second: after the first token; None where it is not known.
+        num_drafted, num_accepted: drafted tokens along one path of each draft, and how many of them
+            were accepted; None if not counted.
+        decode_tokens_per_second: after the first token; None if unknown.
         seconds: from handing over the prompt to the last token.
-        accepted_by_depth, drafted_by_depth: see SessionStatistics; empty where nobody counts.
+        accepted_by_depth, drafted_by_depth: see SessionStatistics; empty if not counted.
     """
 
     token_ids: tuple[int, ...]
@@ -56,8 +56,8 @@ class BatchRun:
         seconds: from handing over the first prompt to the last token of the last sequence,
             prefill included.
         round_overheads: seconds of each round that went neither to the target's computation nor to
-            the drafter's: bookkeeping and detokenisation. Empty where nobody can tell.
-        round_seconds: how long each round took, from one arrival of tokens to the next.
+            the drafter's: bookkeeping and detokenisation. Empty if unknown.
+        round_seconds: duration of each round, from one arrival of tokens to the next.
     """
 
     sequences: tuple[SequenceRun, ...]
@@ -77,9 +77,9 @@ class Backend(Protocol):
     Attributes:
         topology: "colocated", "actors", ...
         batch_invariant: mode of the target.
-        fingerprint: of its numerics (:mod:`paceline.numerics`); empty: not known.
-        methods: names of the rows that it can run.
-        unavailable: the other rows of the catalogue, each with the reason.
+        fingerprint: of its numerics (:mod:`paceline.numerics`); empty if unknown.
+        methods: names of the methods that it can run.
+        unavailable: the catalogue's other methods, each with the reason.
         tokenizer, context_length: of the target.
     """
 
@@ -114,7 +114,7 @@ class Backend(Protocol):
         ...
 
     def forget(self) -> bool:
-        """Drop what drafters have learnt from earlier prompts; False where that is impossible."""
+        """Drop what drafters learnt from earlier prompts; False if that is impossible."""
         ...
 
 
@@ -136,7 +136,7 @@ class LocalBackend:
         self.fingerprint = str(self.runner.fingerprint)
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
-        # Drafts of the method `client` come from outside: nobody would send any here.
+        # The method `client` needs drafts from outside, and no client sends any here.
         reasons = {
             name: engine.refusal(method)
             for name, method in engine.catalogue.items()
@@ -152,7 +152,7 @@ class LocalBackend:
         params: SamplingParams,
     ) -> BatchRun:
         overheads, rounds = [], []
-        # Rows can share a drafter, and one must not profit from what it learnt for another.
+        # Methods can share a drafter; none may profit from what it learnt for another.
         if speculation not in self._engines:
             self._engines[speculation] = self.engine.sibling()
         engine = self._engines[speculation]
@@ -160,7 +160,7 @@ class LocalBackend:
         sessions = [engine.submit(Request(prompt, params, speculation)) for prompt in prompts]
         while not all(session.finished for session in sessions):
             decoding = [s for s in sessions if not s.finished]
-            # A step with prefill in it is no plain round.
+            # A step that includes prefill is not a plain round.
             plain = all(s.stats.num_rounds > 0 for s in decoding)
             computed = _computed(decoding[0])
             step_started = time.perf_counter()
@@ -187,7 +187,7 @@ class LocalBackend:
 
 @contextmanager
 def with_kernels(variant: str) -> Iterator[None]:
-    """Models that are loaded meanwhile run with these kernels, as PACELINE_KERNELS names them."""
+    """Run models loaded inside this context with these kernels, a value of PACELINE_KERNELS."""
     before = os.environ.get("PACELINE_KERNELS")
     os.environ["PACELINE_KERNELS"] = variant
     try:
@@ -201,7 +201,7 @@ def with_kernels(variant: str) -> Iterator[None]:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Models that are loaded meanwhile run in plain torch."""
+    """Run models loaded inside this context in plain torch."""
     with with_kernels("off"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the kernels are missing
         yield
@@ -212,7 +212,7 @@ def _computed(session: Session) -> float:
 
 
 def sequence_run(session: Session) -> SequenceRun:
-    """What a finished session says."""
+    """The result of a finished session."""
     assert session.state is SessionState.FINISHED
     stats = session.stats
     assert stats.finished_at is not None

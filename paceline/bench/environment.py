@@ -1,4 +1,4 @@
-"""Where and on what a benchmark ran."""
+"""The environment that a benchmark ran in."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _git_commit() -> str | None:
 
     try:
         if git("ls-files", "--", Path(__file__).name) == "":
-            return None  # installed inside somebody else's repository
+            return None  # installed inside another project's repository
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):

@@ -1,9 +1,9 @@
-"""How near the kernels come to what the processor can do: products against a measured roofline.
+"""How near the kernels come to the processor's limits: products against a measured roofline.
 
 The roofline of a product is the lower of two numbers measured beside it: the processor's
-multiply-adds in registers, and the bytes that it reads of an array which no cache holds (Williams,
-Waterman, Patterson 2009). Weights are as many copies of a model's layers as no cache holds, too,
-since in a forward each layer finds the caches full of the others.
+multiply-adds in registers, and the rate at which it reads an array that no cache holds (Williams,
+Waterman, Patterson 2009). The weights are more copies of a model's layers than any cache holds,
+because in a forward each layer finds the caches full of the others' weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.models.ops import NativeOps, Packing
 from paceline.models.quants import quantise
 
 ROWS = (1, 2, 4, 8, 16, 32)
-FOOTPRINT = 192e6  # bytes of weights that are read in turn, beyond what caches hold
+FOOTPRINT = 192e6  # bytes of weights read in turn: more than the caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class ProductTiming:
     """One measurement.
 
     Attributes:
-        seconds: of all products of a forward.
+        seconds: time for all products of a forward.
         flops: two for each weight and row, a second.
         bytes: of weights, a second.
-        roofline: seconds that the slower of arithmetic and memory would take at their best.
+        roofline: seconds that arithmetic or memory, the slower one, takes at its best.
     """
 
     variant: str
@@ -78,7 +78,7 @@ class ProductTiming:
 
     @property
     def share(self) -> float:
-        """Of the roofline, 1 at best."""
+        """Share of the roofline, 1 at best."""
         return self.roofline / self.seconds
 
 
@@ -95,7 +95,7 @@ class _Product(ctypes.Structure):
 
 @contextmanager
 def forced(variant: str) -> Iterator[ctypes.CDLL]:
-    """PACELINE_KERNELS is ``variant`` meanwhile."""
+    """Set PACELINE_KERNELS to ``variant`` inside this context."""
     before = os.environ.get("PACELINE_KERNELS")
     os.environ["PACELINE_KERNELS"] = variant
     try:
@@ -108,7 +108,7 @@ def forced(variant: str) -> Iterator[ctypes.CDLL]:
 
 
 def fastest(call: Callable[[], object], seconds: float, least: int = 3) -> float:
-    """Seconds of the fastest of as many calls as fit: what a machine does that is left alone."""
+    """Seconds of the fastest call among those that fit: the speed of an otherwise idle machine."""
     best, begun, count = float("inf"), time.perf_counter(), 0
     while count < least or time.perf_counter() - begun < seconds:
         started = time.perf_counter()
@@ -119,7 +119,7 @@ def fastest(call: Callable[[], object], seconds: float, least: int = 3) -> float
 
 
 def read_speed(library: ctypes.CDLL, threads: int, seconds: float = 0.5) -> float:
-    """Bytes a second of an array of 256 MB."""
+    """Bytes per second read from an array of 256 MB."""
     library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
     library.read_all.restype = ctypes.c_float
     array = torch.zeros(64 * 2**20)
@@ -128,7 +128,7 @@ def read_speed(library: ctypes.CDLL, threads: int, seconds: float = 0.5) -> floa
 
 
 def peak_speed(library: ctypes.CDLL, packing: Packing, threads: int, seconds: float = 0.2) -> float:
-    """Multiply-adds a second, in registers."""
+    """Multiply-adds per second, in registers."""
     library.peak.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_int]
     library.peak.restype = ctypes.c_double
     rounds = 1000
@@ -143,7 +143,7 @@ class Products:
 
     Args:
         dtype: one of ``DTYPES``.
-        footprint: bytes of weights to take turns with.
+        footprint: bytes of weights that the calls take in turn.
     """
 
     def __init__(self, shapes: Shapes, dtype: str, footprint: float = FOOTPRINT) -> None:
@@ -212,7 +212,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a roofline is made of: multiply-adds and bytes a second."""
+    """The two limits of a roofline: multiply-adds and bytes per second."""
 
     peak: float
     memory: float
@@ -235,12 +235,12 @@ def measure(
 ) -> list[ProductTiming]:
     """Products of each variant, model, dtype and number of rows, beside their roofline.
 
-    Numbers of rows take turns, the fastest turn of each counts, and so does the faster one of two
-    measurements of the roofline, before and after: on a machine that others use, too, that makes
-    the shares lower, never higher.
+    The numbers of rows take turns, and the fastest turn of each counts. Of two measurements of the
+    roofline, before and after, the faster one counts: on a shared machine that makes the shares
+    lower, never higher.
 
     Args:
-        seconds: for each cell.
+        seconds: time for each cell.
     """
     cells = []
     for variant in variants:

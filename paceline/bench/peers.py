@@ -1,11 +1,11 @@
 """transformers' own ``generate`` on the same weights: what a user would run instead.
 
-It is given the same terms as the engine: the same dtype, device and number of threads, greedy
+It runs on the same terms as the engine: the same dtype, device and number of threads, greedy
 decoding, the same prompts and number of tokens (no end-of-sequence token stops it), the KV cache
 on, inference mode, weights loaded and warmed up before the clock runs. Drafting keeps
-transformers' defaults for an assistant model (which adapts how far it drafts to its confidence)
-and the knobs of the row ``prompt_lookup`` for prompt lookup. It does not turn tokens into text,
-which the engine does as it goes.
+transformers' defaults for an assistant model (which adapts the draft's length to its confidence)
+and the knobs of the method ``prompt_lookup`` for prompt lookup. Unlike the engine, it does not turn
+tokens into text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TransformersPeer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # The runner's loader: it names what a folder lacks, and never asks the network.
+        # The runner's loader names what a folder lacks, and never uses the network.
         from paceline.models.transformers import load_causal_lm, quiet
 
         self._quiet = quiet
@@ -87,7 +87,7 @@ class TransformersPeer:
             mask[row, longest - len(prompt) :] = 1
         self._num_forwards = 0
         started = time.perf_counter()
-        # It warns of options that its own assisted decoding passes on.
+        # transformers warns about options that its own assisted decoding sets.
         with self._quiet(), torch.inference_mode():
             output = self.model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, **assisted

@@ -25,8 +25,8 @@ PROMPTS_PER_CATEGORY = 8
 
 # Size of a built-in prompt: about 100 to 350 tokens with the demo tokenizer.
 _MIN_CHARS, _MAX_CHARS = 320, 720
-_MAX_WORDS = 230  # words and signs: tables of numbers have many for their length
-_MAX_DIGITS = 120  # of numbers: a token holds few of them
+_MAX_WORDS = 230  # words and signs: tables of numbers have many relative to their length
+_MAX_DIGITS = 120  # digits: a token holds few of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def limit_per_category(prompts: Iterable[Prompt], limit: int | None) -> list[Pro
 def _spread(found: list[tuple[str, list[str]]], count: int) -> list[tuple[str, str]]:
     """``count`` texts from as many modules as possible, evenly over the sorted modules.
 
-    A text with many long numbers gives its place to the next module's.
+    Skips a text with many long numbers for one of the next module.
     """
     modules = [(name, texts) for name, texts in found if texts]
     chosen: list[tuple[str, str]] = []
@@ -138,7 +138,7 @@ def _spread(found: list[tuple[str, list[str]]], count: int) -> list[tuple[str, s
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@lru_cache(maxsize=1)  # each category asks for those of the same module
+@lru_cache(maxsize=1)  # each category reads the same modules
 def _functions(source: str) -> tuple[_Function, ...]:
     try:
         tree = ast.parse(source)
@@ -148,7 +148,7 @@ def _functions(source: str) -> tuple[_Function, ...]:
 
 
 def _ending_at(lines: list[str], end: int) -> str | None:
-    """As many whole lines before line ``end`` (0-based, not included) as a prompt may have."""
+    """As many whole lines before line ``end`` (0-based, excluded) as fit into a prompt."""
     start, size = end, 0
     while start > 0 and size + len(lines[start - 1]) + 1 <= _MAX_CHARS:
         start -= 1
@@ -226,7 +226,7 @@ def _repeated_structure(source: str) -> Iterator[str]:
     for end in range(16, len(lines) - 8, 4):
         text = _ending_at(lines, end)
         if text is not None:
-            # What follows has to repeat too, or the prompt shows the end of a table.
+            # The continuation must repeat too, or the prompt shows the end of a table.
             following = "\n".join(lines[end : end + 8])
             windows.append((_repetition(text, following), end, text))
     windows.sort(key=lambda window: (-window[0], window[1]))
@@ -244,7 +244,7 @@ def _repetition(text: str, following: str) -> float:
 
 
 def _trigrams(text: str) -> list[tuple[str, ...]]:
-    # Names and numbers count by their kind: rows of a table differ in their values.
+    # Names and numbers count by their kind, since the lines of a table differ in their values.
     words = ["0" if word[0].isdigit() else word for word in _words(text)]
     return list(zip(words, words[1:], words[2:], strict=False))
 

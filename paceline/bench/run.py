@@ -1,7 +1,7 @@
 """Measure methods against AR, interleaved, in one process, on the same prompts.
 
 Every repetition runs every method on every group of prompts, in an order that rotates, so that a
-machine that speeds up or slows down does so for all of them. ``tokens_per_second`` is measured
+change in the machine's speed affects all of them. ``tokens_per_second`` is measured
 from end to end, prefill included, the same way for the engine and for transformers' ``generate``;
 ``decode_tokens_per_second`` leaves the time to the first token out. A speedup is the median of
 paired ratios: the same prompts in the same repetition.
@@ -38,7 +38,7 @@ from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
 
 Progress = Callable[[int, int, str], None]
-"""Called with (runs done, runs in all, what runs next)."""
+"""Called with (runs done, total runs, label of the next run)."""
 
 _WARMUP_TOKENS = 8
 
@@ -52,18 +52,18 @@ class BenchOptions:
             target, the demo pair.
         heads: folder of trained heads; see :func:`paceline.loading.load_engine`.
         prompts: a JSONL file in Spec-Bench's format; without one, the built-in prompts.
-        methods: "all", or rows of the catalogue, as a sequence or separated by commas. Knobs
-            follow a row's name: ``draft_model:num_speculative_tokens=6``. AR always runs.
-        batch: prompts that are generated together.
-        repetitions: how often every method runs on every prompt.
+        methods: "all", or methods of the catalogue, as a sequence or separated by commas. Knobs
+            follow a method's name: ``draft_model:num_speculative_tokens=6``. AR always runs.
+        batch: prompts generated together.
+        repetitions: runs of every method on every prompt.
         limit: prompts of each category at most.
-        peers: run transformers' ``generate`` too; None does so at temperature 0, where it can be
-            compared.
+        peers: also run transformers' ``generate``; None does so at temperature 0 only, where the
+            two compare.
         batch_invariant: "auto" is the default of the model's path; "both" measures what the mode
             costs.
         topology: "colocated" measures an engine in this process; "actors" and "both" need the
             backend of a deployment.
-        allow_lossy: measure rows that can change the target's output, too.
+        allow_lossy: also measure methods that can change the target's output.
         numerics: the target's (:mod:`paceline.numerics`).
     """
 
@@ -105,15 +105,15 @@ class BenchOptions:
             raise InvalidArgument(
                 "peers",
                 True,
-                "temperature 0: transformers draws other samples than coupled sampling, so there "
-                "is nothing to compare",
+                "temperature 0: transformers draws other samples than coupled sampling, so the "
+                "outputs cannot be compared",
             )
         if self.drafter is not None and self.target is None:
             raise InvalidArgument("drafter", str(self.drafter), "a target to go with it")
         self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:
-        """Every sequence gets the full number of tokens, whatever the model would end with."""
+        """Every sequence gets the full number of tokens: end-of-sequence tokens do not stop it."""
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,
@@ -129,16 +129,16 @@ def parse_methods(
     allow_lossy: bool = False,
     unavailable: Mapping[str, str] | None = None,
 ) -> dict[str, tuple[SpeculationConfig, Plan]]:
-    """What each label asks for, and the plan that it resolves to; AR first.
+    """The request behind each label and the plan that it resolves to; AR first.
 
     Args:
-        known: rows that can run; "all" means those of them that are lossless, and with
-            ``allow_lossy`` the others, too.
-        unavailable: reasons why other rows cannot.
+        known: methods that can run; "all" means the lossless ones, and with ``allow_lossy`` the
+            others too.
+        unavailable: reasons why other methods cannot.
 
     Raises:
-        InvalidArgument: an unknown row (lists the known ones), a row that cannot run (with the
-            reason), a lossy row without ``allow_lossy``, a knob that a row does not have.
+        InvalidArgument: an unknown method (lists the known ones), a method that cannot run (with
+            the reason), a lossy method without ``allow_lossy``, a knob that a method does not have.
     """
     known = [name for name in known if name in METHODS]
     labels = _labels(methods)
@@ -150,7 +150,7 @@ def parse_methods(
     for label in ["ar", *(label for label in labels if label != "all")]:
         name, *knobs = _split(label, ":")
         if unavailable and name in unavailable:
-            able = f"a row that can run here ({unavailable[name]}): {', '.join(known)}"
+            able = f"a method that can run here ({unavailable[name]}): {', '.join(known)}"
             raise InvalidArgument("methods", name, able)
         if name not in known:
             raise InvalidArgument("methods", name, f"all, or some of {', '.join(known)}")
@@ -171,7 +171,7 @@ def _labels(methods: str | Sequence[str]) -> list[str]:
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
-    """The parts of a text between separators that do not stand in a JSON list."""
+    """Split a text at separators, except inside JSON lists."""
     parts, depth = [""], 0
     for sign in text:
         depth += (sign == "[") - (sign == "]")
@@ -183,7 +183,7 @@ def _split(text: str, separator: str = ",") -> list[str]:
 
 
 def _knob_value(text: str) -> Any:
-    """A JSON value where it is one, else the text itself: ``4``, ``true``, ``kary``."""
+    """The JSON value of a text that is JSON, else the text itself: ``4``, ``true``, ``kary``."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -197,14 +197,14 @@ def run_bench(
 
     Args:
         options: what to measure.
-        progress: told before every run.
+        progress: called before every run.
         backends: deployments to measure beside the engine in this process (topology "both") or in
             its place ("actors"). They must serve the same target.
 
     Returns:
         ``environment``, ``results`` (a row for each method and category, and for the category
-        "all"), ``notes``, ``unavailable`` (rows of "all" that cannot run here, and why), and
-        ``batch_invariant_cost`` where both modes were measured.
+        "all"), ``notes``, ``unavailable`` (methods of "all" that cannot run here, and why), and
+        ``batch_invariant_cost`` if both modes were measured.
 
     Raises:
         InvalidArgument: an option that does not fit; names it.
@@ -244,13 +244,13 @@ def _local_backends(options: BenchOptions, notes: list[str]) -> list[LocalBacken
             with without_kernels():
                 off = _load_backend(options, batch_invariant=False)
             notes.append(
-                "the C kernels are batch-invariant always, so the mode is off in plain torch only"
+                "the C kernels are always batch-invariant, so the mode is off in plain torch only"
             )
         return [on, off]
     mode = {"auto": None, "on": True, "off": False}[options.batch_invariant]
     backend = _load_backend(options, batch_invariant=mode)
     if mode is False and backend.batch_invariant:
-        notes.append("the C kernels are batch-invariant always: switching the mode off is no gain")
+        notes.append("the C kernels are always batch-invariant: switching it off gains nothing")
     return [backend]
 
 
@@ -264,7 +264,7 @@ def _load_backend(options: BenchOptions, *, batch_invariant: bool | None) -> Loc
         batch_invariant=batch_invariant,
         numerics=options.numerics,
         translate="omnidraft" in (options.methods or ""),
-        # Prompts come again and again here, and every time has to cost the same.
+        # Prompts repeat here, and every repetition must cost the same.
         limits=EngineLimits(max_sessions=max(64, options.batch), prefix_cache=False),
     )
     return LocalBackend(engine)
@@ -275,7 +275,7 @@ def _load_backend(options: BenchOptions, *, batch_invariant: bool | None) -> Loc
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Prompts of one category that are generated together."""
+    """Prompts of one category, generated together."""
 
     category: str
     prompt_ids: tuple[str, ...]

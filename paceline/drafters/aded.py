@@ -34,7 +34,7 @@ EXPLORATION, EXPLORATION_BASE = 32.0, 8.0
 
 
 class TrigramTable:
-    """How often a token followed two others; the bigram seen least recently makes room.
+    """Counts how often a token followed two others; evicts the bigram seen least recently.
 
     Args:
         capacity: bigrams at most, each with at most twice ``NUM_SUCCESSORS`` counts.
@@ -54,7 +54,7 @@ class TrigramTable:
             self._counts.move_to_end((first, second))
             counts[third] = counts.get(third, 0) + 1
             if len(counts) > 2 * NUM_SUCCESSORS:
-                # The newest stays: it would never get a chance otherwise.
+                # Keep the newest: otherwise no new token could ever enter.
                 old = sorted(counts.items(), key=lambda item: item[1])[: NUM_SUCCESSORS + 1]
                 for token, _ in old:
                     if token != third:
@@ -85,7 +85,7 @@ class SearchNode:
 
 
 class _State:
-    """What a session adds to the table."""
+    """The weights that a session adds to the table."""
 
     def __init__(self, seed: int) -> None:
         self.num_learnt = 0  # committed tokens that the table has seen
@@ -137,7 +137,7 @@ class Aded(Drafter):
 
 
 class SessionTable(dict[Bigram, Successors]):
-    """The table with a session's gains, looked up once for each bigram of a search."""
+    """The table plus a session's gains; caches the lookup of each bigram during a search."""
 
     def __init__(self, table: TrigramTable, gains: dict[tuple[int, int, int], float]) -> None:
         super().__init__()

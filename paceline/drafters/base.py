@@ -1,4 +1,4 @@
-"""What a drafter is."""
+"""The drafter interface, and what several drafters share."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Drafter(ABC):
     of it, and the loop does not know where it lives.
 
     Attributes:
-        needs: what it wants from the target; the engine computes just that.
-        elsewhere: its drafts are made in another process, from tokens alone: they are asked for
-            before they are wanted, and nothing waits for them but their own session.
-        from_client: its drafts come from the client of the session, who sends one after hearing
-            of the last round. It keeps nothing of a session's tokens.
-        rewinds: ``propose`` may find other tokens in a session than it or ``observe`` saw before:
-            such a drafter can draft ahead on a guess.
-        shadows: drafts may stay unverified: `observe` then tells of a round with an empty draft.
+        needs: what it reads from the target; the engine computes only that.
+        elsewhere: another process makes its drafts, from tokens alone. The engine requests them
+            early, and only the session that a draft is for waits for it.
+        from_client: the session's client makes the drafts and sends one after each round's result.
+            The drafter keeps none of a session's tokens.
+        rewinds: a session's tokens may differ between one call of ``propose`` or ``observe`` and
+            the next: such a drafter can draft ahead on a guess.
+        shadows: drafts may stay unverified: `observe` then reports a round with an empty draft.
             See :class:`paceline.types.ShadowDraft`.
-        copies: its drafts are chains of tokens that it has found, so that more of them cost
-            nothing: what follows a guess can be asked for along with the draft.
+        copies: its drafts are chains of tokens that it found, so longer ones cost nothing: the
+            engine can request what follows a guess along with the draft.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -76,9 +76,9 @@ class Drafter(ABC):
         """Free the state of a session; unknown sessions are ignored."""
 
     def read_prompt(self, session: SessionView, read: Verification) -> None:  # noqa: B027
-        """Take what the target computed for the next prompt tokens, chunk by chunk after ``open``.
+        """Read what the target computed for the next prompt tokens, chunk by chunk after ``open``.
 
-        What it computed for the last of them comes with a round.
+        The first round delivers what it computed for the last prompt token.
 
         Args:
             read: without logits; a row of each extra for each prompt token of the chunk.
@@ -90,15 +90,15 @@ class Drafter(ABC):
     ) -> Sequence[Draft | Future[Draft]]:
         """One draft for each session, at most as deep and large as its budget; or its future.
 
-        A future that fails turns its session to AR. A drafter elsewhere with ``shadows`` is told of
-        shadow drafts: see :attr:`Budget.asked`.
+        If a future fails, its session continues as AR. For a drafter elsewhere with ``shadows``,
+        :attr:`Budget.asked` marks shadow drafts.
         """
 
     def pseudo_tokens(self, session: SessionView, draft: Draft) -> PseudoTokens | None:
-        """Rows that the target computes along with ``draft``, the one that is verified.
+        """Pseudo tokens that the target computes in the forward that verifies ``draft``.
 
         Parents count as in a verification: 0 is the last committed token, ``i + 1`` is node i, and
-        from ``num_nodes + 1`` on it is the pseudo tokens. What comes of them is in the outcome's
+        from ``num_nodes + 1`` on it is the pseudo tokens. Their logits are the outcome's
         :attr:`Verification.pseudo_logits`.
         """
         return None
@@ -106,13 +106,13 @@ class Drafter(ABC):
     def observe(  # noqa: B027
         self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]
     ) -> None:
-        """Learn what became of the last drafts; the sessions hold the new tokens already."""
+        """Learn the outcomes of the last drafts; the sessions already hold the new tokens."""
 
     def suspend(self, session: SessionView, draft: Draft | Future[Draft] | None) -> None:
-        """The session gives up its place, and is opened again later.
+        """The session gives up its place; the engine opens it again later.
 
         Args:
-            draft: one that was asked for and that no round will verify.
+            draft: a requested draft that no round will verify.
         """
         self.close(session)
         if isinstance(draft, Future):
@@ -122,17 +122,17 @@ class Drafter(ABC):
 def at_once(
     proposed: Sequence[Draft | Future[Draft]], timeout_s: float | None = None
 ) -> list[Draft]:
-    """Drafts without futures: of a drafter in this process as they are, of others when they come.
+    """Drafts without futures: waits for those of drafters in other processes.
 
     Raises:
-        TimeoutError: one did not come in time.
+        TimeoutError: a draft did not arrive in time.
     """
     return [each.result(timeout_s) if isinstance(each, Future) else each for each in proposed]
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What an engine tells a drafter that it makes.
+    """What an engine passes to the drafters that it builds.
 
     Attributes:
         vocab_size: of the target.
@@ -162,7 +162,7 @@ def grow(
     by_shape: dict[Shape, list[int]] = {}
     for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
         if min(budget.depth, budget.nodes) > 0:
-            assert session.shape is not None  # every row with an expanding drafter has one
+            assert session.shape is not None  # every method with an expanding drafter has one
             by_shape.setdefault(session.shape, []).append(i)
     for shape, members in by_shape.items():
         grown = shape.build(expander, [sessions[i] for i in members], [budgets[i] for i in members])
@@ -174,10 +174,9 @@ def grow(
 def greedy_chain_depth(
     sessions: Sequence[SessionView], budgets: Sequence[Budget], *, stops: bool = False
 ) -> int:
-    """How deep the deepest draft is, where all are chains of argmax tokens that nothing ends early;
-    0 where they are not.
+    """Depth of the deepest draft if all are argmax chains that nothing ends early; otherwise 0.
 
-    Such drafts can be made in one call of a kernel, all as deep as that, and then be cut.
+    One kernel call can make all such drafts at that depth; each is then cut to its own.
 
     Args:
         stops: the kernel can end chains where the confidence is low (:func:`stop_below`).
@@ -185,7 +184,8 @@ def greedy_chain_depth(
     depths = [min(budget.depth, budget.nodes) for budget in budgets]
     depth = max(depths, default=0)
     plain = all(
-        (own == depth or session.remaining > depth)  # there is room for what will be cut
+        # there is room for the tokens that are cut afterwards
+        (own == depth or session.remaining > depth)
         and session.shape == chain()
         and session.params.is_plain_argmax
         and _runs_on(session.stop_rule, stops)
@@ -199,7 +199,7 @@ def _runs_on(rule: StopRule | None, stops: bool) -> bool:
 
 
 def stop_below(sessions: Sequence[SessionView], depth: int) -> FloatArray | None:
-    """Confidence below which a token ends its draft; None where no draft has an end.
+    """Confidence below which a token ends its draft; None if no draft has such a limit.
 
     # [depth, num_sessions]
     """
@@ -239,12 +239,12 @@ class LookupDrafter(Drafter, Generic[State]):
     """Finds whole drafts in tokens it has seen; where it finds none, another drafter drafts.
 
     Args:
-        fallback: drafts for the sessions of a step for which :meth:`find` returns None; without
-            one those are AR for that round. Its drafts are at most ``fallback_depth`` deep, and up
-            to ``relay_tokens`` are looked up behind them.
+        fallback: drafts for the sessions for which :meth:`find` returns None; without one they run
+            AR for that round. Its drafts are at most ``fallback_depth`` deep, and up to
+            ``relay_tokens`` looked-up tokens follow them.
 
     Attributes:
-        finds_chains: whether what is found is a chain, as long as the budget where there is more.
+        finds_chains: whether it finds chains that fill the budget when enough tokens follow.
     """
 
     finds_chains = False
@@ -252,13 +252,13 @@ class LookupDrafter(Drafter, Generic[State]):
     def __init__(self, fallback: Drafter | None = None) -> None:
         self.fallback = fallback
         self.needs = fallback.needs if fallback else frozenset()
-        self.copies = self.finds_chains and fallback is None  # a fallback's tokens are not for free
+        self.copies = self.finds_chains and fallback is None  # a fallback's tokens cost time
         self._states: dict[str, State] = {}
         self._fell_back: set[str] = set()
 
     @abstractmethod
     def start(self, session: SessionView) -> State:
-        """What to remember of a session, which holds its prompt."""
+        """The state to keep for a session, which holds its prompt."""
 
     @abstractmethod
     def find(self, session: SessionView, state: State, budget: Budget) -> Draft | None:
@@ -310,7 +310,7 @@ class LookupDrafter(Drafter, Generic[State]):
         return drafts
 
     def _relayed(self, session: SessionView, draft: Draft, limit: Budget, budget: Budget) -> Draft:
-        """A fallback's draft that became as long as it may, with what is found behind it."""
+        """A fallback's draft of full length, continued with the tokens found after it."""
         size = min(limit.depth, limit.nodes)
         room = min(budget.depth, budget.nodes) - size
         room = min(room, session.config.relay_tokens or 0)
@@ -321,7 +321,7 @@ class LookupDrafter(Drafter, Generic[State]):
         return Draft.chain(drafted + self.find_behind(session, state, drafted, room))
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
-        """The fallback sees its own drafts' outcomes, or all if it learns from the target."""
+        """Show the fallback the outcomes of its own drafts, or all if it learns from the target."""
         if self.fallback is None:
             return
         pairs = [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ClientDrafter(Drafter):
-    """Holds at most one draft for each session until the engine asks for it, or the reverse."""
+    """Holds one draft per session until the engine requests it, or the request until it comes."""
 
     elsewhere = True
     from_client = True
@@ -29,15 +29,15 @@ class ClientDrafter(Drafter):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is kept for anybody."""
+        """Whether it keeps nothing for any session."""
         with self._lock:
             return not (self._open or self._waiting or self._offered)
 
     def expect(self, session_id: str) -> None:
-        """Keep drafts for a session that waits for its place in the engine; thread-safe.
+        """Accept drafts for a session that waits for its place in the engine; thread-safe.
 
-        Whoever calls it also calls :meth:`forget`, as a session that ends while it waits is never
-        opened nor closed.
+        The caller must also call :meth:`forget`: the engine neither opens nor closes a session that
+        ends while it waits.
         """
         with self._lock:
             self._open.add(session_id)
@@ -52,7 +52,7 @@ class ClientDrafter(Drafter):
             future.cancel()
 
     def suspend(self, session: SessionView, draft: Draft | Future[Draft] | None) -> None:
-        """Keep a draft that came, or comes, until it is asked for again."""
+        """Keep a draft, arrived or pending, until the engine requests it again."""
         with self._lock:
             self._waiting.pop(session.session_id, None)
             if isinstance(draft, Future):

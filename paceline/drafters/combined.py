@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Combined(Drafter):
-    """Opens, asks and tells its parts; state is what each of them proposed last.
+    """Passes each call on to its parts; its state is each part's last proposal.
 
     Rules that verify chains only get the first draft that a part finds, with its q.
 
@@ -45,11 +45,11 @@ class Combined(Drafter):
             for name in names:
                 self._part(name).open(session)
         except Exception:
-            self.close(session)  # nobody else will
+            self.close(session)  # no other code closes them
             raise
 
     def close(self, session: SessionView) -> None:
-        with ExitStack() as parts:  # all of them, even if one fails
+        with ExitStack() as parts:  # wait for all parts, even if one fails
             for name in self._states.pop(session.session_id, {}):
                 parts.callback(self._part(name).close, session)
 
@@ -60,8 +60,8 @@ class Combined(Drafter):
         for state in states:
             state.update(dict.fromkeys(state, EMPTY_DRAFT))
         for turn in range(max(map(len, states), default=0)):
-            for name, everybody in self._by_part(states, turn).items():
-                members = [i for i in everybody if asked[i]]
+            for name, indices in self._by_part(states, turn).items():
+                members = [i for i in indices if asked[i]]
                 if not members:
                     continue
                 shares = []
@@ -92,7 +92,7 @@ class Combined(Drafter):
 
     @staticmethod
     def _by_part(states: Sequence[dict[str, Draft]], turn: int) -> dict[str, list[int]]:
-        """Which sessions have which part at a place in their order."""
+        """Indices of the sessions by the part at position ``turn`` of their order."""
         groups: dict[str, list[int]] = {}
         for i, state in enumerate(states):
             if turn < len(state):

@@ -2,10 +2,10 @@
 
 Dumitru et al. 2025 (arXiv 2502.08923): a hash map from every gram of ``min_match`` tokens (gamma)
 to where it first occurred in prompt and output; if the last gamma tokens are in it, the tokens
-after that place are the draft, otherwise a draft model speculates, or nobody.
+after that place are the draft; otherwise a draft model drafts, or the round is AR.
 
-In an edited copy, the original ends where the edit begins and fits again behind it. So the row
-``copy_relay`` looks up the end of the draft model's drafts, too, and copies on from there.
+In an edited copy, the match ends where the edit begins and resumes after it. So the method
+``copy_relay`` also looks up the end of the draft model's drafts, and copies on from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FirstOccurrences:
 
         Args:
             token_ids: those of the last call, and maybe more.
-            drafted: what may follow them: looked for, but not indexed.
+            drafted: tokens that may follow them: searched for, not indexed.
         """
         gamma, end = self._gamma, len(token_ids)
         # The gram at the very end is left out, or it would find itself.

@@ -27,7 +27,7 @@ _HIDDEN = frozenset({Need.HIDDEN_STATES})
 
 
 class _State:
-    """What the draft model remembers of a session."""
+    """The draft model's state for a session."""
 
     __slots__ = (
         "entry_of_node", "first_like", "num_catch_up", "paths", "pending_ids", "sequence",
@@ -53,8 +53,8 @@ class DraftModel(Drafter):
             vocabulary to different sizes.
 
     Attributes:
-        last_hidden: hidden states of the last answer, a row for each of its rows, where a length
-            controller of its sessions wants them.  # [rows, hidden_size]
+        last_hidden: hidden states of the last answer, a row for each of its rows, if a length
+            controller of its sessions reads them. # [rows, hidden_size]
     """
 
     rewinds = True
@@ -68,7 +68,7 @@ class DraftModel(Drafter):
         self.last_hidden: torch.Tensor | None = None
 
     def fit_vocabulary(self, vocab_size: int) -> None:
-        """Give logits of the target's width, where that was not known when the model was made."""
+        """Set the width of the logits to the target's, if unknown when the model was built."""
         self.vocab_size = vocab_size
         self._padding = vocab_size - self.runner.vocab_size
 
@@ -88,7 +88,7 @@ class DraftModel(Drafter):
             # Its context may be shorter than the target's.
             fits = session.length + budget.depth <= self.runner.context_length
             if fits and min(budget.depth, budget.nodes) > 0:
-                assert session.shape is not None  # every row with this drafter has one
+                assert session.shape is not None  # every method with this drafter has one
                 by_shape.setdefault(session.shape, []).append(i)
         for shape, members in by_shape.items():
             chosen, limits = [sessions[i] for i in members], [budgets[i] for i in members]
@@ -100,7 +100,7 @@ class DraftModel(Drafter):
     def _greedy_chains(
         self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
-        """Chains by argmax, in one call of the model; None where it cannot."""
+        """Argmax chains from one call of the model; None if it cannot make them."""
         runner, depth = self.runner, greedy_chain_depth(sessions, budgets, stops=True)
         if not (
             isinstance(runner, LlamaRunner) and runner.drafts_chains and not self._padding and depth
@@ -185,7 +185,7 @@ class DraftModel(Drafter):
         return F.pad(logits, (0, self._padding), value=-torch.inf) if self._padding else logits
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
-        """Keep the KV entries of accepted nodes that were expanded; the rest is caught up later."""
+        """Keep the KV entries of accepted, expanded nodes; later calls compute the missing ones."""
         for session, outcome in zip(sessions, outcomes, strict=True):
             state = self._states.get(session.session_id)
             if state is None or not state.num_catch_up:
@@ -201,9 +201,9 @@ class DraftModel(Drafter):
             self._commit(state, kept)
 
     def _drop_pending(self, state: _State) -> None:
-        """Without an outcome (a frame was lost, a draft is asked for again) drafted entries go.
+        """Drop drafted entries without an outcome (a frame was lost, a draft is requested again).
 
-        So does the last committed token's: its logits are wanted once more.
+        Drops the last committed token's entry too: the next draft needs its logits again.
         """
         if state.sequence.num_pending:
             self._commit(state, list(range(state.num_catch_up - 1)))
@@ -211,7 +211,7 @@ class DraftModel(Drafter):
     def _rewind(self, state: _State, token_ids: list[int]) -> None:
         """Forget entries from the first one on whose token is not (or no longer) the session's."""
         held = state.token_ids
-        # The last token is never among them: its logits are wanted.
+        # Never keep the last token: the next draft needs its logits.
         usable = min(len(held), len(token_ids) - 1)
         if held[:usable] != token_ids[:usable]:
             usable = next(i for i in range(usable) if held[i] != token_ids[i])

@@ -51,8 +51,8 @@ class HeadDrafter(Drafter):
         deepest = self._head.max_depth
         if deepest is not None:
             budgets = [replace(budget, depth=min(budget.depth, deepest)) for budget in budgets]
-        # Without new features (the first round of a prompt of one token, a draft that was asked
-        # for twice) there is nothing to draft from.
+        # Without new features (the first round of a one-token prompt, a draft requested twice) the
+        # head has no input.
         able = [
             i
             for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True))

@@ -35,7 +35,7 @@ _MAX_KEYS = 8192  # first tokens that a pool remembers
 
 
 class NGramPool:
-    """Tails of n-grams by first token: at most ``size`` for each, the least recent one leaves."""
+    """Tails of n-grams by first token, at most ``size`` each; evicts the least recent one."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -109,7 +109,7 @@ class Lookahead(Drafter):
         if min(budget.depth, budget.nodes) <= 0:
             return EMPTY_DRAFT
         state = self._states.get(session.session_id) or self._start(session)
-        # What is more likely to be accepted comes first: the node budget cuts the tail.
+        # The tokens most likely to be accepted come first: the node budget cuts the tail.
         paths = [*state.pool.get(session.token_ids[-1]), *state.columns()]
         return merge([Draft.chain(path[: budget.depth]) for path in paths], budget.nodes)
 

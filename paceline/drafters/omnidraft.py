@@ -7,8 +7,8 @@ become ``m <= k`` target tokens. What the cache does not know is translated by i
 pairs found on the way enter it, as do those of everything that the target commits.
 
 Exact because the target's own sample decides about every token. Above temperature 0 the noise of a
-draft token that stands for one target token is that token's own, as in coupled sampling; the others
-have noise that nobody else has, so they meet the target's sample by chance.
+draft token that maps to one target token is that token's own, as in coupled sampling; the others
+have noise of their own, so they match the target's sample only by chance.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Translator:
 
     Attributes:
         pairs: draft tokens -> target tokens; one of the two sides is a single token.
-        num_by_text: translations that the cache had no answer to.
+        num_by_text: translations made by text because the cache lacked them.
     """
 
     def __init__(self, target: Tokenizer, drafter: Tokenizer) -> None:
@@ -201,7 +201,7 @@ class OmniDraft(Drafter):
         return drafts
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
-        """With a translator nothing: the next draft is made from the text."""
+        """With a translator, do nothing: the next draft starts from the text."""
         if self.translator is None:
             self.model.observe(sessions, outcomes)
 
@@ -236,7 +236,7 @@ class OmniDraft(Drafter):
         values, ids = logits.topk(min(CANDIDATES, len(logits)))
         candidates = ids.cpu().numpy().astype(np.int64)
         stands_for = translator.alone[candidates]
-        # Beyond the target's vocabulary there is noise that no target token has.
+        # Beyond the target's vocabulary, noise that no target token uses.
         own = translator.target.vocab_size + candidates
         position = session.length + len(translator.translate(drafted, len(drafted)))
         noise = gumbel_at(params.seed, position, np.where(stands_for >= 0, stands_for, own))

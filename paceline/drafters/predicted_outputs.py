@@ -3,8 +3,8 @@
 For rewriting tasks, where most of the output is known: a file with one function changed. Copying
 from a reference at the place that the last tokens match is Yang et al. 2023 (arXiv 2304.04487);
 that the client sends it with the request is OpenAI's API. Where the output leaves the prediction,
-the copy goes on after the place in it that the last tokens of the output occur at, and where there
-is none, a fallback drafts.
+the copy resumes after the place where the output's last tokens occur in it; without such a place, a
+fallback drafts.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from paceline.view import SessionView
 
 MIN_MATCH = 2
-_LONGEST_MATCH = 16  # tokens by which places are told apart
-_MOST_PLACES = 32  # that are looked at, the nearest ones
+_LONGEST_MATCH = 16  # tokens that distinguish places
+_MOST_PLACES = 32  # nearest places that are compared
 
 
 class Follower:
-    """Where in a prediction an output is.
+    """Follows an output through a prediction.
 
     Args:
         prediction: token ids.
-        min_match: tokens that must be the same before a place in it is believed.
+        min_match: tokens that must match before it resumes at a place.
 
     Attributes:
-        place: of the prediction's token that should come next; None after a difference.
+        place: position of the expected next token in the prediction; None after a difference.
         num_matched: tokens of the output that came as predicted.
     """
 
@@ -60,11 +60,11 @@ class Follower:
             self.place = self._find()
 
     def expected(self, count: int) -> Sequence[int]:
-        """The next tokens that are expected, ``count`` at most; none where that is not known."""
+        """The expected next tokens, ``count`` at most; empty if unknown."""
         return () if self.place is None else self._prediction[self.place : self.place + count]
 
     def _find(self) -> int | None:
-        """The place after the longest match of the last tokens, of several the next one."""
+        """The place after the longest match of the last tokens; of equal matches, the next one."""
         places = self._after.get(tuple(self._recent[-self._min_match :]), [])
         middle = bisect_left(places, self._left_at)
         near = places[max(0, middle - _MOST_PLACES // 2) : middle + _MOST_PLACES // 2]
@@ -72,7 +72,7 @@ class Follower:
         return max(near, key=lambda p: (self._match(p), p >= left, -abs(p - left)), default=None)
 
     def _match(self, place: int) -> int:
-        """Tokens before ``place`` that are the output's last ones."""
+        """Number of tokens before ``place`` that equal the output's last ones."""
         count = 0
         for ours, theirs in zip(
             reversed(self._recent), reversed(self._prediction[:place]), strict=False
@@ -84,7 +84,7 @@ class Follower:
 
 
 class _State:
-    """A session's follower, and how many of its tokens that has seen."""
+    """A session's follower, and the number of session tokens that it has seen."""
 
     __slots__ = ("follower", "seen")
 
@@ -114,8 +114,8 @@ def method_with_prediction(default: str, methods: Iterable[str]) -> str:
     """The method of a request that has a prediction and names no method.
 
     Args:
-        default: what it would be without.
-        methods: those that can be run.
+        default: the method of a request without a prediction.
+        methods: those that the engine can run.
     """
     combined = f"predicted_outputs_{default}"
     return combined if combined in set(methods) else "predicted_outputs"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Round:
-    """What a session drafts in this round, and the guesses that it starts the round with."""
+    """A session's draft in this round, and the guesses at the start of the round."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -92,7 +92,7 @@ class PseudoTokenDrafter(Drafter):
         return self._head.expand(states, frontiers)
 
     def pseudo_tokens(self, session: SessionView, draft: Draft) -> PseudoTokens | None:
-        """Those that the tree wants, chains behind the nodes of the draft."""
+        """The pseudo tokens of the tree: chains behind the nodes of the draft."""
         turn = self._rounds[session.session_id]
         num_rows = draft.num_nodes + 1
         paths = node_paths(draft)
@@ -101,7 +101,7 @@ class PseudoTokenDrafter(Drafter):
         index: list[int] = []
         parents: list[int] = []
         for row, path in enumerate(paths):
-            # A guess for a place beyond the session's end is of no use, and may have no room.
+            # A guess beyond the session's end is useless, and may have no KV slot.
             room = session.max_length - session.length - len(path)
             count = max(0, min(turn.tree.pseudo.get(path, 0), room))
             turn.counts.append(count)

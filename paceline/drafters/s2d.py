@@ -60,7 +60,7 @@ class _State:
     entries: dict[Path, int] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Nothing is pending any more."""
+        """Forget all pending entries."""
         self.num_catch_up = 0
         self.parents, self.reached = [], []
         self.entry_of, self.path_of, self.entries = {}, {-1: ()}, {}
@@ -75,7 +75,7 @@ class _State:
         )  # fmt: skip
 
     def deepen(self, entries: Sequence[int], layers: int) -> Segment:
-        """Pending entries, parents first, go on to ``layers``."""
+        """Compute pending entries, parents first, up to ``layers``."""
         for entry in entries:
             self.reached[entry] = layers
         return Segment(
@@ -122,7 +122,7 @@ class S2D(Drafter):
         threshold = config.exit_threshold or 0.0
         exits = tuple(sorted(set(config.exit_layers or halvings(self.runner.config.num_layers))))
         if threshold == 0.0:
-            exits = exits[:1]  # nobody will ever ask for the layers behind it
+            exits = exits[:1]  # no later round needs the layers behind it
         elif threshold == 1.0:
             exits = exits[-1:]
         state = _State(self.runner.new_sequence(), exits, threshold)
@@ -186,7 +186,7 @@ class S2D(Drafter):
         self.runner.commit(state.sequence, range(len(tokens)))
 
     def _settle(self, rows: Sequence[tuple[_State, int]], logits: torch.Tensor) -> torch.Tensor:
-        """Take what each row says from the shallowest exit that is sure of its token.
+        """Read each row's logits from the shallowest exit whose token reaches the threshold.
 
         Args:
             rows: sessions one after the other, each with a pending entry.

@@ -95,14 +95,15 @@ class Cursor:
             self.length += 1
 
     def settle(self) -> None:
-        """States may have been split since the last call: go to the one of this very suffix."""
+        """Move to the state of this suffix: the automaton may have split states since the last
+        call."""
         link, length = self.automaton.link, self.automaton.length
         while self.state and self.length <= length[link[self.state]]:
             self.state = link[self.state]
 
 
 class _State:
-    """What SAM Decoding remembers of a session."""
+    """SAM Decoding's state for a session."""
 
     def __init__(self) -> None:
         self.own = SuffixAutomaton()
@@ -167,7 +168,7 @@ class SamDecoding(LookupDrafter[_State]):
                 cursor.advance(token)
 
     def finish(self, session: SessionView, state: _State) -> None:
-        """The output joins the corpus."""
+        """Add the output to the corpus."""
         output = session.output_ids[: self._max_corpus - 1]
         if not output:
             return

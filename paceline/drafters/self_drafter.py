@@ -39,14 +39,14 @@ class SelfDrafter(Drafter):
         check_exits(config, self._target.num_layers, "the target")
 
     def open(self, session: SessionView) -> None:
-        """Nothing is kept from round to round."""
+        """Nothing to prepare: the drafter keeps no state between rounds."""
 
     def close(self, session: SessionView) -> None:
         self._layers.pop(session.session_id, None)
         self._entries.pop(session.session_id, None)
 
     def exit_layer(self, session: SessionView, budget: Budget) -> int:
-        """Where drafting leaves the model: what the controller or else the request says."""
+        """The exit layer: the controller's if it sets one, else the request's."""
         default = max(1, self._target.num_layers // 3)
         return budget.exit_layer or session.config.exit_layer or default
 

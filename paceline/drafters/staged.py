@@ -71,7 +71,8 @@ class _State:
         self.budget = Budget(0, 0)
         self.num_catch_up = 0  # pending entries that hold committed tokens
         self.entries: dict[Path, int] = {}  # () is the last committed token
-        # What the model said after each of them: logits, and hidden states where they are wanted.
+        # The model's output after each of them: logits, and hidden states if a controller reads
+        # them.
         self.rows: dict[Path, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.path_of: dict[int, Path] = {}  # node -> path
 
@@ -126,7 +127,8 @@ class Staged(Drafter):
         segments, computed = [], []
         for session in sessions:
             state = self._states[session.session_id]
-            if state.sequence.num_pending:  # no outcome came: the last token is wanted again
+            # no outcome came: the last token's logits are needed again
+            if state.sequence.num_pending:
                 self._commit(state, list(range(state.num_catch_up - 1)))
             state.forget()
             state.ngrams.extend(session.token_ids)
@@ -149,7 +151,7 @@ class Staged(Drafter):
     def expand(
         self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> torch.Tensor:
-        """Logits after new nodes, from a forward only for those that nobody guessed."""
+        """Logits after new nodes; runs a forward only for nodes that the n-gram stage missed."""
         members, segments, computed, answer = [], [], [], []
         for session, frontier in zip(sessions, frontiers, strict=True):
             state, fresh = self._states[session.session_id], []
@@ -202,7 +204,7 @@ class Staged(Drafter):
         segments: Sequence[Segment],
         computed: Sequence[Sequence[Path | None]],
     ) -> None:
-        """Compute, and keep the logits of each path (None: nobody wants them)."""
+        """Run a forward and keep the logits of each path (None: not needed)."""
         result = self.runner.forward(segments, self._wants)
         logits, hidden = result.logits, result.beside_logits(Need.HIDDEN_STATES)
         if self._padding:  # models of one family often pad the same vocabulary differently
@@ -218,7 +220,8 @@ class Staged(Drafter):
                 row += 1
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
-        """Keep the KV entries of accepted tokens that were computed; the rest is caught up."""
+        """Keep the KV entries computed for accepted tokens; later calls compute the missing
+        ones."""
         for session, outcome in zip(sessions, outcomes, strict=True):
             state = self._states.get(session.session_id)
             if state is None or not state.num_catch_up:

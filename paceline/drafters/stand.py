@@ -117,7 +117,7 @@ class Stand(Drafter):
 
     The table belongs to the engine and learns from every verified node, accepted or not. The
     probabilities are those at temperature 1; a request's temperature is applied when drafting.
-    Nodes are learnt when somebody reads the table, several at once: rounds without a draft cost
+    A read of the table learns all waiting nodes at once: rounds without a draft cost
     next to nothing.
     """
 
@@ -133,7 +133,7 @@ class Stand(Drafter):
 
     @property
     def table(self) -> NGramTable:
-        """What was learnt so far."""
+        """The table, after learning all waiting nodes."""
         self._learn()
         return self._table
 

@@ -141,7 +141,7 @@ class SuffixTree:
         return text
 
     def remove(self, text: list[int]) -> None:
-        """Take out the oldest finished text: the tree is as if it had never been there."""
+        """Remove the oldest finished text, as if the tree had never held it."""
         for first in range(len(text)):
             path = [self.root]
             at, end = first, min(first + self.depth, len(text))
@@ -266,7 +266,7 @@ class SuffixTree:
         for place in self.matches:
             if place.node is node:
                 if place.offset <= offset:
-                    node.count -= 1  # it entered, and did not come this far
+                    node.count -= 1  # it entered the edge but ended before this point
                     place.node = top
                 else:
                     place.offset -= offset
@@ -298,7 +298,7 @@ class SuffixDecoding(LookupDrafter[SuffixTree]):
     Args:
         fallback: drafts where the best score is below ``min_score``.
         max_requests, max_nodes: of the shared tree; the oldest outputs go first. They belong to
-            the engine: a request must not decide what others find there.
+            the engine, so that one request cannot change what others find there.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class SuffixDecoding(LookupDrafter[SuffixTree]):
         return Draft(np.asarray(best.token_ids, np.int64), np.asarray(best.parents, np.int32))
 
     def finish(self, session: SessionView, state: SuffixTree) -> None:
-        """The output joins the shared tree, and the oldest ones leave it."""
+        """Add the output to the shared tree, and remove the oldest outputs."""
         output = session.output_ids[-(self._max_nodes // 2) :]  # which has two nodes a token
         if not output:
             return

@@ -34,8 +34,8 @@ class TokenRecycling(Drafter):
 
     The matrix holds ids in order of rank and no scores. Where a shape or the noise of a sampled
     request needs scores, each rank has the mean distance to the best logit that was observed for
-    it, for all tokens alike. Logits are written when somebody reads, several rows at once: rounds
-    without a draft cost next to nothing.
+    it, for all tokens alike. A read of the matrix writes all waiting logits at once: rounds without
+    a draft cost next to nothing.
 
     Args:
         vocab_size: of the target.
@@ -50,7 +50,8 @@ class TokenRecycling(Drafter):
         self._unread_tokens: list[int] = []  # one for each row of these
         self._rank_logits: npt.NDArray[np.float64] = np.zeros(width)
         self._num_observed = 0
-        self._num_read: dict[str, int] = {}  # tokens learnt of sessions that come without logits
+        # tokens read so far of sessions that come without logits
+        self._num_read: dict[str, int] = {}
 
     def open(self, session: SessionView) -> None:
         """The matrix belongs to all sessions."""

@@ -1,4 +1,4 @@
-"""What a model runner is: the one interface under both the target and a draft model.
+"""The model runner: one interface for both the target and a draft model.
 
 A *sequence* owns KV entries for committed tokens and for *pending* ones, which form a tree after
 the committed prefix. ``forward`` only ever adds pending entries; ``commit`` is the only step that
@@ -32,7 +32,7 @@ class KVSequence(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PseudoTokens:
-    """Rows of a forward that stand for tokens nobody knows yet.
+    """Rows of a forward that stand for unknown future tokens.
 
     They become pending entries like drafted tokens, behind them, and are never committed. Real
     tokens never see them.
@@ -40,7 +40,7 @@ class PseudoTokens:
     Attributes:
         parent_indices: as :attr:`Segment.parent_indices`; the parent may be another pseudo token.
             # [num_pseudo]
-        first_layer: where they come in.
+        first_layer: the layer that they enter first.
         inputs: their input to that layer, from the residual stream there of the segment's other
             rows.  # [num_rows, hidden_size] -> [num_pseudo, hidden_size]
     """
@@ -63,11 +63,11 @@ class Segment:
     fields are for runners that provide ``SHARED_MODEL``.
 
     Attributes:
-        layers: the layers that compute it, in order; None for all. What is left out is missing in
-            the KV cache, which is not noticed.
-        resumable: ``layers`` are the first ones, and the entries will go on from there; they
-            have to before they are committed.
-        resume: pending entries, parents first, that exited early and go on in this forward.
+        layers: the layers that compute it, in order; None for all. The KV cache lacks the entries
+            of omitted layers, and no check reports that.
+        resumable: ``layers`` are the first ones, and a later forward resumes the entries there; it
+            must do so before they are committed.
+        resume: pending entries, parents first, that exited early and that this forward resumes.
         pseudo: rows without a token.
     """
 
@@ -107,7 +107,7 @@ class ForwardResult:
     logits_rows: torch.Tensor | None = None  # rows that have logits; None: all of them
 
     def rows(self, segment: int) -> slice:
-        """Where the logits of a segment are."""
+        """The rows of a segment's logits."""
         return slice(self.row_offsets[segment], self.row_offsets[segment + 1])
 
     def extras_of(self, segment: int) -> dict[Need, torch.Tensor]:
@@ -116,7 +116,7 @@ class ForwardResult:
         return {need: tensor[first:last] for need, tensor in self.extras.items()}
 
     def beside_logits(self, need: Need) -> torch.Tensor | None:
-        """An extra for the rows that have logits, where it was wanted."""
+        """An extra for the rows that have logits, if ``wants`` named it."""
         extra = self.extras.get(need)
         return extra if extra is None or self.logits_rows is None else extra[self.logits_rows]
 
@@ -126,9 +126,10 @@ class ModelRunner(Protocol):
 
     Attributes:
         vocab_size, context_length: of the model.
-        kv_capacity: tokens that all sequences together may hold.
-        batch_invariant: a token's logits do not depend on what is computed beside it.
-        provides: what forwards can give to drafters; ``SHARED_MODEL`` stands for segments that
+        kv_capacity: maximum number of tokens of all sequences together.
+        batch_invariant: a token's logits do not depend on the rest of the batch.
+        provides: extras that forwards can give to drafters; ``SHARED_MODEL`` stands for segments
+            that
             choose their layers, resume and have pseudo tokens.
     """
 
@@ -139,12 +140,12 @@ class ModelRunner(Protocol):
 
     @property
     def kv_capacity(self) -> int:
-        """KV entries in all."""
+        """Total number of KV entries."""
         ...
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of its numerics: runners with equal ones give equal tokens.
+        """Fingerprint of its numerics: runners with equal ones give equal tokens.
 
         Computed at the first use, which reads all weights.
         """
@@ -172,5 +173,5 @@ class ModelRunner(Protocol):
 
     @property
     def num_free(self) -> int:
-        """KV entries that are not in use."""
+        """Number of free KV entries."""
         ...

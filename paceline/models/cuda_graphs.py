@@ -1,8 +1,9 @@
 """Forwards of a few rows as CUDA graphs: recorded once, replayed with one call.
 
 The forward of a decoding step launches some ten kernels for each layer, and on a GPU the launches
-take longer than what they launch. A graph replays them all at once, on the memory that it was
-recorded with. So rows are padded to one of a few numbers, and inputs and logits have fixed places.
+take longer than the kernels themselves. A graph replays them all at once, on the memory that it was
+recorded with. So rows are padded to one of a few numbers, and inputs and logits have fixed
+addresses.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ Capture = Callable[[Callable[[], object]], Callable[[], object]]
 class ForwardGraphs:
     """Graphs of one model's forward, one for each padded number of rows.
 
-    Each is recorded when it is first needed, and is compared with the forward that it records:
-    where a bit differs, or recording fails, a warning says so and :meth:`run` gives None from then
-    on. That forward takes several times as long as others.
+    The first use of a graph records it and compares it with the forward that it records: if a bit
+    differs, or recording fails, it logs a warning and :meth:`run` returns None from then on. That
+    first forward takes several times as long as others.
 
     In ``batch_invariant`` mode a row has the same bits in every graph and outside of them: a kernel
-    computes it by itself, and products are tiles of always the same number of rows, whatever
-    the rows are padded to.
+    computes it by itself, and products use tiles of a fixed number of rows, independent of the
+    padding.
 
     Args:
         forward: computes logits of rows on the device from nothing but ``rows.data``, without
             waiting for the host; tokens are in it.  # [num_rows, vocab_size]
         logits: gives the type, the device and the width of what it returns.
-        capture: see there; a test may record otherwise.
+        capture: records a function (:class:`Capture`); tests may pass another.
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-    # Entries of paths and tables in one forward. Longer contexts do without: for them the launches
-    # do not matter.
+    # Entries of paths and tables in one forward. Longer contexts run without graphs: for them the
+    # launches do not matter.
     MAX_ENTRIES = 1 << 20
 
     def __init__(
@@ -63,7 +64,7 @@ class ForwardGraphs:
         self._works = True
 
     def run(self, tokens: IntArray, rows: Rows) -> Tensor | None:
-        """Logits of all rows, or None where there is no graph for them.
+        """Logits of all rows, or None if no graph fits them.
 
         # [num_rows] -> [num_rows, vocab_size] float32
         """
@@ -79,7 +80,7 @@ class ForwardGraphs:
             self._replays[size]()
         elif not self._record(size):
             return None
-        # A copy: the next replay, of whatever graph, writes to the same place.
+        # A copy, because the next replay of any graph writes to the same memory.
         return self._logits[:count].to(torch.float32, copy=True)
 
     def _record(self, size: int) -> bool:
@@ -97,7 +98,7 @@ class ForwardGraphs:
             replay()
             if not torch.equal(out, expected):
                 raise RuntimeError("a replay gave other logits than the forward that it recorded")
-        except Exception as error:  # without graphs everything is as right, only slower
+        except Exception as error:  # without graphs the results are the same, only slower
             self._works = False
             self._replays.clear()
             reason = f"{type(error).__name__}: {error}"
@@ -113,13 +114,13 @@ def cuda_capture(device: torch.device) -> Capture:
     stream = torch.cuda.Stream(device)
 
     def capture(step: Callable[[], object]) -> Callable[[], object]:
-        # Libraries set themselves up for a stream when they first meet it.
+        # Libraries set themselves up at their first call on a stream.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             step()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory meanwhile.
+        # Other threads may allocate memory during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             step()
         return graph.replay

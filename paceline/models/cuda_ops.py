@@ -1,13 +1,13 @@
 """The arithmetic of a Llama-type model on a CUDA device, in fused kernels.
 
 :class:`CudaOps` computes what :class:`paceline.models.ops.TorchOps` computes, with the Triton
-kernels of :mod:`paceline.models.triton_kernels`. Where a row stands and what it attends to goes to
-the device once for each forward, as one array (:class:`DeviceRows`); after that nothing waits for
-the host or depends on its values, so a forward can be recorded as a CUDA graph
+kernels of :mod:`paceline.models.triton_kernels`. Each forward copies the rows' positions and
+contexts to the device once, as one array (:class:`DeviceRows`); after that nothing waits for the
+host or depends on its values, so a CUDA graph can record a forward
 (:mod:`paceline.models.cuda_graphs`).
 
-Kernels that nobody has run on a device are not trusted there: :func:`fused_ops` compares them with
-plain torch before a model uses them.
+Kernels are not trusted on a new device: :func:`fused_ops` compares them with plain torch before a
+model uses them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from paceline.types import IndexArray, IntArray
 
 Tensor = torch.Tensor
 
-# What stands at the beginning of DeviceRows.data, one array of all rows after the other.
+# The header of DeviceRows.data: one array over all rows after the other.
 HEADER = (
     "token", "position", "slot", "prefix_length", "path_length", "path_start", "table_start",
 )  # fmt: skip
 
 
 class KernelsDiffer(RuntimeError):
-    """A kernel does not compute what it should on this device; the message says which."""
+    """A kernel computes wrong results on this device; the message names it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ def flatten(rows: Rows, num_rows: int, tokens: IntArray | None = None) -> IndexA
 
 
 def pinned(array: IndexArray, device: torch.device) -> Tensor:
-    """On the host, where a ``non_blocking`` copy to the device can read it."""
+    """Host memory that a ``non_blocking`` copy to the device can read."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -88,21 +88,19 @@ class CudaOps(TorchOps):
     number each time.
 
     Args:
-        by_row: a row never depends on its neighbours.
-
-    Raises:
+        by_row: a row never depends on its neighbours. Raises:
         ImportError: Triton is not installed.
     """
 
     _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     _MAX_HEAD_DIM = 256
     _MAX_HIDDEN_SIZE = 65536
-    _BLOCK = 32  # entries of a context that attention reads at once
+    _BLOCK = 32  # context entries that attention reads at once
     _COLUMNS = 1024  # that a program of the activation computes
 
     @classmethod
     def supports(cls, dtype: torch.dtype, head_dim: int, hidden_size: int) -> bool:
-        """Whether a model fits."""
+        """Whether the kernels can compute a model."""
         return (
             dtype in cls._DTYPES
             and head_dim % 2 == 0
@@ -145,7 +143,7 @@ class CudaOps(TorchOps):
         rows: DeviceRows,
         states: Tensor | None = None,
     ) -> None:
-        """As :meth:`run_layers`, of rows that are on the device."""
+        """As :meth:`run_layers`, for rows on the device."""
         assert x.data_ptr() % _ALIGNMENT == 0
         delta = None  # what is still to be added to x
         for i in range(first, last):
@@ -223,14 +221,14 @@ class CudaOps(TorchOps):
 
 # --- whether to trust them -----------------------------------------------------------------------
 
-# How far a row may be from plain torch's, relative to its length.
+# Greatest allowed distance of a row from plain torch's, relative to its length.
 _TOLERANCES = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 def fused_ops(stack: Stack, by_row: bool) -> TorchOps:
     """:class:`CudaOps` where it computes what plain torch computes, else :class:`TorchOps`.
 
-    A warning says why it is not used, but for models that do not fit.
+    Logs why it does not use :class:`CudaOps`, except for models that do not fit.
 
     Args:
         stack: of the model, on its device. Its first layer is what is tried.
@@ -246,7 +244,7 @@ def fused_ops(stack: Stack, by_row: bool) -> TorchOps:
             return ops
         except KernelsDiffer as error:
             reason = str(error)
-        except Exception as error:  # whatever Triton or the device lacks, plain torch goes on
+        except Exception as error:  # plain torch works whatever Triton or the device lacks
             reason = f"{type(error).__name__}: {error}"
     warnings.warn(f"running without the Triton kernels, slower: {reason}", stacklevel=2)
     return TorchOps(by_row)
@@ -310,7 +308,7 @@ def _trial_rows(pool: KVPool, context_length: int) -> Rows:
 
 
 def _distance(plain: Tensor, fused: Tensor) -> float:
-    """The largest distance of two rows, relative to the first one's length."""
+    """The largest distance between two rows, relative to the first one's length."""
     expected, actual = plain.flatten(1).double(), fused.flatten(1).double()
     return float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
@@ -325,5 +323,5 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest one that is not below ``size``."""
+    """The smallest power of two not below ``size``."""
     return 1 << max(size - 1, 0).bit_length()

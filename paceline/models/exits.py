@@ -44,10 +44,10 @@ class UnifiedLayerSkipping:
     """Evenly spread layers, the first and the last among them, the same for all tokens.
 
     Unified Layer Skipping, Liu et al. 2024 (arXiv 2404.06954): the number of layers follows from
-    the wanted speedup alone, ``round(num_layers / ratio)``.
+    the desired speedup alone, ``round(num_layers / ratio)``.
 
     Args:
-        ratio: wanted speedup, at least 1.
+        ratio: desired speedup, at least 1.
     """
 
     ratio: float

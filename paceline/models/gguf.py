@@ -4,8 +4,8 @@ A *sequence* of llama.cpp is a set of KV entries, and an entry may belong to sev
 session has one for its committed tokens, which its first branch continues, and each further branch
 of its pending tree has one that shares the entries of its ancestors: nothing is copied.
 
-Its logits depend on what is computed beside them (``batch_invariant`` is False), so such a model
-drafts and is never a target.
+Its logits depend on the rest of the batch (``batch_invariant`` is False), so such a model can be a
+drafter but never a target.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEFAULT_KV_TOKENS = 8192
 
 
 class GgufSequence:
-    """KV state of one session: the numbers of its sequences in llama.cpp."""
+    """KV state of one session: the ids of its sequences in llama.cpp."""
 
     __slots__ = ("base", "branch_of", "branches", "depth_of", "length", "tails")
 
@@ -52,7 +52,7 @@ def _own(sequence: KVSequence) -> GgufSequence:
 
 
 class GgufRunner:
-    """A model in a GGUF file, behind the face of :class:`paceline.models.base.ModelRunner`.
+    """A model in a GGUF file as a :class:`paceline.models.base.ModelRunner`.
 
     Args:
         kv_tokens: KV entries of all sequences together; default: the model's context, at most
@@ -113,7 +113,7 @@ class GgufRunner:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """There is none: what llama.cpp computes depends on what it computes beside it."""
+        """Always refuses: llama.cpp's results depend on the rest of its batch."""
         raise InvalidArgument("target", "a GGUF file", "a Hugging Face folder")
 
     def new_sequence(self) -> GgufSequence:
@@ -125,7 +125,9 @@ class GgufRunner:
 
     def _take_id(self) -> int:
         if not self._free_ids:
-            raise ResourceExhausted("llama.cpp computes no further branch of a tree, or session")
+            raise ResourceExhausted(
+                "llama.cpp has no free sequence for another branch of a tree, or session"
+            )
         return self._free_ids.pop()
 
     def _release(self, sequence_id: int) -> None:
@@ -162,7 +164,7 @@ class GgufRunner:
         self._follow_threads()
         rows: list[torch.Tensor] = []
         offsets, ends = [0], [0]
-        waiting = 0  # tokens in the batch, which the next call computes
+        waiting = 0  # tokens in the batch that the next call computes
         for segment in segments:
             own = _own(segment.sequence)
             first = own.num_pending
@@ -227,7 +229,7 @@ class GgufRunner:
         batch.n_tokens = count
         code = lib.llama_decode(self._context, batch)
         if code == 1:
-            raise ResourceExhausted(f"llama.cpp finds no place for {count} KV entries")
+            raise ResourceExhausted(f"llama.cpp has no room for {count} KV entries")
         if code:
             raise RuntimeError(f"llama_decode failed with {code}")
         wanted = sum(bool(batch.logits[i]) for i in range(count))
@@ -240,7 +242,7 @@ class GgufRunner:
         return [torch.from_numpy(table.copy())]
 
     def _follow_threads(self) -> None:
-        """As many threads as torch has, which is where they are set."""
+        """Use as many threads as torch, where the user sets their number."""
         threads = torch.get_num_threads()
         if threads != self._threads:
             self._lib.llama_set_n_threads(self._context, threads, threads)

@@ -31,7 +31,7 @@ Integers = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Int4Format:
-    """What a checkpoint's ``quantization_config`` says.
+    """The fields of a checkpoint's ``quantization_config``.
 
     Attributes:
         method: gptq or awq.
@@ -45,10 +45,10 @@ class Int4Format:
 
 
 def int4_format(config: Mapping[str, Any]) -> Int4Format | None:
-    """That of a parsed config.json; None where weights are not of GPTQ's or AWQ's.
+    """The format in a parsed config.json; None if the weights are not GPTQ's or AWQ's.
 
     Raises:
-        InvalidArgument: one that Paceline does not read; says what of it.
+        InvalidArgument: Paceline does not read the format; the message names the field.
     """
     values = config.get(_FIELD)
     if not isinstance(values, dict) or values.get("quant_method") not in ("gptq", "awq"):
@@ -74,7 +74,7 @@ def int4_format(config: Mapping[str, Any]) -> Int4Format | None:
 
 @dataclass(frozen=True, slots=True)
 class Int4Tensor:
-    """A weight matrix of 4 bits, read when it is asked for.
+    """A weight matrix of 4 bits, read on demand.
 
     Attributes:
         name: of the matrix, as it would be without quantisation.
@@ -181,12 +181,12 @@ def _tensor(
 
 
 def _check_groups(tensor: Int4Tensor, index: StoredTensor | None) -> None:
-    """That each group is so many inputs behind one another."""
+    """Check that each group is a run of consecutive inputs."""
     if index is None:
         return
     expected = torch.arange(tensor.shape[1]) // tensor.group
     if index.shape != expected.shape or not torch.equal(index.read().long(), expected):
         raise InvalidArgument(
-            _FIELD, f"{index.name}, whose groups have inputs from everywhere (desc_act)",
-            f"groups of {tensor.group} inputs behind one another",
+            _FIELD, f"{index.name}, whose groups hold scattered inputs (desc_act)",
+            f"groups of {tensor.group} consecutive inputs",
         )  # fmt: skip

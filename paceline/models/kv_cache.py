@@ -38,7 +38,7 @@ class PooledSequence:
         self.pending: list[int] = []  # slot of each pending entry
         self.parents: list[int] = []  # parent of each pending entry, -1 for the committed prefix
         self.chain = True  # pending entries follow one another
-        # Of pending entries that left after some layers: what came out of each of them.
+        # Of pending entries that exited early: the output of each of their layers.
         self.states: dict[int, torch.Tensor] = {}  # [num_layers, hidden_size]
 
     @property
@@ -57,7 +57,7 @@ class PooledSequence:
 class KVPool:
     """Keys and values of all sequences of one model.
 
-    Slot 0 is never handed out: it stands, as zeros, for masked places of padded contexts.
+    The pool never hands out slot 0: it holds zeros for masked places of padded contexts.
 
     Args:
         num_tokens: capacity, without slot 0.
@@ -96,7 +96,7 @@ class KVPool:
         if count > len(free):
             free += self.prefixes.evict(count - len(free))
         if count > len(free):
-            raise ResourceExhausted(f"KV memory is full: {count} slots wanted, {len(free)} free")
+            raise ResourceExhausted(f"KV memory is full: {count} slots needed, {len(free)} free")
         first = sequence.num_pending
         chain = sequence.chain and all(p == first + i - 1 for i, p in enumerate(parents))
         if chain and sequence.length + first + count > len(sequence.slots):
@@ -144,14 +144,15 @@ class KVPool:
         self.truncate(sequence, 0)
 
     def adopt(self, sequence: PooledSequence, token_ids: Sequence[int], scope: str) -> None:
-        """Begin an empty sequence with what the prefix cache has of ``token_ids``."""
+        """Start an empty sequence with the entries that the prefix cache has for ``token_ids``."""
         sequence.blocks = self.prefixes.find(token_ids, scope)
         sequence.num_shared = sequence.length = BLOCK * len(sequence.blocks)
         for i, block in enumerate(sequence.blocks):
             sequence.slots[i * BLOCK : (i + 1) * BLOCK] = block.slots
 
     def publish(self, sequence: PooledSequence, token_ids: Sequence[int], scope: str) -> None:
-        """Give whole blocks of committed entries to the prefix cache; the sequence uses them on.
+        """Give whole blocks of committed entries to the prefix cache; the sequence keeps using
+        them.
 
         Args:
             token_ids: of the committed entries.  # [sequence.length]
@@ -161,7 +162,7 @@ class KVPool:
         slots = sequence.slots[: sequence.length]
         for block, is_new in self.prefixes.extend(sequence.blocks, token_ids, slots, scope):
             first = BLOCK * len(sequence.blocks)
-            if not is_new:  # somebody else has computed the same meanwhile
+            if not is_new:  # another session computed the same block in the meantime
                 self._free += slots[first : first + BLOCK].tolist()
                 slots[first : first + BLOCK] = block.slots
             sequence.blocks.append(block)

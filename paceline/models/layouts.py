@@ -1,8 +1,8 @@
-"""How the weights of a model folder are stored, and what of that Paceline understands.
+"""The layouts of model folders' weights that Paceline reads.
 
-Nothing loads that is not understood: a folder is refused, with the name of a tensor or of a field
-of its config.json, when it holds codes instead of weights (quantised checkpoints other than those
-of :mod:`paceline.models.int4`), tensors that no layer takes, or shards that are not what their
+Paceline refuses every other folder, and names a tensor or a field of its config.json: a folder that
+holds codes instead of weights (quantised checkpoints other than those of
+:mod:`paceline.models.int4`), tensors that no layer takes, or shards that are not what their
 index says.
 """
 
@@ -24,7 +24,7 @@ from paceline.errors import InvalidArgument, ModelNotFound
 INDEX = "model.safetensors.index.json"
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# safetensors' names of dtypes -> torch's; what is not here keeps its own.
+# safetensors' names of dtypes -> torch's; names missing here stay as they are.
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
     "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32",
@@ -60,8 +60,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_quantization(config: dict[str, Any]) -> None:
     """Refuse quantised weights, by whatever method.
 
-    The general path refuses them, too: what transformers makes of them depends on the machine and
-    the libraries on it, and is not always what the checkpoint says.
+    The general path refuses them too: transformers' result depends on the machine and its
+    libraries, and does not always match the checkpoint.
 
     Args:
         config: a parsed config.json.
@@ -106,7 +106,7 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file, read when it is asked for."""
+    """A tensor in a safetensors file, read on demand."""
 
     name: str
     file: Path
@@ -118,7 +118,7 @@ class StoredTensor:
         return np.ascontiguousarray(self.read((slice(None), columns)).numpy())
 
     def read(self, rows: slice | tuple[slice, slice] = slice(None)) -> torch.Tensor:
-        """Some of its rows. They are mapped: who keeps them should copy them.
+        """Some of its rows, mapped: a caller that keeps them should copy them.
 
         Each call maps the file anew, so that its pages leave memory together with the rows.
 
@@ -142,7 +142,7 @@ def stored_tensors(folder: Path, codes: Collection[str] = ()) -> dict[str, Store
     """All tensors of model.safetensors, or of the shards that its index names; none is read yet.
 
     Args:
-        codes: dtypes that are fine beside ``WEIGHT_DTYPES``, of codes that are no weights.
+        codes: further dtypes to accept beside ``WEIGHT_DTYPES``, for codes.
 
     Raises:
         ModelNotFound: a file is missing or damaged, or the shards are not what the index says.
@@ -165,7 +165,7 @@ def stored_tensors(folder: Path, codes: Collection[str] = ()) -> dict[str, Store
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """As :func:`stored_tensors`, read: each is mapped, and takes memory once it is used."""
+    """As :func:`stored_tensors`, but mapped: each tensor takes memory once it is used."""
     return {name: tensor.read() for name, tensor in stored_tensors(folder).items()}
 
 
@@ -192,7 +192,7 @@ def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
     if (folder / "model.safetensors").is_file():
         raise ModelNotFound(
             f"model folder {str(folder)!r} has both model.safetensors and {INDEX}: remove the one "
-            "that is not meant"
+            "that does not belong there"
         )
     places = read_index(index)
     headers = {}
@@ -201,8 +201,8 @@ def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
         headers[file] = header = _header(file)
         promised = {tensor for tensor, place in places.items() if place == name}
         for wrong, what in (
-            (promised - header.keys(), "lacks tensors that the index puts there"),
-            (header.keys() - promised, "holds tensors that the index does not put there"),
+            (promised - header.keys(), "lacks tensors that the index lists there"),
+            (header.keys() - promised, "holds tensors that the index does not list there"),
         ):
             if wrong:
                 raise ModelNotFound(

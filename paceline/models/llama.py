@@ -2,7 +2,7 @@
 
 One packed forward serves any mix of prompts, chains and trees of any number of sequences. Rows of
 all of them lie behind one another; only attention knows where a row's context is. With
-``batch_invariant`` the logits of a token have the same bits whatever is computed beside it. On a
+``batch_invariant`` the logits of a token have the same bits whatever else the batch holds. On a
 CPU with float32 or bfloat16 the C kernels give that for free (and so give it always); elsewhere
 the switch chooses a slower order of operations. On a CUDA device Triton kernels and CUDA graphs
 take part where they prove right when the model is loaded; plain torch runs everywhere.
@@ -81,7 +81,7 @@ Stored = StoredTensor | GgufTensor | Int4Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """The numbers of a Llama-type model, from its config.json."""
+    """The sizes and constants of a Llama-type model, from its config.json."""
 
     model_type: str
     vocab_size: int
@@ -139,9 +139,9 @@ class LlamaConfig:
             check_quantization(raw)
         for key, neutral in _NEUTRAL.items():
             if key in raw and raw[key] not in neutral:
-                allowed = f"{json.dumps(neutral[0])}, which is all that the fast path computes"
+                allowed = f"{json.dumps(neutral[0])}, the only value that the fast path computes"
                 raise InvalidArgument(key, raw[key], allowed)
-        # What transformers takes for a key that is not there differs between the types.
+        # transformers' defaults for missing keys differ between the model types.
         raw = _DEFAULTS[model_type] | raw
         heads, hidden = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
         kv_heads = _count(raw, "num_key_value_heads", heads)
@@ -230,10 +230,11 @@ def _flag(raw: dict[str, Any], key: str) -> bool:
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """What rotates queries and keys: rope_parameters, or rope_theta and rope_scaling of old."""
+    """The rotary embedding's parameters: rope_parameters, or the older rope_theta and
+    rope_scaling."""
     scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
     if scaling and parameters and scaling != parameters:
-        raise InvalidArgument("rope_scaling", scaling, "absent where rope_parameters is there")
+        raise InvalidArgument("rope_scaling", scaling, "absent if rope_parameters is present")
     rope = scaling or parameters or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise InvalidArgument("rope_parameters", rope, "one object for all layers")
@@ -335,7 +336,7 @@ def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def stored_weights(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
-    """As :func:`load_weights`; they are not read yet."""
+    """As :func:`load_weights`, without reading them yet."""
     tensors: dict[str, Stored]
     if gguf_folder.is_folder(folder):
         tensors = dict(gguf_folder.tensors(folder))
@@ -354,7 +355,7 @@ def stored_weights(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
 
 
 def _check_weights(folder: Path, config: LlamaConfig, tensors: Mapping[str, Stored]) -> None:
-    """That the weights are those of the model."""
+    """Check that the weights are those of the model."""
     shapes = tensor_shapes(config)
     missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
     held = f"tensors that a {config.model_type} model with this config.json does not have: "
@@ -366,7 +367,7 @@ def _check_weights(folder: Path, config: LlamaConfig, tensors: Mapping[str, Stor
         raise InvalidArgument(
             "weights", f"{folder!s}, with {held}",
             "the weights that config.json describes and no others: correct config.json, or remove "
-            "what does not belong to the model",
+            "the tensors that do not belong to the model",
         )  # fmt: skip
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
@@ -377,7 +378,7 @@ def _check_weights(folder: Path, config: LlamaConfig, tensors: Mapping[str, Stor
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a model's weights are in."""
+    """The files that hold a model's weights."""
     if gguf_folder.is_folder(folder):
         return [folder / gguf_folder.WEIGHTS]
     return sorted(folder.glob("*.safetensors"))
@@ -406,7 +407,7 @@ def read_floats(tensor: Stored) -> Tensor:
 
 
 def _in_blocks(tensor: Stored) -> bool:
-    """Whether it is read as blocks of integers."""
+    """Whether Paceline reads it as blocks of integers."""
     if isinstance(tensor, GgufTensor):
         return tensor.type in QUANT_TYPES
     return isinstance(tensor, Int4Tensor)
@@ -420,7 +421,7 @@ def _in_pieces(count: int, size: int) -> Iterator[slice]:
 
 
 def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, StoredTensor]) -> None:
-    """Drop an output layer that is stored though config.json says that it is the embedding."""
+    """Drop a stored output layer if config.json says that it is the embedding."""
     head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
     if not config.tie_word_embeddings or head is None or embedding is None:
         return
@@ -439,7 +440,7 @@ def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Stor
 
 
 def _drop_zero_biases(config: LlamaConfig, tensors: dict[str, Stored]) -> None:
-    """Drop biases that add nothing: AutoGPTQ gave one to every layer."""
+    """Drop biases of zero: AutoGPTQ gave one to every layer."""
     expected = tensor_shapes(config)
     for name in list(tensors):
         layer, _, part = name.rpartition(".")
@@ -450,7 +451,7 @@ def _drop_zero_biases(config: LlamaConfig, tensors: dict[str, Stored]) -> None:
 
 
 def _check_no_codes(tensors: Mapping[str, Stored]) -> None:
-    """That all codes belong to layers of 4 bits."""
+    """Check that all codes belong to layers of 4 bits."""
     for name, tensor in tensors.items():
         if isinstance(tensor, StoredTensor) and not tensor.dtype.is_floating_point:
             raise not_weights(f"{name} in {str(tensor.file)!r}", str(tensor.dtype).split(".")[-1])
@@ -491,7 +492,7 @@ def rope_table(config: LlamaConfig) -> Tensor:
     differ in the last bit between machines.
 
     Raises:
-        InvalidArgument: the rope type needs a number that is not there.
+        InvalidArgument: config.json lacks a number that the rope type needs.
     """
     frequencies, scaling = _frequencies(config)
     half = len(frequencies)
@@ -508,7 +509,7 @@ def rope_table(config: LlamaConfig) -> Tensor:
 
 
 def _frequencies(config: LlamaConfig) -> tuple[npt.NDArray[np.float32], float]:
-    """Radians a position of each pair [head_dim / 2], and what cosines and sines are scaled by."""
+    """Radians per position of each pair [head_dim / 2], and the scale of cosines and sines."""
     frequencies = rope_frequencies(config)
     if frequencies is not None:
         return frequencies, 1.0
@@ -645,7 +646,7 @@ class LlamaRunner:
     # --- loading -------------------------------------------------------------------------------
 
     def _least_bytes(self, tensors: Mapping[str, Stored]) -> int:
-        """What the weights take in memory, biases and norms left out."""
+        """Bytes of the weights in memory, without biases and norms."""
         native, table = isinstance(self._ops, NativeOps), "model.embed_tokens.weight"
         total = math.prod(tensors[table].shape) * self.dtype.itemsize
         for name, tensor in tensors.items():
@@ -661,7 +662,7 @@ class LlamaRunner:
             elif native and size > 2:
                 some = read_weight(tensor, slice(1))
                 if isinstance(some, Tensor) and bool(some.bfloat16().eq(some).all()):
-                    size = 2  # probably: one row is known
+                    size = 2  # an estimate from one row
             total += int(math.prod(tensor.shape) * size)
         return total
 
@@ -702,7 +703,7 @@ class LlamaRunner:
             firsts = [0, *accumulate(part.shape[0] for part in parts)]
 
             def piece(rows: slice) -> Tensor | Quantised:
-                """Some outputs of the parts behind one another."""
+                """Some outputs of the concatenated parts."""
                 found = []
                 for part, first in zip(parts, firsts, strict=False):
                     start, stop = max(0, rows.start - first), min(part.shape[0], rows.stop - first)
@@ -808,7 +809,7 @@ class LlamaRunner:
         )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor | InParts]]:
-        """All that a forward reads, in one layout whatever the ops made of it."""
+        """All tensors that a forward reads, in one layout independent of the ops."""
         yield "embedding", self._embedding
         yield "cos_sin", self._stack.cos_sin
         yield "final_norm", self._final_norm
@@ -823,7 +824,7 @@ class LlamaRunner:
             yield self._named("head", self._head)
 
     def _named(self, name: str, weight: Weight) -> tuple[str, Tensor | InParts]:
-        """A weight with its name; blocks of integers are alike in memory everywhere."""
+        """A weight with its name; blocks of integers have one layout on every machine."""
         if weight.packing >= Packing.NIBBLES:
             return f"{name} in {weight.packing.name}", weight.data
         if not isinstance(self._ops, NativeOps):
@@ -832,7 +833,7 @@ class LlamaRunner:
         return name, InParts(shape, self.dtype, self._ops.unpack_rows(weight))
 
     def _use_graphs(self, capture: Capture | None = None) -> None:
-        """Replay small forwards; plain torch's cannot be recorded, since it asks the host."""
+        """Replay small forwards; plain torch waits for the host, so no graph can record it."""
         if isinstance(self._ops, CudaOps):
             self._graphs = ForwardGraphs(
                 self._forward_on_device, self.vocab_size, self.dtype, self.device, capture
@@ -866,16 +867,16 @@ class LlamaRunner:
 
     @property
     def prefixes(self) -> PrefixCache | None:
-        """Entries of earlier sequences; None where they could differ in the last bits."""
+        """Entries of earlier sequences; None if they could differ in the last bits."""
         return self._pool.prefixes if self.batch_invariant else None
 
     def adopt(self, sequence: KVSequence, token_ids: Sequence[int], scope: str) -> None:
-        """Begin an empty sequence with the entries that are cached for ``token_ids``."""
+        """Start an empty sequence with the cached entries for ``token_ids``."""
         assert isinstance(sequence, PooledSequence)
         self._pool.adopt(sequence, token_ids, scope)
 
     def publish(self, sequence: KVSequence, token_ids: Sequence[int], scope: str) -> None:
-        """Let others begin with this sequence's committed entries, also when it is gone."""
+        """Let later sequences start with this sequence's committed entries, even after it ends."""
         assert isinstance(sequence, PooledSequence)
         self._pool.publish(sequence, token_ids, scope)
 
@@ -926,7 +927,7 @@ class LlamaRunner:
         return ForwardResult(logits, batch.row_offsets, extras, batch.extra_offsets, selected)
 
     def _replay(self, batch: _Batch) -> Tensor | None:
-        """The wanted rows' logits from a graph, where there is one for the batch."""
+        """The selected rows' logits from a graph, if one fits the batch."""
         wants_logits = batch.row_offsets[-1] > 0
         if self._graphs is None or batch.layers is not None or not wants_logits:
             return None
@@ -934,7 +935,7 @@ class LlamaRunner:
         return logits if logits is None or batch.selected is None else logits[batch.selected]
 
     def _forward_on_device(self, rows: DeviceRows) -> Tensor:
-        """Logits of all rows, from tokens that are on the device.  # [num_rows, vocab_size]"""
+        """Logits of all rows, from tokens on the device.  # [num_rows, vocab_size]"""
         assert isinstance(self._ops, CudaOps)
         stack, pool = self._stack, self._pool
         x = F.embedding(rows.data[: rows.num_rows], self._embedding)
@@ -942,7 +943,7 @@ class LlamaRunner:
         return self._ops.linear(self._ops.rmsnorm(x, self._final_norm, stack.eps), self._head)
 
     def _run_some(self, batch: _Batch, x: Tensor, states: Tensor | None) -> None:
-        """As ``run_layers`` over all layers, but each row takes part in its own ones only."""
+        """As ``run_layers`` over all layers, but each row runs through its own layers only."""
         assert batch.layers is not None
         for row, earlier in batch.resumed.items():
             x[row] = earlier[-1]
@@ -996,7 +997,7 @@ class LlamaRunner:
         return self._ops.linear(hidden.contiguous(), self._head).float()
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """What the shared norm and head make of a residual stream.
+        """Logits of a residual stream, through the shared norm and head.
 
         Args:
             states: after any layer.  # [num_rows, hidden_size]
@@ -1009,12 +1010,12 @@ class LlamaRunner:
 
     @property
     def native_ops(self) -> NativeOps | None:
-        """The C kernels, where they compute this model."""
+        """The C kernels, if they compute this model."""
         return self._ops if isinstance(self._ops, NativeOps) else None
 
     @property
     def drafts_chains(self) -> bool:
-        """Whether :meth:`greedy_chain` is there: it needs the C kernels."""
+        """Whether :meth:`greedy_chain` works: it needs the C kernels."""
         return isinstance(self._ops, NativeOps)
 
     def greedy_chain(
@@ -1098,7 +1099,7 @@ class LlamaRunner:
         return batch
 
     def _choose_layers(self, batch: _Batch, segments: Sequence[Segment]) -> None:
-        """Which layers each row takes part in, and what becomes of its state."""
+        """The layers that compute each row, and where its state is kept."""
         num_layers = len(self._stack.layers)
         active = np.ones((batch.extra_offsets[-1], num_layers), np.bool_)
         for i, segment in enumerate(segments):

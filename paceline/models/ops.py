@@ -1,6 +1,6 @@
 """The arithmetic of a Llama-type model, in two versions that compute the same.
 
-:class:`TorchOps` is plain torch: it runs on any device and says what the other one must compute.
+:class:`TorchOps` is plain torch: it runs on any device and is the reference for the other one.
 :class:`NativeOps` calls the C kernels (CPU, float32 and bfloat16): all layers in one call, each row
 computed without regard to the others. Shapes: R rows, H heads, G key/value heads, D head
 dimension, N slots of the KV pool.
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Where each row of a packed batch stands: its position, its slot, its context.
+    """The position, slot and context of each row of a packed batch.
 
     The context of row r is ``tables[r][:prefix_length[r]]`` (slots of the sequence, in position
     order) followed by ``path_length[r]`` entries of ``paths`` from ``path_offset[r]`` on: the
@@ -177,7 +177,7 @@ def _that_holds(one: Packing, other: Packing) -> Packing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """A weight matrix in the layout that its ops want."""
+    """A weight matrix in the layout that its ops need."""
 
     data: Tensor
     num_outputs: int
@@ -230,14 +230,14 @@ class Fuse(NamedTuple):
 
 
 class Ops(Protocol):
-    """What :class:`paceline.models.llama.LlamaRunner` needs. Tensors are contiguous."""
+    """The arithmetic under :class:`paceline.models.llama.LlamaRunner`. Tensors are contiguous."""
 
     def pack(self, weight: Tensor) -> Weight:
-        """Bring a weight into the layout that :meth:`linear` wants.  # [outputs, inputs]"""
+        """Bring a weight into the layout that :meth:`linear` needs.  # [outputs, inputs]"""
         ...
 
     def unpack(self, weight: Weight) -> Tensor:
-        """What :meth:`pack` was given.  # [outputs, inputs]"""
+        """The weight that :meth:`pack` packed.  # [outputs, inputs]"""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -495,12 +495,12 @@ class NativeOps:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What the layout of packed weights depends on."""
+        """The properties that determine the layout of packed weights."""
         return str(self._dtype), self._int8, self._tiles, self._tile_numerics, self._dots
 
     @property
     def numerics_class(self) -> str:
-        """See :mod:`paceline.numerics`; known when all weights are packed."""
+        """See :mod:`paceline.numerics`; known once all weights are packed."""
         if Packing.TILES in self.packings:
             return "amx"
         dots = Packing.DOTS in self.packings and not kernels.dots_are_portable()
@@ -518,7 +518,7 @@ class NativeOps:
     ) -> Weight:
         """As :meth:`pack`, of a matrix that is read some outputs at a time.
 
-        So little of it is in memory in another layout than this one.
+        So only a small part of it is in memory in another layout at a time.
 
         Args:
             read: some outputs; it may be asked for them again.
@@ -725,10 +725,11 @@ class NativeOps:
         """Give sequences some tokens and continue each by argmax.
 
         Args:
-            num_layers: how many of the stack's layers take part.
+            num_layers: number of the stack's layers that take part.
             final_norm: None where logits come from the last state as it is.
             rows: of the given tokens and then of all further steps, one step after the other.
-            given: what each sequence has not seen, at least one token; exactly one with ``states``
+            given: the tokens that each sequence has not seen, at least one; exactly one with
+                ``states``
                 or ``fuse``.
             states: filled with what comes out of each layer.
                 # [num_steps, num_layers, num_sequences, hidden]
@@ -824,13 +825,13 @@ class NativeOps:
 
 LONE_WEIGHTS = 2e7
 LONE_WORK, LONE_TILE_WORK = 2e8, 8e8
-"""A forward of fewer weights and of fewer multiplications than these stays on one thread."""
+"""A forward with fewer weights and fewer multiplications than these runs on one thread."""
 
 
 def _num_threads(packing: Packing, num_weights: int, work: float) -> int:
-    """Threads for a forward, or a product, of ``work`` multiplications, where nothing was measured.
+    """Threads for a forward, or a product, of ``work`` multiplications, without a measurement.
 
-    More than one where they gain more than it takes to wake them: they sleep while a round drafts,
+    More than one if they save more time than waking them takes: they sleep while a round drafts,
     and are awake from a forward's first product to its last.
     """
     tiles = packing in (Packing.TILES, Packing.TILE_BYTES)

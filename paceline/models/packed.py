@@ -1,4 +1,4 @@
-"""Packed weights on the disk: made when a model is loaded for the first time, mapped from then on.
+"""Packed weights on disk: the first load of a model writes them, later loads map them.
 
 Processes that map the same file share its pages, and a page that no forward touches takes no
 memory.
@@ -26,15 +26,15 @@ from paceline.models.ops import Packing, Weight
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the layouts that :mod:`paceline.models.ops` packs weights into, and of the file."""
+"""Version of the layouts that :mod:`paceline.models.ops` packs weights into, and of the file."""
 LEAST_WEIGHTS = 10_000_000
-"""A model of fewer is packed in no time."""
+"""A model with fewer weights stays in memory: packing it takes no noticeable time."""
 _ALIGNMENT = 64
 _CHUNK = 1 << 20
 
 
 def identity(files: list[Path], *layout: object) -> str:
-    """Names what a model's packed weights depend on: its files as they are now, and the layout."""
+    """A key of all that a model's packed weights depend on: its current files, and the layout."""
     digest = hashlib.sha256(f"{VERSION} {layout}".encode())
     for file in files:
         state = file.stat()
@@ -46,7 +46,7 @@ class PackedWeights:
     """One model's packed weights. Without a file (``path`` None) they stay in memory.
 
     Attributes:
-        is_made: whether the file was there: nothing needs to be packed.
+        is_made: whether the file exists, so that nothing needs packing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -59,9 +59,9 @@ class PackedWeights:
     @staticmethod
     @contextmanager
     def of(key: str, num_weights: int) -> Iterator[PackedWeights]:
-        """Those of a model; what is packed inside is on the disk afterwards.
+        """The packed weights of a model; leaving the block writes newly packed ones to disk.
 
-        A small model, a full disk, or `PACELINE_PACKED=off`: they stay in memory.
+        With a small model, a full disk, or `PACELINE_PACKED=off` they stay in memory.
         """
         path: Path | None = None
         if num_weights >= LEAST_WEIGHTS and os.environ.get("PACELINE_PACKED") != "off":
@@ -75,7 +75,7 @@ class PackedWeights:
                     stack.enter_context(locked(path.with_suffix(".lock")))
                 weights = PackedWeights(path)
                 if not weights.is_made and path.is_file():
-                    logger.warning("packed weights in %s are damaged: packing anew", path)
+                    logger.warning("packed weights in %s are damaged: packing them again", path)
             try:
                 yield weights
                 weights._keep()
@@ -84,7 +84,7 @@ class PackedWeights:
                     weights._scratch.unlink(missing_ok=True)
 
     def weight(self, name: str, make: Callable[[], Weight]) -> Weight:
-        """A packed weight, made now unless the file has it."""
+        """A packed weight; packs it now unless the file has it."""
         about: dict[str, Any] = {}
 
         def data() -> torch.Tensor:
@@ -147,7 +147,7 @@ class PackedWeights:
         }  # fmt: skip
 
     def _keep(self) -> None:
-        """Make what was packed the model's file; another process may have done the same."""
+        """Make the scratch file the model's file; another process may have done the same."""
         if self._path is None or self._scratch is None:
             return
         index = self._path.with_suffix(".json")
@@ -165,7 +165,7 @@ def _checksum_of(entries: dict[str, Any], checksum: int) -> int:
 
 
 def _checksum_of_file(path: Path) -> int:
-    """Read, not mapped: what a process has not used takes no memory of it."""
+    """Checksum by reading, not mapping, so that pages not yet used take no memory."""
     checksum, buffer = 0, memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

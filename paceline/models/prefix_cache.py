@@ -2,7 +2,7 @@
 
 A trie of blocks of ``BLOCK`` tokens: a path from a root spells a prefix, and each block owns the KV
 slots of its tokens. Sequences that use a block only read it, so nothing is copied; a block that no
-sequence uses is evicted when memory is needed, the one that was longest unused first. As a key or a
+sequence uses is evicted when memory is needed, the longest unused one first. As a key or a
 value depends on the tokens up to it alone, and in batch-invariant mode on nothing else down to the
 last bit, a session that begins with cached entries continues exactly as one that computes them.
 """
@@ -38,27 +38,27 @@ class PrefixBlock:
 
 
 class PrefixCache:
-    """Which blocks there are, and which of them nobody uses.
+    """All cached blocks, and those that no sequence uses.
 
     Attributes:
-        num_queried, num_hit: tokens that sessions looked for, and that were there.
-        num_evicted: tokens.
+        num_queried, num_hit: tokens that sessions looked up, and those found.
+        num_evicted: evicted tokens.
     """
 
     def __init__(self) -> None:
         self._roots: dict[str, PrefixBlock] = {}
-        # Blocks without users, the longest unused first. A sequence lets go of its last block
-        # first, and whoever uses a block uses its parent: children come before their parents.
+        # Blocks without users, the longest unused first. A sequence releases its last block first,
+        # and every user of a block uses its parent: children come before their parents.
         self._idle: OrderedDict[PrefixBlock, None] = OrderedDict()
         self.num_queried = self.num_hit = self.num_evicted = 0
 
     @property
     def num_idle(self) -> int:
-        """Slots that can be had back."""
+        """Number of slots that eviction can free."""
         return BLOCK * len(self._idle)
 
     def find(self, token_ids: Sequence[int], scope: str) -> list[PrefixBlock]:
-        """The blocks that ``token_ids`` begin with; the caller uses them from now on."""
+        """The cached blocks at the start of ``token_ids``; marks them as used by the caller."""
         found: list[PrefixBlock] = []
         block = self._roots.get(scope)
         keys = _keys(token_ids)
@@ -75,7 +75,7 @@ class PrefixCache:
     def extend(
         self, known: Sequence[PrefixBlock], token_ids: Sequence[int], slots: IndexArray, scope: str
     ) -> list[tuple[PrefixBlock, bool]]:
-        """The blocks of ``token_ids`` after the ``known`` ones; the caller uses them from now on.
+        """The blocks of ``token_ids`` after the ``known`` ones; marks them as used by the caller.
 
         Args:
             slots: of all tokens; those of new blocks belong to the cache now.  # [num_tokens]
@@ -102,14 +102,14 @@ class PrefixCache:
         return result
 
     def release(self, blocks: Sequence[PrefixBlock]) -> None:
-        """A sequence no longer uses these, parents first."""
+        """Release blocks that a sequence no longer uses, parents first."""
         for block in reversed(blocks):
             block.users -= 1
             if not block.users:
                 self._idle[block] = None
 
     def evict(self, num_slots: int) -> list[int]:
-        """Give up at least so many slots, if there are as many that nobody uses."""
+        """Free at least ``num_slots`` slots, if unused blocks hold that many."""
         slots: list[int] = []
         while self._idle and len(slots) < num_slots:
             block, _ = self._idle.popitem(last=False)

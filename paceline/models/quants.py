@@ -51,7 +51,7 @@ class Quantised:
         return Quantised(self.q[index], self.scale[index], least, self.bits)
 
     def floats(self) -> Floats:
-        """The weights that this stands for.  # [outputs, inputs]"""
+        """The weights that the blocks encode.  # [outputs, inputs]"""
         out = self.q.reshape(*self.scale.shape, self.block) * self.scale[:, :, None]
         if self.least is not None:
             out += self.least[:, :, None]
@@ -65,7 +65,7 @@ class Quantised:
 
 
 def concatenate(parts: Sequence[Quantised]) -> Quantised:
-    """The outputs of several matrices with the same inputs behind one another."""
+    """Concatenate the outputs of several matrices with the same inputs."""
     kinds = {(part.bits, part.block, part.least is None) for part in parts}
     if len(kinds) > 1:
         parts = [part.widened() for part in parts]
@@ -198,14 +198,14 @@ def quantise(weight: Floats, name: str) -> Quantised:
         name: Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
 
     Raises:
-        InvalidArgument: the inputs are no whole blocks.
+        InvalidArgument: the number of inputs is not a multiple of the block.
     """
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
     kind = QUANT_TYPES[name]
     if weight.shape[1] % kind.inputs:
-        allowed = f"float32, bfloat16 or int8: {weight.shape[1]} inputs are no whole blocks of 32"
+        allowed = f"float32, bfloat16 or int8: {weight.shape[1]} inputs are not a multiple of 32"
         raise InvalidArgument("dtype", name.lower(), allowed)
     return read_blocks(quantize(weight, GGMLQuantizationType[name]), name)
 

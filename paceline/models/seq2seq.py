@@ -3,7 +3,7 @@
 A session's prompt is the encoder's input followed by the decoder's start token; every token after
 it is the decoder's. A prompt without a start token is the encoder's input as a whole, and the
 decoder starts after it. (Where the start token also ends an input, as in BART, the prompt must
-have both.) The drafts, rules and controllers never notice: to them it is one sequence.
+have both.) Drafters, rules and controllers see one ordinary sequence.
 
 The encoder runs once for each sequence; the decoder runs over all its tokens again for each path
 of a draft, which is the ``recompute`` strategy of the general path.
@@ -38,7 +38,7 @@ class Seq2SeqSequence(TransformersSequence):
         self.states: Any = None  # a tensor, which transformers annotates more narrowly
 
     def forget_source(self) -> None:
-        """Back to a sequence whose encoder has not run."""
+        """Reset to a sequence whose encoder has not run."""
         self.start, self.source, self.states = None, [], None
 
 
@@ -100,7 +100,7 @@ class Seq2SeqRunner(TransformersRunner):
             place = known.index(start)
             while known[place + 1 : place + 2] == [start]:  # after a padded or ended input
                 place += 1
-            # A prompt of nothing but the start token: encoders cannot run on no tokens at all.
+            # The prompt is only the start token: encoders cannot run on an empty input.
             sequence.start, sequence.source = place, known[:place] or [start]
         else:
             sequence.start, sequence.source = len(known) - 1, known

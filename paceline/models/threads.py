@@ -1,4 +1,4 @@
-"""Processors that this process may use, and on how many threads work is fastest.
+"""The processors that this process may use, and its fastest number of threads.
 
 Two logical processors of one core share its arithmetic, a container may have a quota of processor
 time, and waking threads costs more than a small forward gains: the number of threads is measured
@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What this process may run on.
+    """The processors that this process may run on.
 
     Attributes:
         logical: processors of its affinity.
@@ -32,7 +32,7 @@ class Cores:
 
     @property
     def usable(self) -> int:
-        """Threads that can run at the same time. A part of a processor is none."""
+        """Threads that can run at the same time; a fraction of a processor does not count."""
         return self.logical if self.quota is None else max(1, min(self.logical, int(self.quota)))
 
     @property
@@ -55,7 +55,7 @@ def usable_cores() -> Cores:
 
 
 def read_cores(affinity: set[int], root: Path = Path("/")) -> Cores:
-    """Cores by what the kernel's files below ``root`` say of the processors in ``affinity``."""
+    """Cores of the processors in ``affinity``, from the kernel's files below ``root``."""
     siblings = {_siblings(cpu, root) for cpu in affinity}
     physical = len(siblings) if None not in siblings else _cores_in_cpuinfo(affinity, root)
     return Cores(len(affinity), physical or len(affinity), _quota(root))
@@ -143,26 +143,26 @@ def _read(file: Path) -> str | None:
 # --- how many -------------------------------------------------------------------------------------
 
 SIZES = 1, 4, 8, 16, 64  # rows: a token, drafts, a prompt
-GAIN = 1.05  # more threads must be so many times as fast: they may be wanted elsewhere
+GAIN = 1.05  # speedup that more threads must reach: other work may need them
 REPETITIONS = 5
 PAUSE_S = 0.002  # threads fall asleep between two forwards, as they do while a round drafts
-LONGEST_S = 0.1  # a forward that takes longer is the last size
+LONGEST_S = 0.1  # stop at the first size whose forward takes longer
 
 Steps = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many threads compute a forward, by its rows.
+    """The number of threads for a forward, by its rows.
 
     Attributes:
-        steps: rows, and the number of threads from so many on; ascending from 1 row.
+        steps: (rows, number of threads from that many rows on), ascending from 1 row.
     """
 
     steps: Steps
 
     def of(self, rows: int) -> int:
-        """Threads for a forward of so many rows."""
+        """Number of threads for a forward with a number of rows."""
         chosen = self.steps[0][1]
         for first, count in self.steps:
             if rows < first:
@@ -180,7 +180,7 @@ def measure_threads(
     """The fastest number of threads for forwards of each size.
 
     Args:
-        seconds: a forward of so many rows takes on so many threads; called again and again.
+        seconds: measures a forward, given its rows and threads; called repeatedly.
         candidates: ascending.
     """
     steps: list[tuple[int, int]] = []
@@ -188,7 +188,8 @@ def measure_threads(
         best = {count: seconds(rows, count) for count in candidates}
         if max(best.values()) < LONGEST_S:
             for _ in range(REPETITIONS - 1):
-                for count in candidates:  # in turns: others may have the machine for a moment
+                # in turns, because other processes may take the machine for a moment
+                for count in candidates:
                     best[count] = min(best[count], seconds(rows, count))
         chosen = candidates[0]
         for count in candidates[1:]:
@@ -202,7 +203,7 @@ def measure_threads(
 
 
 def timed_after_pause(call: Callable[[], None]) -> float:
-    """Seconds of a call that finds other threads asleep."""
+    """Seconds of a call that starts while the other threads sleep."""
     time.sleep(PAUSE_S)
     started = time.perf_counter()
     call()

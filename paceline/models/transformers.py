@@ -180,7 +180,7 @@ class TransformersRunner:
 
     @property
     def num_free(self) -> int:
-        """Tokens that may still be held."""
+        """Number of tokens that still fit."""
         return self.kv_capacity - self._used
 
     def new_sequence(self) -> TransformersSequence:
@@ -257,7 +257,7 @@ class TransformersRunner:
             if self.strategy == "tree":
                 _gather(own.cache, own.length, path)
             elif self.strategy == "paths":
-                # Whatever the cache lacks of this path is run again.
+                # Run the part of this path that the cache lacks again.
                 self._run_path(own, path)
         self._used -= own.num_pending - len(path)
         own.token_ids += tokens
@@ -310,7 +310,7 @@ class TransformersRunner:
     def _forward_segment(
         self, sequence: TransformersSequence, segment: Segment, parents: list[int]
     ) -> torch.Tensor | None:
-        """Logits of the rows asked for, None for none of them.  # [num_rows, vocab_size]"""
+        """Logits of the selected rows; None if no row is selected.  # [num_rows, vocab_size]"""
         count, first = len(parents), sequence.num_pending
         if count == 0:
             return None
@@ -331,7 +331,7 @@ class TransformersRunner:
             else:
                 logits = self._run_paths(sequence, tree, first)
         except BaseException:
-            # A failed forward leaves no trace: what it may have cached is cut off again.
+            # A failed forward must leave no trace: cut off what it may have cached.
             del sequence.pending_ids[first:], sequence.pending_parents[first:]
             self._used -= count
             known = sequence.cached_pending
@@ -469,7 +469,7 @@ class TransformersRunner:
         Raises:
             InvalidArgument: the logits overflow in this dtype.
         """
-        # A short check would not notice a window, so trees with a mask from outside are out.
+        # A short check would not detect a window, so rule out trees with a mask from outside.
         candidates: list[Strategy] = [] if has_window or not self._takes_positions else ["tree"]
         generator = np.random.default_rng(0)
         length = min(12, self.context_length - 4)
@@ -486,8 +486,8 @@ class TransformersRunner:
         for strategy in (*candidates, "paths"):
             try:
                 logits = self._check_logits(strategy, tokens, length)
-            # Each model refuses what it cannot do in its own way; none of them is an error here,
-            # because the last strategy needs nothing but a plain forward.
+            # Each model fails in its own way at a strategy that it lacks. Such a failure is no
+            # error here, because the last strategy needs only a plain forward.
             except Exception:
                 continue
             error = (logits - reference).square().mean(-1).max().sqrt()

@@ -5,7 +5,7 @@ This file needs Triton, which comes with torch's builds for CUDA; only ``CudaOps
 tested without a GPU.
 
 Each program computes one row, or a part of one, with block sizes that depend on the model alone. So
-a row's result does not depend on what is computed beside it. ``rows`` is
+a row's result does not depend on its neighbours. ``rows`` is
 :attr:`paceline.models.cuda_ops.DeviceRows.data`; a row whose slot is negative is padding: it stores
 no keys and values.
 

@@ -1,8 +1,9 @@
 """A small draft model for a chat model: some of its layers, trained on its conversations.
 
-The drafter starts as the target's embedding and a few of its layers, and learns what the target
-thought at each token of its own answers (:mod:`paceline.train.conversations`). Its head has a part
-of the vocabulary alone: the tokens that occur most (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+The drafter starts as the target's embedding and a few of its layers, and learns the target's
+distributions at each token of its own answers (:mod:`paceline.train.conversations`). Its head
+covers only part of the vocabulary: the most frequent tokens (FR-Spec, Zhao et al. 2025, arXiv
+2502.14856).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.models.llama import LlamaConfig, load_weights
 from paceline.train.pretrain import Trainer, layer_states, new_model
 
 HELD_OUT = 0.04
-"""Share of the conversations that nothing is trained on."""
+"""Share of the conversations that is held out from training."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Talks:
         return len(self.tokens)
 
     def split(self) -> tuple[Talks, Talks]:
-        """For training, and held out: every so many-th."""
+        """Training and held-out conversations: every n-th one is held out."""
         every = round(1 / HELD_OUT)
         parts = [[i for i in range(len(self)) if (i % every == 7) == held] for held in (0, 1)]
         training, held_out = (
@@ -73,7 +74,7 @@ class Talks:
 
 
 def build(target: Path, layers: Sequence[int]) -> LlamaForCausalLM:
-    """The target with these of its layers alone."""
+    """The target reduced to these layers."""
     config = AutoConfig.from_pretrained(model_folder(target))
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):
@@ -94,18 +95,19 @@ def build(target: Path, layers: Sequence[int]) -> LlamaForCausalLM:
 
 
 def choose_vocabulary(talks: Talks, size: int, vocab_size: int) -> NDArray[np.int64]:
-    """The tokens that the target thinks of most, in ascending order; then the tokenizer's first."""
+    """The tokens that the target finds likeliest, in ascending order; then the tokenizer's
+    first."""
     mass = np.zeros(vocab_size)
     for ids, probs in zip(talks.top_ids, talks.top_probs, strict=True):
         np.add.at(mass, ids.reshape(-1), probs.reshape(-1).astype(np.float64))
-    mass += np.linspace(1e-6, 0, vocab_size)  # merges are numbered by how frequent they are
+    mass += np.linspace(1e-6, 0, vocab_size)  # merges are numbered by frequency
     return np.sort(np.argsort(-mass, kind="stable")[:size])
 
 
 class ReducedHead(torch.nn.Module):
     """Logits of a part of the vocabulary: rows of the target's own table, which are not trained.
 
-    So none of it has to be shipped: who has the target has the drafter's embedding and head.
+    So none of it has to be shipped: the target holds the drafter's embedding and head.
 
     Args:
         embedding: of the target.  # [vocab_size, hidden_size]
@@ -113,7 +115,7 @@ class ReducedHead(torch.nn.Module):
     """
 
     places: Tensor
-    """Of each token in the vocabulary, or -1."""
+    """The index of each token in the vocabulary, or -1."""
 
     def __init__(self, embedding: Tensor, vocabulary: NDArray[np.int64]) -> None:
         super().__init__()
@@ -182,8 +184,8 @@ def measure(
 ) -> dict[str, float]:
     """``agreement`` with the target's argmax, and ``tau``: the mean accepted length of chains.
 
-    Both at the answers' own tokens. For an answer that was written greedily tau is exact: up to its
-    first miss a greedy draft continues the very text that the target is going to write.
+    Both at the answers' own tokens. For a greedy answer tau is exact: up to its first miss a greedy
+    draft continues the same text that the target writes.
     """
     rounds = committed = matches = total = 0
     for i in range(len(talks)):
@@ -213,10 +215,10 @@ def train(
     start: Mapping[str, Tensor] | None = None,
     lr: float = 1e-3,
 ) -> tuple[ChatDrafter, NDArray[np.int64], dict[str, float]]:
-    """Train; goes on from ``work`` after an interruption.
+    """Train; resumes from ``work`` after an interruption.
 
     Args:
-        start: weights of a :class:`ChatDrafter` that has been trained before.
+        start: weights of a previously trained :class:`ChatDrafter`.
     """
     training, held_out = Talks.read(data, length).split()
     body = build(target, layers).train()
@@ -239,7 +241,7 @@ def train(
 
     def loss_of_step(step: int, progress: float) -> tuple[Tensor, float, int]:
         random = np.random.default_rng([1, step])
-        # Neighbours in length, so that little of a batch is padding.
+        # Conversations of similar length, so that a batch has little padding.
         first = int(random.integers(len(training)))
         longest = len(training.tokens[order_by_length[first]])
         count = max(1, batch_tokens // longest)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: read for training, and written back so that everything loads them."""
+"""Hugging Face folders: read for training, and written so that other tools load them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.models.layouts import read_config
 from paceline.models.llama import MODEL_TYPES
 from paceline.models.transformers import load_causal_lm
 
-# What belongs to a tokenizer or to its use, in the versions of transformers there have been.
+# Files of a tokenizer and its use, in all versions of transformers.
 _COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "chat_template.*", "generation_config.json",
@@ -27,12 +27,12 @@ def load_model(folder: Path, *, random_weights: bool = False, seed: int = 0) -> 
     """A causal language model of transformers, in float32 and eval mode.
 
     Args:
-        random_weights: only config.json is read, and the weights follow from ``seed``.
+        random_weights: read only config.json, and draw the weights from ``seed``.
 
     Raises:
         ModelNotFound: the folder, its config.json or its weights are missing or damaged.
-        InvalidArgument: an encoder-decoder model, quantised weights, or tensors that it does not
-            have.
+        InvalidArgument: an encoder-decoder model, quantised weights, or tensors that the model does
+            not have.
     """
     if read_config(folder).get("is_encoder_decoder"):
         raise InvalidArgument("model", str(folder), "a causal language model")
@@ -49,12 +49,12 @@ def load_model(folder: Path, *, random_weights: bool = False, seed: int = 0) -> 
 
 
 def has_weights(folder: Path) -> bool:
-    """More than a config.json."""
+    """Whether the folder holds more than a config.json."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def first_layers(model: Any, count: int) -> Any:
-    """A model of its own with the embedding, the first ``count`` layers and the head of another.
+    """A new model with the embedding, the first ``count`` layers and the head of another.
 
     Raises:
         InvalidArgument: ``model`` is of a type without such layers, or has fewer.
@@ -78,7 +78,7 @@ def first_layers(model: Any, count: int) -> Any:
 
 
 def check_layers(model: Any, field: str) -> None:
-    """Raise InvalidArgument unless single layers of the model can be run."""
+    """Raise InvalidArgument unless the model's layers can run one by one."""
     kind = model.config.model_type
     if kind not in MODEL_TYPES:
         raise InvalidArgument(field, kind, f"a model of type {', '.join(MODEL_TYPES)}")
@@ -107,7 +107,7 @@ def check_length(model: Any, length: int, *, windows: bool = True) -> None:
 
 
 def save_model(model: Any, like: Path, folder: Path) -> None:
-    """Write a folder that loads everywhere, with the tokenizer and in the dtype of ``like``."""
+    """Write a folder that other tools load, with the tokenizer and in the dtype of ``like``."""
     name = read_config(like).get("dtype") or read_config(like).get("torch_dtype") or "float32"
     shipped = copy.deepcopy(model).to("cpu", getattr(torch, name)).eval()
     shipped.save_pretrained(folder)

@@ -1,13 +1,13 @@
-"""Conversations that a chat model has with itself, and what it thought at each of its tokens.
+"""Conversations of a chat model with itself, and its distribution at each of its tokens.
 
-A drafter is best trained on what its target writes when it serves (DistillSpec, arXiv 2310.08461),
-so nothing but prompts comes from outside: the target continues the empty user's turn of its own
+A drafter learns best from what its target writes when it serves (DistillSpec, arXiv 2310.08461), so
+only prompts come from outside: the target continues the empty user's turn of its own
 chat template, which gives questions of its own (Magpie, Xu et al. 2024, arXiv 2406.08464), and
 then answers them. Some questions are about texts (earlier answers, documentation of Python's
 standard library), and files with questions may be added.
 
-For every token of an answer the target's ``top_k`` most likely tokens and their probabilities are
-kept, so that no trainer has to run the target again.
+For every token of an answer the file keeps the target's ``top_k`` most likely tokens and their
+probabilities, so that training need not run the target again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPENERS = (
     "Solve the following problem:", "If a train", "How many", "Calculate", "Suggest", "Plan",
     "Write a review of", "Compose", "What would happen if", "Imagine", "Rewrite the sentence",
 )  # fmt: skip
-"""How a user's turn begins that the model then completes."""
+"""Beginnings of user turns that the model completes."""
 OVER_TEXTS = (
     "Summarize the following text:\n\n{}", "Summarize this in one sentence:\n\n{}",
     "{}\n\nWhat is the main point of this text?",
@@ -67,15 +67,15 @@ OVER_TEXTS = (
 
 @dataclass(slots=True)
 class Conversation:
-    """One that is being written.
+    """A conversation in progress.
 
     Attributes:
         system: instruction before it.
         kind: of its first question.
         tokens: so far.
         positions: of the tokens that the model wrote as assistant.
-        top_ids, top_probs: for each of these, what it thought.
-        turns: answers that are still to come.
+        top_ids, top_probs: for each of these, its likeliest tokens and their probabilities.
+        turns: number of answers still to come.
     """
 
     system: str
@@ -89,15 +89,14 @@ class Conversation:
 
 
 class Writer:
-    """Lets a model talk with itself, many conversations at once.
+    """Runs conversations of a model with itself, many at once.
 
     Args:
         model: folder or name of the target.
-        questions: from files; a third of the conversations begin with one of them, if there are
-            any.
-        seed: of everything.
-        batch: conversations at once.
-        answer_tokens: of an answer at most.
+        questions: from files; if given, a third of the conversations begin with one of them.
+        seed: of all random choices.
+        batch: number of concurrent conversations.
+        answer_tokens: maximum length of an answer.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Writer:
         self._running: dict[str, Conversation] = {}
 
     def write(self) -> Iterator[Conversation]:
-        """Conversations, as they end; for ever."""
+        """Yield conversations as they end, without end."""
         ended: list[Conversation] = []
 
         def hear(event: RoundEvent) -> None:
@@ -168,7 +167,7 @@ class Writer:
             self._submit(talk, answering=False)
 
     def _ask(self, talk: Conversation) -> None:
-        """The user's turn is complete: the model answers."""
+        """Start the model's answer to a complete user turn."""
         talk.tokens += self._encode(f"{END}\n{BEGIN}assistant\n")
         talk.turns -= 1
         self._submit(talk, answering=True)
@@ -189,13 +188,13 @@ class Writer:
         self._running[session.session_id] = talk
 
     def _go_on(self, session: Session, talk: Conversation) -> bool:
-        """After a turn; whether the conversation has ended."""
+        """Handle the end of a turn; returns whether the conversation has ended."""
         written = list(session.output_ids)
         ended = bool(written) and written[-1] == self._end
         if not talk.answering:
             talk.tokens += written[:-1] if ended else written
             if len(written) < 3 or not ended:
-                return False  # half a question: forgotten
+                return False  # an unfinished question: drop it
             self._ask(talk)
             return False
         talk.positions += range(len(talk.tokens), len(talk.tokens) + len(written))
@@ -254,7 +253,7 @@ def save(shard: Sequence[Conversation], file: Path) -> None:
 def write_conversations(
     model: str, out: Path, *, tokens: int, questions: Sequence[str] = (), batch: int = 16
 ) -> None:
-    """Write until the folder has so many tokens of answers; goes on where it was stopped."""
+    """Write until the folder has a number of answer tokens; resumes where it stopped."""
     out.mkdir(parents=True, exist_ok=True)
     files = sorted(out.glob("*.npz"))
     have = sum(len(np.load(file)["positions"]) for file in files)
@@ -262,7 +261,7 @@ def write_conversations(
     bar = tqdm(total=tokens, initial=have, unit="token", desc="conversations")
     shard: list[Conversation] = []
     if have < tokens:
-        # Another seed each time, or a start that follows a stop would repeat what there is.
+        # Another seed each time, or a resumed run would repeat earlier conversations.
         for talk in Writer(model, questions, seed=number, batch=batch).write():
             shard.append(talk)
             bar.update(len(talk.positions))

@@ -2,8 +2,8 @@
 
 The library's source is on every machine that runs Python, so the corpus needs no download. A tenth
 of the modules and a tenth of the extra records never reach training; which ones is decided by a
-hash of the module's relative path or of the record's text, so every machine and every run holds
-out the same ones.
+hash of the module's relative path or of the record's text, so every machine and every run holds out
+the same ones.
 """
 
 from __future__ import annotations

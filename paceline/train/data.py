@@ -40,7 +40,7 @@ class TrainingText:
 
     @property
     def digest(self) -> str:
-        """The same for the same rows."""
+        """A hash of the rows: equal rows have equal values."""
         digest = hashlib.sha256(self.training.numpy().tobytes())
         digest.update(self.held_out.numpy().tobytes())
         return digest.hexdigest()[:16]
@@ -53,19 +53,19 @@ class TrainingText:
 def load_text(
     tokenizer_folder: Path, files: Sequence[Path], length: int, held_out_rows: int = 32
 ) -> TrainingText:
-    """Read and tokenize ``files``, or the demo corpus where there are none.
+    """Read and tokenize ``files``, or the demo corpus without any.
 
-    A tenth of the documents, chosen by their hash, is held out; where that gives no whole row, the
+    A tenth of the documents, chosen by their hash, is held out; if that gives no whole row, the
     last tenth of all rows is.
 
     Args:
         files: ``.txt``, or ``.jsonl`` whose records have ``text``, ``prompt`` and ``completion``,
             or ``question`` and ``answer``.
-        length: tokens that a row predicts.
-        held_out_rows: rows to measure on, at most.
+        length: number of tokens that a row predicts.
+        held_out_rows: maximum number of rows to measure on.
 
     Raises:
-        InvalidArgument: a file cannot be read, or there is less text than two rows.
+        InvalidArgument: a file cannot be read, or the text is shorter than two rows.
     """
     if length < 2:
         raise InvalidArgument("length", length, "at least 2 tokens")
@@ -116,7 +116,7 @@ def _read(files: Sequence[Path]) -> tuple[list[corpus.Document], list[corpus.Doc
         except OSError as error:
             raise InvalidArgument("data", str(path), f"a file ({error.strerror})") from error
         except ValueError as error:  # not UTF-8, not JSON, or a record without text
-            raise InvalidArgument("data", str(path), f"text that can be read: {error}") from error
+            raise InvalidArgument("data", str(path), f"readable text: {error}") from error
         for document in documents:
             kept = held_out if corpus.is_held_out(document.text) else training
             kept.append(document)

@@ -1,8 +1,8 @@
 """Make the demo pair: `python -m paceline.train.demo --out paceline/demo`.
 
 Tokenizer, target, drafter, export, model card. Every stage keeps its state in `--work-dir`; after
-an interruption, a kill included, the same command goes on where it was. With `--drafter-only` the
-target in `--out` stays, and its drafter learns on.
+an interruption, even a kill, the same command resumes where it stopped. With `--drafter-only` the
+target in `--out` stays, and its drafter trains further.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DemoText:
     sizes: dict[str, tuple[int, float]]
     """Training text: source -> (documents, megabytes)."""
     prompts: list[NDArray[np.uint16]]
-    """Beginnings as they are served, cut from the modules to train on.  # [num_tokens] each"""
+    """Prompts like those of serving, cut from the training modules.  # [num_tokens] each"""
 
 
 def prepare(
@@ -142,13 +142,13 @@ def export(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path) -> Non
 
 
 def load(folder: Path) -> LlamaForCausalLM:
-    """What :func:`export` wrote, in float32."""
+    """The model that :func:`export` wrote, in float32."""
     loaded = LlamaForCausalLM.from_pretrained(folder)
     return new_model(loaded.config, loaded.state_dict())
 
 
 def copy_tokenizer(folder: Path, work: Path) -> None:
-    """The tokenizer of an exported model, where :func:`prepare` looks for one."""
+    """Put an exported model's tokenizer where :func:`prepare` looks for one."""
     (work / "tokenizer").mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, work / "tokenizer" / name)
@@ -166,7 +166,8 @@ def model_card(
     """The model card, in Markdown.
 
     Args:
-        earlier: rows of the table of models, from the card of those that this training began with.
+        earlier: rows of the table of models, from the card of the models that this training started
+            from.
     """
     hardware = f"{torch.get_num_threads()} threads of a CPU ({platform.machine()})"
     if torch.cuda.is_available():
@@ -280,7 +281,7 @@ def make(
     """Run every stage that `work` does not already hold, then write the folders of `out`.
 
     Args:
-        drafter_only: take the models in `out` as they are, and train the drafter on.
+        drafter_only: keep the target in `out`, and train its drafter further.
     """
     start, earlier = None, []
     if drafter_only:
@@ -335,10 +336,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m paceline.train.demo",
         description="Train the demo pair from scratch. Interrupt it at any moment: the same "
-        "command goes on where it was.",
+        "command resumes where it stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("paceline/demo"), help="gets the weights")
+    parser.add_argument(
+        "--out", type=Path, default=Path("paceline/demo"), help="folder for the weights"
+    )
     parser.add_argument(
         "--extra-corpus", type=Path, action="append", default=[], metavar="FILE",
         help="text beside the standard library (repeatable): jsonl with question and answer "
@@ -351,12 +354,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--threads", type=int,
-        help="CPU threads (default: PyTorch's choice); on a machine with other work set "
-        "GOMP_SPINCOUNT=0, or threads that spin for one another cost most of the speed",
+        help="CPU threads (default: PyTorch's choice); on a busy machine set "
+        "GOMP_SPINCOUNT=0, or threads that spin while they wait cost most of the speed",
     )  # fmt: skip
     parser.add_argument(
         "--drafter-only", action="store_true",
-        help="keep the target in --out and train its drafter on; wants an empty --work-dir",
+        help="keep the target in --out and train its drafter further; needs an empty --work-dir",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

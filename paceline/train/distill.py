@@ -1,4 +1,4 @@
-"""Distil the demo drafter: two layers that guess what the target will say next.
+"""Distil the demo drafter: two layers that predict the target's next token.
 
 The drafter starts as the target's embedding, first two layers and final norm. The frozen target is
 run once over the training text and over text it wrote itself (at serving time the drafter reads
@@ -48,12 +48,12 @@ class DistillConfig:
     """Shape and budget of the drafter."""
 
     minutes: float = 70.0
-    """Time for everything: at most `sample_share` of it to let the target write, at most
+    """Total time: at most `sample_share` of it to let the target write, at most
     `cache_share` to run the target over all text, the rest to train."""
     sample_share: float = 0.2
     cache_share: float = 0.21
     max_steps: int | None = None
-    """If set, the training ends after so many steps and not after its share of `minutes`."""
+    """If set, the training ends after this many steps instead of its share of `minutes`."""
     num_layers: int = 2
     intermediate_size: int = 768
     """Wider than the target's: the added units start with zero output weights."""
@@ -61,12 +61,12 @@ class DistillConfig:
     batch_size: int = 4
     sample_batch: int = 32
     temperatures: tuple[float, ...] = (0.0,) * 7 + (1.0,)
-    """Of what the target writes, in turns; 0 is greedy, as most of it is served."""
+    """Temperatures of the target's texts, in turn; 0 is greedy, as in most serving."""
     sequence_length: int = 1024
     prompt_length: int = 128
-    """Of the windows of the corpus that the target goes on from, beside the cut prompts."""
+    """Length of the corpus windows that the target continues, beside the cut prompts."""
     sampled_repeats: int = 3
-    """How often a row the target wrote is seen for each time a row of the corpus is."""
+    """Passes over a row that the target wrote, for each pass over a row of the corpus."""
     muon_lr: float = 0.02
     adamw_lr: float = 2e-3
     checkpoint_seconds: float = 120.0
@@ -103,9 +103,9 @@ def let_target_write(
 ) -> NDArray[np.uint16]:
     """Rows the target wrote, uint16 [rows, sequence_length]; kept in `path`, so it happens once.
 
-    It goes on from `prompts` and half as many windows of the corpus, in a random order, until they
-    or the time are used up. Half of each row belongs to another prompt than the other half, because
-    what is served is short. Drafts found in the target's own text make this three times faster.
+    It continues `prompts` and half as many windows of the corpus, in a random order, until they or
+    the time run out. The two halves of a row belong to different prompts, because served texts are
+    short. Drafts found in the target's own text make this three times faster.
 
     Args:
         folder: of the target.
@@ -152,7 +152,7 @@ def let_target_write(
 
 @dataclass(frozen=True)
 class TeacherCache:
-    """What the target says after every token of some rows. The mass outside the k is 1 - sum."""
+    """The target's top k after every token of some rows. The mass outside the k is 1 - sum."""
 
     rows: NDArray[np.uint16]  # [num_rows, length]
     token_ids: NDArray[np.uint16]  # [num_rows, length, k], most probable first
@@ -163,7 +163,7 @@ class TeacherCache:
 def cache_teacher(
     target: LlamaForCausalLM, rows: NDArray[np.uint16], config: DistillConfig, folder: Path
 ) -> TeacherCache:
-    """Run the target over `rows` until they or the time are used up; goes on after a kill."""
+    """Run the target over `rows` until they or the time run out; resumes after a kill."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = (len(rows), rows.shape[1], config.top_k)
     state_path = folder / "state.json"
@@ -185,7 +185,7 @@ def cache_teacher(
     while (done := int(state["rows"])) < len(rows) and (not done or state["seconds"] < budget):
         started = time.monotonic()
         chunk = rows[done : done + config.batch_size]
-        # The last chunk is padded so that no other shape is ever compiled.
+        # Pad the last chunk, so that no other shape is compiled.
         full = np.resize(chunk, (config.batch_size, rows.shape[1])).astype(np.int64)
         with torch.autocast(target.device.type, torch.bfloat16):
             hidden = layer_states(target, torch.from_numpy(full).to(target.device))[-1]
@@ -253,9 +253,9 @@ def distill(
 
     Args:
         stream: the corpus, uint16 [num_tokens].
-        prompts: what the target is asked to go on from, uint16 [num_tokens] each.
-        folder: where the target is exported to.
-        start: a drafter to train on; without one it starts as the target's first layers.
+        prompts: texts that the target continues, uint16 [num_tokens] each.
+        folder: folder of the exported target.
+        start: a drafter to train further; without one it starts as the target's first layers.
     """
     torch.manual_seed(config.seed)
     # The teacher is what ships: the weights rounded to bfloat16.
@@ -326,8 +326,8 @@ def measure_acceptance(
 ) -> HeldOutAcceptance:
     """Compare two models in evaluation mode on held-out `rows`, int64 [num_rows, length].
 
-    τ is exact, not an estimate: up to its first miss, a greedy draft continues the very text that
-    the target is going to write, so the matches at each position of that text decide every round.
+    τ is exact, not an estimate: up to its first miss, a greedy draft continues the same text that
+    the target writes, so the matches at each position of that text decide every round.
     """
     agree, overlap = [], []
     for chunk in torch.split(rows, 4):

@@ -1,6 +1,6 @@
-"""``distill``, ``align`` and ``sorted``: draft models that learn what their target says.
+"""``distill``, ``align`` and ``sorted``: draft models that learn their target's distribution.
 
-One task with three faces:
+One task in three variants:
 
 - DistillSpec (Zhou et al. 2023, arXiv 2310.08461): any of several divergences between drafter and
   target, on text of the corpus, of the target, or of the drafter itself (on-policy).
@@ -45,15 +45,15 @@ DATA_SOURCES: tuple[str, ...] = get_args(DataSource)
 class DraftTask:
     """See the module. ``acceptance`` is sum_x min(p, q) on held-out text, ``agreement`` greedy.
 
-    Both are also measured on what the target writes after held-out prompts (``_written``): that is
-    what a drafter meets when it serves.
+    Both are also measured on what the target writes after held-out prompts (``_written``), the text
+    that a drafter meets when it serves.
 
     Args:
-        target: folder of the model to draft for; it stays as it is.
+        target: folder of the model to draft for; unchanged.
         drafter: folder to start from. A folder with a config.json and no weights (it borrows the
             target's tokenizer) gives random weights; None takes the target's first ``layers``.
         divergence: one of :data:`paceline.train.losses.DIVERGENCES`.
-        data_source: what the rows are after their first quarter: the ``corpus``'s own text; what
+        data_source: content of the rows after their first quarter: the ``corpus``'s own text; what
             the ``target`` or the drafter (``on_policy``) writes there at temperature 1, with a loss
             on the written part; ``mixed`` lets the drafter write a share ``mix`` of the rows and
             takes the others from the corpus.
@@ -63,7 +63,7 @@ class DraftTask:
         seed: of random weights.
 
     Raises:
-        InvalidArgument, ModelNotFound: what does not fit or is missing.
+        InvalidArgument, ModelNotFound: an argument does not fit, or a file is missing.
         TokenizerMismatch: drafter and target do not share a tokenizer.
     """
 
@@ -144,7 +144,7 @@ class DraftTask:
         return total
 
     def _rewrite(self, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Rows as the data source wants them, and the positions whose prediction counts."""
+        """The data source's version of the rows, and the positions whose prediction counts."""
         counts = torch.ones(rows.shape[0], rows.shape[1] - 1, dtype=torch.bool, device=rows.device)
         if self._source == "corpus":
             return rows, counts
@@ -162,7 +162,7 @@ class DraftTask:
         return rows, counts
 
     def _write(self, writer: Any, rows: Tensor, seed: int) -> Tensor:
-        """What ``writer`` writes at temperature 1 after the first quarter of each row."""
+        """The text that ``writer`` writes at temperature 1 after the first quarter of each row."""
         was_training = writer.training
         writer.eval()
         ones = torch.ones(len(rows), device=rows.device)

@@ -1,12 +1,12 @@
 """``exits``: teach an existing model to predict from its early layers.
 
-LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710): while training goes on, layers are left out at
-random, later ones more often, and intermediate layers are read out through the model's own final
-norm and head, with a loss of their own. The result is an ordinary checkpoint of the same shape,
-whose first layers can draft for the whole.
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710): training skips layers at random, later ones more
+often, and reads out intermediate layers through the model's own final norm and head, with a loss of
+their own. The result is an ordinary checkpoint of the same shape, whose first layers can draft for
+the whole.
 
-One difference: a layer is left out for a whole batch, not per sequence, so that leaving it out
-saves its compute.
+One difference: training skips a layer for a whole batch, not per sequence, so that skipping saves
+its compute.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def exit_weights(exits: Sequence[int], num_layers: int, scale: float) -> dict[in
 class ExitsTask:
     """See the module. The measured ``acceptance`` is the mean over ``exits`` of sum_x min(p, q).
 
-    There p is what the exit says, and q what the last layer of the same weights says.
+    There p is the exit's distribution, and q that of the last layer of the same weights.
 
     Args:
         target: a folder with a Llama-type model.
         exits: layers to measure, from 1; by default a quarter, a third and half of the model.
-        layer_dropout: how often the last layer is left out; earlier ones exponentially less.
+        layer_dropout: probability of skipping the last layer; exponentially less for earlier ones.
         exit_scale: weight of the exit losses.
         curriculum, period: see :func:`enabled_exits`.
     """

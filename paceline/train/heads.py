@@ -30,12 +30,12 @@ from paceline.types import IntArray, Need
 DataSource = Literal["corpus", "target"]
 DATA_SOURCES: tuple[str, ...] = get_args(DataSource)
 
-_ROWS = 4  # that the target reads at once
-_TEMPERATURES = (0.0, 1.0)  # of what the target writes, row after row
+_ROWS = 4  # rows that the target reads at once
+_TEMPERATURES = (0.0, 1.0)  # temperatures of the texts that the target writes, row after row
 
 
 class DraftHeadTask:
-    """Trains a head of any kind; the target stays as it is.
+    """Trains a head of any kind; the target stays unchanged.
 
     Held-out measurements, from the agreement a_1, a_2, ... of the head with the target's argmax at
     each depth: ``accepted_length`` is 1 + a_1 + a_1 a_2 + ..., the tokens of a round with a chain
@@ -45,15 +45,15 @@ class DraftHeadTask:
     Args:
         target: folder of a Llama-type model.
         kind: one of :data:`paceline.models.heads.HEADS`.
-        options: of the head, by name; what is missing has the kind's default.
+        options: the head's options by name; missing ones have the kind's defaults.
         data_source: ``corpus`` trains on the text as it is. ``target`` lets the target write the
-            rows after their first quarter, every other one greedily, the rest at temperature 1:
-            what a head sees when it serves.
+            rows after their first quarter, every other one greedily, the rest at temperature 1, the
+            texts that a head sees when it serves.
         device: of the training.
         seed: of the head's first weights and of what the target writes.
 
     Raises:
-        InvalidArgument, ModelNotFound: what does not fit or is missing.
+        InvalidArgument, ModelNotFound: an argument does not fit, or a file is missing.
     """
 
     criterion = "acceptance"
@@ -83,7 +83,7 @@ class DraftHeadTask:
             self.head: Head = HEADS[kind](parts, chosen)
         self.head.bind(target)
         self.name, self.model = kind, typing.cast(nn.Module, self.head)
-        # A row that is written needs room for its draft, too.
+        # A row that the target writes also needs room for its draft.
         self._runner = LlamaRunner(target, device=device, kv_tokens=2 * _ROWS * (text.length + 8))
         self._text, self._seed, self._device = text, seed, device
         self._writes = data_source == "target"
@@ -156,7 +156,7 @@ class DraftHeadTask:
         )  # fmt: skip
 
     def _rows(self, chosen: IntArray) -> Tensor:
-        """Rows of the training text, or what the target makes of them.  # [batch, length + 1]"""
+        """Rows of the training text, or the target's versions of them.  # [batch, length + 1]"""
         if not self._writes:
             return self._text.training[chosen]
         new = [row for row in chosen.tolist() if row not in self._written]
@@ -166,10 +166,10 @@ class DraftHeadTask:
         return torch.stack([self._written[row] for row in chosen.tolist()])
 
     def _continued(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Rows whose first quarter is kept, and the rest written by the target.
+        """Rows that keep their first quarter; the target writes the rest.
 
-        A row's text depends on its number and the seed alone, so that a training that is
-        interrupted finds the same.  # [batch, length + 1]
+        A row's text depends only on its number and the seed, so that an interrupted training
+        finds the same text.  # [batch, length + 1]
         """
         engine = Engine(ModelTarget(self._runner))
         size = rows.shape[1]

@@ -46,10 +46,10 @@ def distill(
     held_out_rows: int = 32,
     **knobs: Any,
 ) -> Task:
-    """DistillSpec. Without ``target`` the demo pair is taken, its drafter to start from.
+    """DistillSpec. Without ``target`` it takes the demo pair, and starts from its drafter.
 
     Args:
-        fresh: start from the target's first layers although there is a drafter.
+        fresh: start from the target's first layers even if the target has a drafter.
     """
     if target is None:
         target, drafter = "demo", drafter or (None if fresh else "demo-drafter")

@@ -1,9 +1,9 @@
 """Train the length controllers that learn: `specdecpp`, `disco` and `ldlp`.
 
-The target writes text greedily; draft model and target are then run over it once. Up to its first
-miss a draft continues that very text, so the draft model's hits on it are exactly the acceptance
-labels "accepted when everything before was" that the three controllers predict, and runs of hits
-are the lengths that would have been worth drafting.
+The target writes text greedily; draft model and target then run over it once. Up to its first miss
+a draft continues that same text, so the draft model's hits on it are exactly the acceptance labels
+"accepted if all tokens before were accepted" that the three controllers predict, and runs of hits
+are the best draft lengths.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from paceline.types import FloatArray, IntArray, Need
 
 KINDS = ("specdecpp", "disco", "ldlp")
 MAX_LENGTH = 20
-MISMATCH_WEIGHT = 6.0  # of rejected tokens in SpecDec++'s loss
-EMBEDDING_SIZE = 8  # numbers that LDLP keeps of a token's embedding
+MISMATCH_WEIGHT = 6.0  # weight of rejected tokens in SpecDec++'s loss
+EMBEDDING_SIZE = 8  # components that LDLP keeps of a token's embedding
 _HIDDEN = frozenset({Need.HIDDEN_STATES})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledRows:
-    """What both models say about texts that the target wrote; all texts in one row.
+    """Outputs of both models on texts that the target wrote; all texts in one row.
 
     ``hits[i]`` tells whether the draft model would have drafted token ``i``, ``run_before[i]`` how
     many tokens before it were hits, ``run_from[i]`` how many from it on (-1: the text ends first).
@@ -57,7 +57,7 @@ class LabelledRows:
 
 
 def collect(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> LabelledRows:
-    """Let the target write ``num_tokens`` after each prompt, and look at both models there.
+    """Let the target write ``num_tokens`` after each prompt, and record both models there.
 
     Raises:
         InvalidArgument: the engine has no draft model, or a model gives no hidden states.
@@ -160,12 +160,12 @@ class _Lengths(nn.Module):
 class LengthHeadTask:
     """One length controller's head; see :class:`paceline.train.trainer.Task`.
 
-    A head drafts nothing, so that what counts is its loss on the validation texts, negated.
+    Such a head drafts nothing, so the criterion is its negated loss on the validation texts.
 
     Args:
-        loss: of some rows, by ``model``.
-        index: rows that can be learnt from.
-        weights: what is saved, out of ``model``.
+        loss: the loss of ``model`` on some rows.
+        index: rows to train on.
+        weights: the tensors of ``model`` to save.
     """
 
     criterion = "negative_loss"
@@ -220,7 +220,7 @@ def specdecpp_task(rows: LabelledRows, metadata: dict[str, str]) -> LengthHeadTa
 
 
 def disco_task(rows: LabelledRows, metadata: dict[str, str], seed: int) -> LengthHeadTask:
-    """Logistic regression on hits, each token at a random one of its possible depths."""
+    """Logistic regression on hits, each token at one of its possible depths, drawn at random."""
     random = np.random.default_rng(seed)
     depth = random.integers(1, np.minimum(rows.run_before + 1, MAX_LENGTH) + 1)
     x = torch.from_numpy(
@@ -240,7 +240,8 @@ def disco_task(rows: LabelledRows, metadata: dict[str, str], seed: int) -> Lengt
 
 def ldlp_task(rows: LabelledRows, metadata: dict[str, str], vocab_size: int) -> LengthHeadTask:
     """Absolute error of the number of hits that follow a token."""
-    known = np.flatnonzero(rows.run_from[1:] >= 0)  # token i + 1 and what follows it, after i
+    # token i + 1 and the hits after it, predicted at i
+    known = np.flatnonzero(rows.run_from[1:] >= 0)
     wanted = torch.from_numpy(np.minimum(rows.run_from, MAX_LENGTH)).float()
     tokens = torch.from_numpy(rows.token_ids)
     model = _Lengths(rows.target_hidden.shape[1], vocab_size)
@@ -275,7 +276,7 @@ def train_length_head(
         The file, its bytes and the validation loss of each kind.
 
     Raises:
-        InvalidArgument: an unknown kind; an engine that cannot be learnt from; too few prompts.
+        InvalidArgument: an unknown kind; an engine that gives no training data; too few prompts.
     """
     kinds = KINDS if kind == "all" else (kind,)
     if not set(kinds) <= set(KINDS):
@@ -326,7 +327,7 @@ def train_length_head(
 
 
 def training_prompts(engine: Engine, count: int, length: int = 64) -> list[list[int]]:
-    """Beginnings of standard library modules that the benchmark's prompts do not come from."""
+    """Beginnings of standard library modules outside the benchmark's prompts."""
     from paceline.train.corpus import split
 
     assert engine.tokenizer is not None

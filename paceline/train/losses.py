@@ -1,4 +1,4 @@
-"""How far a drafter is from its target, as losses over positions.
+"""Distances of a drafter from its target, as losses over positions.
 
 Everywhere ``draft_logits`` and ``target_logits`` are float32 [n, vocab_size], one row a position,
 p is the drafter's distribution there and q the target's (as in the TVD++ paper), and a loss is the
@@ -71,7 +71,7 @@ def policy_gradient_loss(
 
     grad TVD(p, q) = -E_{x ~ p}[r(x) grad log p(x)] with the reward r(x) = 1{q(x) > p(x)}. TVD++
     (Goel et al. 2024, arXiv 2403.00858) subtracts the batch's mean reward and divides by its
-    standard deviation: the same direction with less noise. The value itself means nothing.
+    standard deviation: the same direction with less noise. The value itself has no meaning.
 
     Args:
         normalise: False gives the plain estimator.

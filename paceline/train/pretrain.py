@@ -4,8 +4,8 @@ The recipe is LayerSkip (arXiv 2404.16710): layers are skipped at random during 
 more often (section 3.1), and intermediate layers are read out through the shared final norm and
 LM head with a loss of their own (section 3.2). Two differences. A layer is skipped for a whole
 batch, not per sequence, so that skipping saves its compute. In the second half of training an
-exit's label is, every other step, the last layer's own argmax instead of the text's next token:
-what counts when an exit drafts is whether it agrees with the last layer.
+exit's label is, every other step, the last layer's own argmax instead of the text's next token,
+because a drafting exit must agree with the last layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PretrainConfig:
     num_layers: int = 20
     num_heads: int = 5
     minutes: float = 65.0
-    """Training time. The learning rate follows the share of it that has passed, so a slower
+    """Training time. The learning rate follows the elapsed share of it, so a slower
     machine trains on fewer tokens and still ends with a fully decayed rate."""
     max_steps: int | None = None
     """If set, the learning rate follows `step / max_steps` instead and `minutes` is ignored."""
@@ -78,7 +78,7 @@ def llama_config(config: PretrainConfig, num_layers: int, intermediate_size: int
 
 
 def pick_device() -> torch.device:
-    """A CUDA GPU when there is one."""
+    """A CUDA GPU if the machine has one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -178,7 +178,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 class Trainer:
-    """What both training stages share: budget, learning rate, progress bar, checkpoints."""
+    """The base of both training stages: budget, learning rate, progress bar, checkpoints."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the budget that is used up, 0 to 1."""
+        """Used share of the budget, 0 to 1."""
         if self.max_steps is not None:
             return min(1.0, self.step / self.max_steps)
         return min(1.0, self.seconds / (60.0 * self.minutes))
@@ -264,7 +264,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished model, float32 in evaluation mode, and what it took."""
+    """A finished model, float32 in evaluation mode, and its cost."""
 
     model: LlamaForCausalLM
     steps: int
@@ -281,7 +281,7 @@ class Trained:
 def pretrain(config: PretrainConfig, stream: NDArray[np.uint16], path: Path) -> Trained:
     """Train the target on `stream`, uint16 [num_tokens].
 
-    The state is kept in `path`; a call after an interruption goes on from there, and a call after
+    The state is kept in `path`; a call after an interruption resumes from there, and a call after
     the end returns the finished model at once.
     """
     torch.manual_seed(config.seed)

@@ -1,9 +1,9 @@
 """The training loop under every kind of ``paceline train``.
 
-A :class:`Task` says what is learnt: a module, a loss for a few rows of its data, a measurement on
-held-out data, and how the result is saved. :func:`train` does the rest. Everything random in a
-step follows from the seed and the step's number, and no clock has a say, so a training that was
-killed and goes on from its checkpoint makes the same numbers as one that was left alone, bit for
+A :class:`Task` defines the training: a module, a loss for a few rows of its data, a measurement on
+held-out data, and how to save the result. :func:`train` does the rest. Everything random in a step
+follows from the seed and the step's number, and nothing depends on the clock, so a training that
+resumes from its checkpoint after a kill gives the same numbers as an uninterrupted one, bit for
 bit.
 
 Where ``torch.distributed`` is initialised, every process trains on its share of each batch and
@@ -40,7 +40,7 @@ LOG_FOLDER = "training"
 
 
 class TrainingDiverged(PacelineError, ArithmeticError):
-    """The loss or a gradient is not a number any more."""
+    """The loss or a gradient has become NaN or infinite."""
 
 
 class CheckpointError(PacelineError, RuntimeError):
@@ -49,13 +49,13 @@ class CheckpointError(PacelineError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What a step is about.
+    """The inputs of a step.
 
     Attributes:
         rows: which rows of the task's training data.  # [num_rows]
         step: from 0.
-        progress: share of the training that lies behind, in [0, 1).
-        random: the same on all workers; for choices that concern the whole batch.
+        progress: completed share of the training, in [0, 1).
+        random: the same on all workers; for choices that affect the whole batch.
         generator: on the training's device, different on every worker; for sampling.
     """
 
@@ -67,21 +67,21 @@ class Batch:
 
 
 class Task(Protocol):
-    """What is learnt.
+    """A training task.
 
     A task has no random state of its own: its weights before the first step follow from its
-    arguments, and what a loss needs of chance comes from the :class:`Batch`.
+    arguments, and a loss draws random numbers only from the :class:`Batch`.
 
     Attributes:
         name: for the progress bar and the plot.
-        model: what is trained, and nothing else: its ``state_dict`` is the checkpoint, its
-            parameters with ``requires_grad`` are what the optimiser moves. The trainer puts it on
+        model: the trained module and nothing else: its ``state_dict`` is the checkpoint, and the
+            optimiser updates its parameters with ``requires_grad``. The trainer puts it on
             the device and switches between train and eval mode.
         num_rows: rows of training data.
-        criterion: the held-out measurement that says how good the weights are, larger is better:
+        criterion: the held-out measurement that ranks the weights, larger is better:
             ``acceptance`` for everything that drafts.
         settings: everything the result depends on beside :class:`TrainOptions`, as plain numbers
-            and strings. A checkpoint with other settings is refused.
+            and strings. The trainer refuses a checkpoint with other settings.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Task(Protocol):
     settings: Mapping[str, Any]
 
     def loss(self, batch: Batch) -> Tensor:
-        """What is minimised: a scalar, the mean over the batch's rows."""
+        """The loss to minimise: a scalar, the mean over the batch's rows."""
         ...
 
     def evaluate(self) -> Mapping[str, float]:
@@ -106,13 +106,13 @@ class Task(Protocol):
         ...
 
     def describe_rows(self, rows: IntArray) -> str:
-        """Where these rows come from, for the message about a loss that is not a number."""
+        """The sources of these rows, for the message about a loss that is not a number."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How long, how fast, and what is kept.
+    """Length, learning rate, measurements and checkpoints of a training.
 
     Attributes:
         out: folder of the result.
@@ -123,9 +123,10 @@ class TrainOptions:
         warmup: steps in which the learning rate rises from 0.
         clip: largest norm of the gradient.
         eval_every: steps between measurements on held-out data; one more is made at the end.
-        patience: stop after so many measurements that were no better than one before them, and
-            keep the weights with the best one. None trains to the end and keeps the last.
-        checkpoint_steps, checkpoint_seconds: a checkpoint is written when either has passed.
+        patience: stop after this many measurements without a new best, and keep the weights with
+            the best one. None trains to the end and keeps the last weights.
+        checkpoint_steps, checkpoint_seconds: the trainer writes a checkpoint when either has
+            passed.
         bfloat16: forwards in bfloat16 (autocast); weights and optimiser stay in float32.
     """
 
@@ -166,7 +167,7 @@ class TrainOptions:
 
 @dataclass(slots=True)
 class History:
-    """What was seen so far; part of the checkpoint.
+    """The measurements so far; part of the checkpoint.
 
     Attributes:
         losses: of every step.
@@ -190,19 +191,19 @@ class History:
         return scores.index(max(scores))
 
     def stalled(self, patience: int | None) -> bool:
-        """The last ``patience`` evaluations were no better than one before them."""
+        """Whether the last ``patience`` evaluations brought no new best."""
         return patience is not None and len(self.evaluations) - 1 - self.best >= patience
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What :func:`train` did.
+    """The outcome of :func:`train`.
 
     Attributes:
-        folder: where the result is.
-        log: where checkpoint, plot and TensorBoard events are.
-        stopped_early: by ``patience``.
-        kept_step: the step whose weights were saved.
+        folder: folder of the result.
+        log: folder of checkpoint, plot and TensorBoard events.
+        stopped_early: whether ``patience`` ended the training.
+        kept_step: the step of the saved weights.
         metrics: held-out measurements of those weights.
     """
 
@@ -232,10 +233,10 @@ def train(
     options: TrainOptions,
     on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
 ) -> TrainResult:
-    """Train ``task`` to the end, or go on where an interrupted run of the same training was.
+    """Train ``task`` to the end, or resume an interrupted run of the same training.
 
     Args:
-        on_evaluation: told the step and the measurements, on every worker.
+        on_evaluation: called with the step and the measurements, on every worker.
 
     Raises:
         InvalidArgument: ``out`` holds another training, or the data is too small for a batch.
@@ -275,7 +276,7 @@ def train(
         try:
             write_checkpoint(log / CHECKPOINT, contents)
             _write_whole(log / "history.json", json.dumps(asdict(history)).encode())
-        except (OSError, RuntimeError) as error:  # the last good one is still there
+        except (OSError, RuntimeError) as error:  # the last good checkpoint is intact
             bar.write(f"step {history.step}: no checkpoint could be written: {error}")
 
     def evaluate() -> None:
@@ -299,7 +300,7 @@ def train(
         total=options.steps,
         initial=history.step,
         unit="step",
-        disable=True if rank else None,  # None: where it is no terminal
+        disable=True if rank else None,  # None: only on a terminal
     )
     with torch.random.fork_rng(), bar, _Board.open(log, history.step, rank, bar) as board:
         if not history.evaluations:
@@ -395,19 +396,19 @@ def _autocast(options: TrainOptions) -> torch.autocast:
 
 
 def _place() -> tuple[int, int]:
-    """This worker's number and how many there are."""
+    """This worker's number, and the number of workers."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def is_first_worker() -> bool:
-    """True on the worker that writes, and where there is only one."""
+    """True on the worker that writes files, and without other workers."""
     return _place()[0] == 0
 
 
 def _from_first(value: Any) -> Any:
-    """The value that the first worker has."""
+    """The first worker's value, on every worker."""
     if _place()[1] == 1:
         return value
     values = [value]
@@ -445,7 +446,7 @@ def _average(parameters: list[nn.Parameter], loss: Tensor) -> float:
 
 
 def _write_whole(path: Path, *parts: bytes | memoryview) -> None:
-    """Replace ``path`` whole or not at all, whatever happens meanwhile."""
+    """Replace ``path`` atomically, even if the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -457,7 +458,7 @@ def _write_whole(path: Path, *parts: bytes | memoryview) -> None:
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)  # a full disk needs the room
+            temporary.unlink(missing_ok=True)  # on a full disk this frees the space
         raise
 
 
@@ -539,7 +540,7 @@ def _save_result(task: Task, out: Path, draft: Path) -> None:
 class _Board:
     """TensorBoard scalars, written by the caller's own thread, so that a full disk stops nothing.
 
-    (``SummaryWriter`` would wait for ever on a writer thread that has died of it.)
+    (``SummaryWriter`` would wait forever for a writer thread that a full disk has killed.)
     """
 
     def __init__(self, writer: Any, event: Any, scalar: Any) -> None:
@@ -548,7 +549,7 @@ class _Board:
     @staticmethod
     @contextlib.contextmanager
     def open(folder: Path, step: int, rank: int, bar: tqdm[Any]) -> Iterator[_Board]:
-        """A board for the events from ``step`` on; one that does nothing where it cannot be."""
+        """A board for the events from ``step`` on; without TensorBoard, one that does nothing."""
         board = _Board(None, None, None)
         if rank == 0:
             try:
@@ -558,7 +559,7 @@ class _Board:
 
                 folder.mkdir(parents=True, exist_ok=True)
                 board = _Board(EventsWriter(str(folder / "events")), Event, scalar)
-                # TensorBoard forgets what a run before this one logged from this step on.
+                # TensorBoard drops the events that an earlier run logged from this step on.
                 board._write(step, session_log=SessionLog(status=SessionLog.START))
             except ImportError:
                 bar.write("no TensorBoard log: it needs `pip install 'paceline[train]'`")
@@ -604,7 +605,7 @@ def plot(history: History, file: Path, title: str) -> None:
             width = 2 if name == history.criterion else 0.8
             right.plot(steps, values, marker="o", markersize=3, linewidth=width, label=name)
     right.set(title="held-out data", xlabel="step")
-    right.legend(fontsize="small", loc="upper left")  # the best place takes long to find
+    right.legend(fontsize="small", loc="upper left")  # finding the best place takes long
     file.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)

@@ -41,7 +41,7 @@ HEADS: Mapping[str, type[Head]] = {
 
 
 class HeadLibrary:
-    """The heads that were trained for one target: a folder with a folder for each kind.
+    """The heads trained for one target: a folder with a subfolder for each kind.
 
     Args:
         folder: for example ``heads``, with ``heads/medusa/config.json``; it may be missing.
@@ -55,14 +55,14 @@ class HeadLibrary:
         self._runner = runner
 
     def has(self, kind: str) -> bool:
-        """Whether there is a head of this kind."""
+        """Whether the folder has a head of this kind."""
         return (self.folder / kind / "config.json").is_file()
 
     def load(self, kind: str) -> Head:
         """A head, ready to draft.
 
         Raises:
-            InvalidArgument: there is none, or it is for another target.
+            InvalidArgument: the folder has no such head, or one for another target.
             ModelNotFound: its folder is damaged.
         """
         if not self.has(kind):

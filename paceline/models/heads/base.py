@@ -1,4 +1,4 @@
-"""What a draft head is: a small module that drafts from what the target computed.
+"""Draft heads: small modules that draft from what the target computed.
 
 A head is trained for one target and lives in a folder of its own: ``config.json`` (its kind, its
 numbers, its target) and ``model.safetensors``. :class:`paceline.drafters.head.HeadDrafter` runs it
@@ -34,7 +34,7 @@ Frontier = Sequence[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadTarget:
-    """What heads share with their target: its sizes, its embedding, its head. All frozen.
+    """The target's parts that heads use: its sizes, its embedding, its head. All frozen.
 
     Attributes:
         identity: names the weights and the tokenizer; a head fits one identity.
@@ -42,8 +42,8 @@ class HeadTarget:
         lm_head: weight of the output layer.  # [vocab_size, hidden_size]
         fast_logits: the same product on the target's own kernels, without gradients.
         packed_lm_head: ``lm_head`` in the layout of these kernels.
-        kv_tokens: how many tokens the target's sessions hold at most, all together.
-        folder: where its weights are.
+        kv_tokens: maximum number of tokens of all the target's sessions together.
+        folder: folder of its weights.
     """
 
     identity: str
@@ -60,7 +60,7 @@ class HeadTarget:
         return F.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the target's output layer makes of hidden states after the final norm.
+        """Logits of hidden states after the final norm, from the target's output layer.
 
         # [..., hidden_size] -> [..., vocab_size]
         """
@@ -130,7 +130,7 @@ class HeadBatch:
         logits: of the target after each token.  # [batch, length, vocab_size]
         layer_states: residual stream after each layer, for heads that need LAYER_STATES.
             # [batch, length, num_layers, hidden_size]
-        generator: the only source of chance in a loss.
+        generator: the only source of randomness in a loss.
     """
 
     token_ids: Tensor
@@ -141,7 +141,7 @@ class HeadBatch:
 
 
 State = Any
-"""What a head remembers of a session."""
+"""A head's state for a session."""
 
 
 class Head(nn.Module, ABC):
@@ -167,32 +167,33 @@ class Head(nn.Module, ABC):
     # --- training ------------------------------------------------------------------------------
 
     def bind(self, folder: Path) -> None:
-        """Load what the loss needs of the target in ``folder``; called once, before training."""
+        """Load the parts of the target in ``folder`` that the loss needs; called once, before
+        training."""
 
     @abstractmethod
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The training loss, and numbers to plot.
 
-        Among these is ``agreement`` [depth]: how often the head's first guess for each depth is
-        the target's argmax there, given that the head is fed the true tokens before it.
+        These include ``agreement`` [depth]: how often the head's first guess for each depth is the
+        target's argmax there, given the true tokens before it.
         """
 
     # --- drafting ------------------------------------------------------------------------------
 
     @property
     def max_depth(self) -> int | None:
-        """Tokens that it can draft in a row; None for any number."""
+        """Maximum depth of its drafts; None for any depth."""
         return None
 
     def prepare(self) -> None:
-        """Bring the weights into the layout that drafting wants; called once after loading."""
+        """Pack the weights for drafting; called once after loading."""
 
     @abstractmethod
     def new_state(self) -> State:
-        """For a new session."""
+        """The state of a new session."""
 
     def free(self, state: State) -> None:
-        """The session ends."""
+        """Free the state of a session that ends."""
 
     @abstractmethod
     def root(
@@ -316,7 +317,7 @@ def load_head(cls: type[AnyHead], folder: Path, target: HeadTarget) -> AnyHead:
 
 
 def draw(count: int, generator: torch.Generator) -> int:
-    """A random number below ``count``."""
+    """A random integer below ``count``."""
     return int(torch.randint(count, (), generator=generator, device=generator.device))
 
 

@@ -57,7 +57,7 @@ class Blockwise(ParallelHead):
         return list(self.target.logits(torch.stack(self._states(hidden))))
 
     def _states(self, hidden: Tensor) -> list[Tensor]:
-        """What each predictor shows the output layer.  # num_heads x [..., hidden_size]"""
+        """Inputs of the output layer, by predictor.  # num_heads x [..., hidden_size]"""
         parts = self.outer(F.relu(self.inner(hidden))).chunk(self.max_depth, -1)
         return [hidden + part for part in parts]
 

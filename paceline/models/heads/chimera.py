@@ -101,21 +101,21 @@ class Chimera(Head):
         return result
 
     def joined(self, feature: Tensor, predicted: Tensor) -> Tensor:
-        """What the output layer reads.  # 2 x [..., hidden_size] -> [..., hidden_size]"""
+        """The input of the output layer.  # 2 x [..., hidden_size] -> [..., hidden_size]"""
         result: Tensor = predicted + F.silu(self.join(torch.cat([feature, predicted], -1)))
         return result
 
     # --- training ------------------------------------------------------------------------------
 
     def forward(self, hidden: Tensor, token_ids: Tensor, ahead: int) -> Tensor:
-        """Hidden states as they are predicted ``ahead`` tokens after the target's last state.
+        """Predicted hidden states, ``ahead`` tokens after the target's last state.
 
         Args:
             hidden: # [batch, length, hidden_size]
             token_ids: # [batch, length]
 
         Returns:
-            For all places; those before ``ahead`` mean nothing.  # [batch, length, hidden_size]
+            For all places; those before ``ahead`` are meaningless.  # [batch, length, hidden_size]
         """
         length = hidden.shape[1]
         x = torch.cat([hidden, self.trigram_states(trigrams_of(token_ids))], 1)
@@ -212,7 +212,7 @@ def trigrams_of(token_ids: Tensor) -> Tensor:
 
 
 def trigram_mask(length: int, ahead: int) -> Tensor:
-    """What the target's states, and behind them the trigram states, attend to.
+    """The attention mask of the target's states, followed by the trigram states.
 
     A trigram state sees the target's states up to ``ahead`` places before it, and trigram states
     from there on.  # bool [2 * length, 2 * length]

@@ -70,12 +70,12 @@ class Eagle(Head):
         self._cos_sin = rope_table(target.config)  # [context_length, head_dim]
 
     def inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """What enters the first layer.  # 2 x [..., hidden_size] -> [..., hidden_size]"""
+        """The input of the first layer.  # 2 x [..., hidden_size] -> [..., hidden_size]"""
         result: Tensor = self.fc(torch.cat([embedded, features], -1))
         return result
 
     def logits(self, drafted: Tensor) -> Tensor:
-        """What comes after drafted features.  # [..., hidden_size] -> [..., vocab_size]"""
+        """Logits after drafted features.  # [..., hidden_size] -> [..., vocab_size]"""
         return self.target.logits(drafted)
 
     # --- training ------------------------------------------------------------------------------
@@ -158,10 +158,10 @@ class Eagle(Head):
         features: Sequence[Tensor],
         token_ids: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Take in the new pairs of a feature and the token after it, all of them committed."""
+        """Read the new pairs of a feature and the token after it, all of them committed."""
         parts = []
         for state, ids in zip(states, token_ids, strict=True):
-            # What was drafted had features of the head's own: the target's take their place.
+            # The draft used the head's own features; replace them with the target's.
             self.stack.commit(state.sequence, ())
             parts.append((state.sequence, range(-1, len(ids) - 1)))
         drafted = self._run(parts, [t for ids in token_ids for t in ids], torch.cat([*features]))
@@ -216,7 +216,7 @@ class Eagle(Head):
 
 
 def unrolled_mask(length: int, steps: int) -> Tensor:
-    """Which inputs the drafts from all places see, step by step (see :meth:`Eagle.forward`).
+    """The attention mask of the drafts from all places, step by step (see :meth:`Eagle.forward`).
 
     # bool [steps * length, steps * length]
     """

@@ -61,7 +61,7 @@ class FalconOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FalconBlock:
-    """What one pass drafted.
+    """The draft of one pass.
 
     Attributes:
         features: # [block, hidden_size]
@@ -221,7 +221,7 @@ class Falcon(Head):
         features: Sequence[Tensor],
         token_ids: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Take in the new pairs; the last block of pairs drafts the next block of features."""
+        """Read the new pairs; the last block of pairs drafts the next block of features."""
         pool, size = self.stack.pool, self.options.block
         inputs, parts = [], []
         for state, rows, ids in zip(states, features, token_ids, strict=True):
@@ -304,7 +304,7 @@ class Falcon(Head):
         ]
 
     def _run(self, inputs: Sequence[Tensor], rows: Rows) -> list[Tensor]:
-        """What the last block of each part puts out, its pairs seeing one another.
+        """The output of each part's last block, whose pairs attend to one another.
 
         # num_parts x [block, hidden_size]
         """
@@ -320,7 +320,7 @@ class Falcon(Head):
 
 
 def relaxed_mask(length: int, block: int, phase: int = 0) -> Tensor:
-    """True where a place sees another: those of its own block and of all earlier ones.
+    """True where a place attends to another: places of its own block and of all earlier ones.
 
     # bool [length, length]
     """

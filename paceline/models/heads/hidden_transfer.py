@@ -21,7 +21,7 @@ class TransferOptions:
     """As :class:`paceline.models.heads.pseudo.PseudoOptions`, and:
 
     Attributes:
-        layer: before which the pseudo hidden states come in, from 0; None: the middle one.
+        layer: the layer that the pseudo hidden states enter, from 0; None: the middle one.
     """
 
     num_guesses: int = 3

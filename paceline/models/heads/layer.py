@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
 class TargetLayers:
     """The last layers of a target and its final norm, frozen, with the weights that it has.
 
-    Not a module: whoever has one does not train or save it.
+    Not a module, so a head that holds one neither trains nor saves it.
 
     Raises:
         InvalidArgument: the target has fewer layers, or layers of another kind.
@@ -123,7 +123,7 @@ class TargetLayers:
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A Llama checkpoint's weights of one layer by the names of :class:`DecoderLayer`.
 
-    What has no such name keeps its own, which is an error where it is loaded.
+    Other weights keep their names, and loading them fails.
     """
     rest = dict(tensors)
 
@@ -153,8 +153,8 @@ class LayerStack:
 
     Args:
         layers: their weights are packed here; later changes of them have no effect.
-        kv_tokens: tokens that the target's sessions hold at most; there is room for as many that
-            are drafted.
+        kv_tokens: maximum number of tokens of the target's sessions; the cache has room for as many
+            drafted ones.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], kv_tokens: int | None = None) -> None:

@@ -51,7 +51,7 @@ class MixtureOptions:
 
 
 class LayerSelfAttention(nn.Module):
-    """One vector from what all layers computed for a token."""
+    """Turns the outputs of all layers for a token into one vector."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class MixtureOfAttentions(Head):
         return self._inferred(layer_states, drafted, phase)
 
     def _drafted(self, layer_states: Tensor, token_ids: Tensor, phase: int) -> Tensor:
-        """Before the layers of the target."""
+        """The input of the target's layers."""
         length = token_ids.shape[1]
         cos_sin = self._cos_sin[:length].to(token_ids.device)
         keys, values = self.cross.read(self.summary(layer_states), cos_sin)
@@ -189,7 +189,7 @@ class MixtureOfAttentions(Head):
         return result
 
     def _inferred(self, layer_states: Tensor, drafted: Tensor, phase: int) -> Tensor:
-        """What the target's layers, if any, and a norm make of it.
+        """Apply the target's layers, if any, and a norm.
 
         The true states of all places and the drafted ones of the places after them are one text:
         a drafted place sees what is verified when its step begins, and the step up to itself.
@@ -208,7 +208,7 @@ class MixtureOfAttentions(Head):
         return result
 
     def _before_target(self, layer_states: Tensor) -> Tensor:
-        """What enters the layers of the target that run on the draft.  # [..., hidden_size]"""
+        """The input of the target's layers that run on the draft.  # [..., hidden_size]"""
         return layer_states[..., -1 - self.options.target_layers, :]
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -345,7 +345,7 @@ class MixtureOfAttentions(Head):
 
 
 def step_starts(length: int, horizon: int, phase: int) -> Tensor:
-    """For each place the last one that counts as verified.  # int64 [length]"""
+    """For each place, the last place that counts as verified.  # int64 [length]"""
     places = torch.arange(length)
     return (((places + phase) // horizon) * horizon - phase).clamp(min=0)
 
@@ -356,7 +356,7 @@ def staircase_mask(length: int, horizon: int, phase: int) -> Tensor:
 
 
 def inference_mask(length: int, horizon: int, phase: int) -> Tensor:
-    """Who sees whom in the target's layers: true places, then drafted ones.
+    """The attention mask of the target's layers: true places, then drafted ones.
 
     # bool [2 * length, 2 * length]
     """

@@ -1,4 +1,4 @@
-"""What heads have in common that guess several next tokens from one hidden state, independently.
+"""The base of heads that guess several next tokens from one hidden state, independently.
 
 The guesses for a depth are the same for all nodes of that depth, and all of them are known as soon
 as the state is.
@@ -30,7 +30,7 @@ class ParallelState:
 
 
 class ParallelHead(Head):
-    """Drafts from what :meth:`guesses` says."""
+    """Drafts from the logits of :meth:`guesses`."""
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
 """Parallel prompt decoding: trained embeddings behind a node make the target guess ahead.
 
 Chen et al. 2024 (arXiv 2405.18628). The only parameters are the embeddings of a few prompt tokens,
-one for each distance; they come in at the first layer like any token and are trained to make the
-target say what it would say later (section 3.1; one embedding for each prompt token).
+one for each distance; they enter the first layer like any token, and training makes the target
+predict its later tokens from them (section 3.1; one embedding for each prompt token).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What parallel prompt decoding and hidden transfer share: the target itself computes the guesses.
+"""The base of parallel prompt decoding and hidden transfer: the target itself makes the guesses.
 
-A head of this kind gives the inputs of pseudo tokens, rows that stand for tokens nobody knows yet.
+A head of this kind gives the inputs of pseudo tokens, rows that stand for unknown future tokens.
 The i-th pseudo token behind a node stands i places after it and sees the node, what the node sees,
 and the pseudo tokens before it; its logits guess the token at the place after its own.
 """
@@ -51,7 +51,7 @@ class PseudoHead(Head):
     # [num_guesses at most, vocab_size]
 
     Attributes:
-        first_layer: where the pseudo tokens come in.
+        first_layer: the layer that the pseudo tokens enter first.
         accuracy: how often the guess of each distance and rank is right, a moving average over
             training.  # [num_guesses, RANKS]
     """
@@ -69,7 +69,7 @@ class PseudoHead(Head):
         super().__init__(target, options)
         self.first_layer = first_layer
         distances = torch.arange(options.num_guesses)[:, None]
-        # Before anything is measured: each further guess is right half as often.
+        # Initial values, before any measurement: each further guess is right half as often.
         assumed = 0.5 * 0.8**distances * 0.5 ** torch.arange(RANKS)
         self.register_buffer("accuracy", assumed)
         self._model: tuple[Any, ...] = ()  # in a tuple, so that it is no part of the head
@@ -127,7 +127,7 @@ class PseudoHead(Head):
             return (torch.cat([real, pseudo], 1), *arguments[1:])
 
         embedded = model.get_input_embeddings()(token_ids)
-        # What the rows are before they come in is seen by nobody.
+        # No row reads the pseudo rows before the layer that they enter.
         blank = embedded.new_zeros(len(embedded), len(owners), embedded.shape[-1])
         # transformers takes a mask for each kind of attention where a model has several.
         masks: Any = {
@@ -199,7 +199,7 @@ class PseudoHead(Head):
 
 
 def training_mask(length: int, owners: Tensor, index: Tensor, window: int | None = None) -> Tensor:
-    """What rows of text followed by pseudo tokens see: 0 there, else the lowest number.
+    """The attention mask of text rows followed by pseudo tokens: 0 if seen, else the lowest number.
 
     Args:
         window: positions that attention sees, None for all.

@@ -3,8 +3,8 @@
 A wheel brings the libraries; in a source checkout those that this processor may run are compiled at
 first use, all at once, into the user's cache folder. Every library says by itself, in code that any
 processor runs, how good it is here; the best is loaded and tested against a recorded digest before
-it is used. Without any the plain torch functions in ``paceline.models.ops`` take over: same results
-up to rounding, only slower.
+it is used. Without a library the plain torch functions in ``paceline.models.ops`` take over: same
+results up to rounding, only slower.
 
 ``PACELINE_KERNELS`` chooses another variant (``avx2``, ``portable``, ...), or none: ``off``.
 """
@@ -28,7 +28,7 @@ from paceline.models.kernels import build
 from paceline.models.threads import usable_cores
 
 NUMERICS_VERSION = 1
-"""Raised whenever the bits that numerics class ``portable`` computes change."""
+"""Version number: raise it whenever the bits of numerics class ``portable`` change."""
 
 SELF_TEST = 0xDFE345DFF07DCFAD
 """What ``self_test`` of variant.c returns on every processor."""
@@ -43,10 +43,10 @@ def _cache_dir() -> Path:
 
 
 def libraries() -> dict[str, Path]:
-    """The library of every variant that there is and that may run here, best last.
+    """The libraries of all variants that may run here, best last.
 
     Raises:
-        KernelsUnavailable: there are none, and none can be built.
+        KernelsUnavailable: no library exists, and none can be built.
     """
     return _libraries(_cache_dir())
 
@@ -62,11 +62,11 @@ def _in(folder: Path) -> dict[str, Path]:
 
 
 def _built(cache: Path) -> dict[str, Path]:
-    """Those in the cache; they are compiled first where they are not there yet."""
+    """The libraries in the cache; compiles missing ones first."""
     command = build.compiler()
     if command is None:
         raise KernelsUnavailable("no C compiler found: install gcc or clang, or set CC")
-    # The name of the compiler that a link leads to tells its version.
+    # The compiler's name, links resolved, includes its version.
     compiler = os.path.realpath(shutil.which(command[0]) or command[0]), *command[1:]
     chosen = [variant for variant in build.variants() if _may_run(variant.name)]
     digest = hashlib.sha256(repr((build.FLAGS, chosen, compiler)).encode())
@@ -79,7 +79,7 @@ def _built(cache: Path) -> dict[str, Path]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache / f"{folder.name}.lock"):
-            if not _in(folder):  # else another process has built them meanwhile
+            if not _in(folder):  # else another process has built them in the meantime
                 with tempfile.TemporaryDirectory(dir=cache) as scratch:
                     build.build(Path(scratch) / "lib", only=[variant.name for variant in chosen])
                     os.replace(Path(scratch) / "lib", folder)
@@ -88,7 +88,7 @@ def _built(cache: Path) -> dict[str, Path]:
     return _in(folder)
 
 
-# Flags in /proc/cpuinfo without which a variant does not run; its library knows whether it does.
+# Flags in /proc/cpuinfo that a variant needs; its library makes the final check.
 _CPU_FLAGS = {
     "amx": {"amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
@@ -101,7 +101,7 @@ _CPU_FLAGS = {
 
 @cache
 def _cpu_flags() -> frozenset[str]:
-    """The processor's, as Linux names them; empty elsewhere."""
+    """The processor's flags, as Linux names them; empty on other systems."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):
@@ -110,7 +110,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _may_run(variant: str) -> bool:
-    """Whether the processor has what a variant needs, as far as that is known."""
+    """Whether the processor has a variant's flags; True if unknown."""
     return not _cpu_flags() or _CPU_FLAGS.get(variant, set()) <= _cpu_flags()
 
 
@@ -144,13 +144,13 @@ def load() -> ctypes.CDLL:
     Raises:
         KernelsUnavailable: no C compiler, a failed build, a failed self-test, or
             PACELINE_KERNELS=off.
-        InvalidArgument: PACELINE_KERNELS names a variant that does not exist or not run here.
+        InvalidArgument: PACELINE_KERNELS names a variant that does not exist or does not run here.
     """
     return _load(os.environ.get("PACELINE_KERNELS") or "on", _cache_dir())[1]
 
 
 def variant() -> str:
-    """The name of what :func:`load` returns."""
+    """The name of the variant that :func:`load` returns."""
     return _load(os.environ.get("PACELINE_KERNELS") or "on", _cache_dir())[0]
 
 
@@ -174,11 +174,11 @@ def _load(wanted: str, cache: Path) -> tuple[str, ctypes.CDLL]:
 
 
 def _fails(wrong: list[str]) -> str:
-    return f"kernels compute something else than they should: {', '.join(wrong)}; please report it"
+    return f"kernels compute wrong results: {', '.join(wrong)}; please report it"
 
 
 def what_is_missing() -> str:
-    """What would make the kernels faster on this processor; empty if nothing would."""
+    """Advice that makes the kernels faster on this processor; empty if none applies."""
     runs, made, chosen = list(runnable()), libraries(), variant()
     if chosen != runs[0]:
         return f"unset PACELINE_KERNELS: {runs[0]} runs here and is faster than {chosen}"
@@ -218,10 +218,10 @@ _num_threads = 0
 
 
 def num_threads() -> int:
-    """Threads that a kernel uses when it has work for them, as a prompt is.
+    """Threads that a kernel uses for enough work, such as a prompt.
 
-    Forwards may take fewer (paceline/models/threads.py): waking others costs more than a small one
-    gains.
+    Forwards may take fewer (paceline/models/threads.py): waking threads costs more than a small
+    forward gains.
     """
     return _num_threads or available_cores()
 
@@ -238,7 +238,7 @@ def set_num_threads(count: int) -> None:
 
 
 def status() -> tuple[bool, str]:
-    """Whether the kernels are usable here, and where they are or why not."""
+    """Whether the kernels are usable here, and their path or the reason why not."""
     try:
         return True, load()._name
     except KernelsUnavailable as error:

@@ -1,10 +1,10 @@
 """Builds the C kernels ahead of their first use: ``python -m paceline.models.kernels``.
 
-    --out FOLDER       put the libraries there instead of where they are looked for
+    --out FOLDER put the libraries there instead of in the cache
     --machine aarch64  for another architecture
 
-`make install` and a deployment that starts run it beside what else takes time then. It needs
-nothing but Python, and a tenth of a second where the kernels have been built before.
+`make install` and a starting deployment run it in parallel with their other work. It needs only
+Python, and a tenth of a second if the kernels are already built.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.models.kernels import build
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Build what is missing and name it; exit code 1 and a reason where that does not work."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and leave nothing half built behind
+    """Build missing libraries and name them; on failure exit with code 1 and a reason."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and leave no partly built files
     parser = argparse.ArgumentParser(
         prog="python -m paceline.models.kernels", description="Build the C kernels."
     )

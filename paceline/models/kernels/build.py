@@ -1,6 +1,6 @@
 """Compiles the C kernels: one library for each variant that the compiler can make.
 
-Needs nothing but Python: setup.py runs it where the package's dependencies are not installed.
+Needs only Python: setup.py runs it before the package's dependencies are installed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Variant:
     """One instruction set's build.
 
     Attributes:
-        vectors: flags for what needs no more than vectors; variants with equal ones share these
+        vectors: flags for sources that need only vectors; variants with equal flags share these
             objects.
         integers: flags for quants.c beyond those.
         products: flags for matmul.c beyond both.
         features: what variant.c must find on the processor.
-        rank: the highest of those that run is chosen.
+        rank: the loader chooses the highest-ranked variant that runs.
     """
 
     name: str
@@ -157,7 +157,7 @@ def build(
 
 @contextmanager
 def _pool() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each core; who is interrupted does not wait for compilations yet to begin."""
+    """A thread for each core; an interrupt cancels compilations that have not started."""
     pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))
     try:
         yield pool
@@ -169,7 +169,8 @@ def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
     """The sources of a variant's library with the flags of each."""
     vectors = variant.vectors
     integers = *vectors, *variant.integers
-    # What these two look for, the source has not, and with many copies of a loop they take long.
+    # The source has nothing for these two passes to find, and with many copies of a loop they are
+    # slow.
     quick = "-fno-gcse", "-fno-tree-pre"
     about = f"-DFEATURES={variant.features}", f"-DRANK={variant.rank}"
     return [
@@ -180,7 +181,7 @@ def _objects(variant: Variant) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _run(command: list[str]) -> str:
-    """What went wrong; empty if nothing did."""
+    """Run a command; returns its error, or an empty string."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -143,7 +143,7 @@ def generate(
             "--method",
             "-m",
             metavar="NAME",
-            help="A row of `paceline methods`. Default: draft_model, or prompt_lookup when "
+            help="A method of `paceline methods`. Default: draft_model, or prompt_lookup when "
             "`--target` comes without `--drafter`; with `--server`, what the server prefers.",
         ),
     ] = None,
@@ -402,7 +402,7 @@ def methods(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the methods: one row for each paper, with its four parts.
+    """List the methods of the catalogue, each with its paper and its four parts.
 
     A method is a drafter, a tree shape, an acceptance rule and a length controller, with the knobs
     that `paceline generate --set KNOB=VALUE` takes.
@@ -503,14 +503,14 @@ def bench(
         str,
         typer.Option(
             metavar="LIST",
-            help="`all`, or rows of the catalogue separated by commas, each with knobs after "
+            help="`all`, or methods separated by commas, each with knobs after "
             "colons: `draft_model:num_speculative_tokens=6,prompt_lookup`. AR always runs.",
         ),
     ] = "all",
     allow_lossy: Annotated[
         bool,
         typer.Option(
-            "--allow-lossy", help="Measure rows that can change the target's output, too."
+            "--allow-lossy", help="Also measure methods that can change the target's output."
         ),
     ] = False,
     batch: Annotated[

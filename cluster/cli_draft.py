@@ -86,7 +86,7 @@ def draft(
             "--method",
             "-m",
             metavar="ROW",
-            help="A row of `paceline methods` whose drafter needs tokens only. Default: "
+            help="A method of `paceline methods` whose drafter needs tokens only. Default: "
             "draft_model, or omnidraft with --target-tokenizer.",
         ),
     ] = None,
@@ -233,10 +233,10 @@ def _run(
     check_mismatch(numerics_mismatch)
     if not give_up > 0:
         raise InvalidArgument("give_up", give_up, "seconds above 0")
-    row_name = "draft_model" if target_tokenizer is None else "omnidraft"
-    given = {"method": row_name, **request.speculation}
-    row = METHODS.get(given["method"])
-    if row is not None and row.length in ("fixed", "goodput"):
+    method_name = "draft_model" if target_tokenizer is None else "omnidraft"
+    given = {"method": method_name, **request.speculation}
+    method = METHODS.get(given["method"])
+    if method is not None and method.length in ("fixed", "goodput"):
         given.setdefault("length", "round_trip")  # it knows what a round trip costs
     config = checked_speculation(parse_speculation(given))
     patience = Patience(give_up=give_up)
@@ -315,7 +315,7 @@ def _check_tokenizer(
     raise InvalidArgument(
         "drafter", drafter or "the demo's",
         f"a drafter with the tokenizer of the target {info.name!r}, or --target-tokenizer MODEL: "
-        "with it at hand, the row omnidraft translates what another one drafts",
+        "with it at hand, the method omnidraft translates what another one drafts",
     )  # fmt: skip
 
 

@@ -229,8 +229,8 @@ class _OneLineErrors:
             err.print("interrupted", style="yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
-            # Whoever read our output has seen enough (`paceline methods | head -1`). Python must
-            # not try to flush what is left when it exits.
+            # The process that read our output has closed the pipe (`paceline methods | head -1`).
+            # Python must not try to flush what is left when it exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except PacelineError as error:

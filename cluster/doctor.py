@@ -276,7 +276,7 @@ def _running_ray() -> str | None:
     """Address of a cluster that was started on this machine and answers."""
     addresses = [os.environ.get("RAY_ADDRESS", "")]
     record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    with contextlib.suppress(OSError):  # never started, or started by somebody else
+    with contextlib.suppress(OSError):  # never started, or started elsewhere
         addresses.append(record.read_text().strip())
     for address in addresses:
         host, _, port = address.rpartition("://")[2].rpartition(":")

@@ -72,10 +72,10 @@ def prepare_environment(token: str | None = None) -> None:
 
     Args:
         token: of a Ray of our own. It listens on loopback where it can, but Serve's replicas have
-            a port for one another on all interfaces: nobody gets in without the token.
+            a port for one another on all interfaces: they refuse callers without the token.
     """
     settings = {
-        "RAY_USAGE_STATS_ENABLED": "0",  # no reports to anybody
+        "RAY_USAGE_STATS_ENABLED": "0",  # send no usage reports
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # busy machines take longer than 5 s
         "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",  # the same, for 0.1 s
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -409,7 +409,7 @@ class _State:
     """The state file: what :func:`up` wrote for the other commands.
 
     The process that owns a Ray holds a lock as long as it lives, so a file that a crash left
-    behind, or a process id that somebody else has now, is told from a running deployment.
+    behind, or a process id that another process has now, is told from a running deployment.
     """
 
     folder: Path

@@ -42,7 +42,7 @@ _EXPANDING = PREFIX_ONLY | {"fewer_layers"}  # and every head that shapes expand
 _LOOKUP = frozenset(
     {"prompt_lookup", "suffix", "sam", "copyspec", "aggressive", "predicted_outputs"}
 )
-_HYBRID = {  # lookups with a fallback: the rows that do either alone
+_HYBRID = {  # lookups with a fallback: the methods that do either alone
     "suffix_or_draft_model": ("suffix_decoding", "draft_model"),
     "copyspec_or_draft_model": ("copyspec", "draft_model"),
     "predicted_outputs_or_draft_model": ("predicted_outputs", "draft_model"),
@@ -87,7 +87,7 @@ class FamilyPart:
         family: where they are recorded.
         plan: makes them.
         budget: of a whole draft.
-        timed: makes drafts that cost as much: those of a hybrid's lookup are another row's.
+        timed: makes drafts that cost as much: those of a hybrid's lookup are another method's.
         cost_group: equal for parts whose drafts are made by the same code. The exit layer, of
             which costs are a function, does not count.
         fallback: what drafts where the lookup of a hybrid finds nothing.
@@ -118,7 +118,7 @@ def why_not(plan: Plan, params: SamplingParams) -> str | None:
         return f"controller {plan.config.length!r} chooses lengths from what it sees"
     if plan.config.relay_tokens:
         return "what it copies behind a draft depends on where that ends"
-    names = {row.drafter for row in plan.parts} | {method.drafter}
+    names = {part.drafter for part in plan.parts} | {method.drafter}
     replayable = _EXPANDING | _LOOKUP | _HYBRID.keys() | COMPOSITE
     if any(name not in replayable for name in names) and not _is_head(plan):
         return "what it drafts depends on what was drafted before"

@@ -92,7 +92,7 @@ class DraftRecorder(ABC):
             self._drafter.fallback = self._fallback
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)  # open, observe, ...: as if nobody looked
+        return getattr(self._drafter, name)  # open, observe, ...: passed on unchanged
 
     def follow(self, session: Session, number: int) -> None:
         """Make a session commit the known output of a prompt."""

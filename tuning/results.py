@@ -323,7 +323,7 @@ def best_trial(records: Iterable[TrialRecord], objective: str) -> TrialRecord | 
     """The fastest trial: AR, unless another one is surely faster.
 
     Of the trials that count, those that were confirmed go before those that were not. A trial
-    whose confidence interval reaches down to AR is no gain that anybody could rely on.
+    whose confidence interval reaches down to AR is no reliable gain.
     """
     counting = [record for record in records if record.counts]
     confirmed = [record for record in counting if record.confirmed is not None]

@@ -138,7 +138,7 @@ class PointSearch(Searcher):
             if point.key not in self._seen and not self._is_hopeless(point.key):
                 self._asked[trial_id] = name
                 return point
-            self._tell(name, point.key)
+            self._report_result(name, point.key)
         left = [key for key in self._points if key not in self._seen]
         if not left:
             return None
@@ -153,7 +153,7 @@ class PointSearch(Searcher):
             and self._predicted.get(key, best) < _HOPELESS * best
         )
 
-    def _tell(self, name: str, key: str) -> None:
+    def _report_result(self, name: str, key: str) -> None:
         """What is known of a point that needs no trial."""
         assert self._tpe is not None
         known = self._known.get(key) if key not in self._told else None

@@ -76,7 +76,9 @@ class Workload(_Block):
 class Constraints(_Block):
     """What the best configuration must keep to; a trial that does not is marked, not hidden."""
 
-    lossless: bool = Field(True, description="Leave out rows and rules that can change the output.")
+    lossless: bool = Field(
+        True, description="Leave out methods and rules that can change the output."
+    )
     latency_p99_ms: float | None = Field(None, gt=0, description="Of a whole request.")
     memory_mb: float | None = Field(
         None, gt=0, description="Peak resident memory of the measuring process."
@@ -618,13 +620,13 @@ def _check_fields(space: Space) -> None:
     """That every method fits somewhere, and that every field belongs to some point."""
     document = space.document
     for method in next(c for c in space.choices if c.name == "method").values:
-        row = METHODS[method]
-        if document.constraints.lossless and not row.lossless:
+        entry = METHODS[method]
+        if document.constraints.lossless and not entry.lossless:
             raise InvalidArgument(
                 "space.method", method,
                 "a lossless method, or constraints.lossless: false",
             )  # fmt: skip
-        if row.drafter == "client":
+        if entry.drafter == "client":
             raise InvalidArgument("space.method", method, "a method that drafts by itself")
     points, used = space._enumerated
     methods = next(c for c in space.choices if c.name == "method").values

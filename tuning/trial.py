@@ -96,9 +96,9 @@ class Models:
             )
             if topology == "actors":
                 remote = self._remote_drafter(engine.target.vocab_size)
-                for row in engine.catalogue.values():
-                    if served_with(row, "draft_model"):
-                        engine.drafters[row.drafter] = remote
+                for method in engine.catalogue.values():
+                    if served_with(method, "draft_model"):
+                        engine.drafters[method.drafter] = remote
             self._engines[topology, dtype] = engine
         return self._engines[topology, dtype]
 

@@ -201,8 +201,8 @@ def stored_dtypes(folder: Path) -> dict[Path, dict[str, str]]:
         headers[file] = header = _header(file)
         promised = {tensor for tensor, place in places.items() if place == name}
         for wrong, what in (
-            (promised - header.keys(), "lacks tensors that the index lists there"),
-            (header.keys() - promised, "holds tensors that the index does not list there"),
+            (promised - header.keys(), "lacks tensors that the index puts there"),
+            (header.keys() - promised, "holds tensors that the index does not put there"),
         ):
             if wrong:
                 raise ModelNotFound(

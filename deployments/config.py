@@ -49,7 +49,7 @@ class _Block(BaseModel):
 class ModelConfig(_Block):
     """Which models, and how they are held. Without any of them: the demo pair."""
 
-    name: str = Field("paceline", min_length=1, description="What clients are told it is called.")
+    name: str = Field("paceline", min_length=1, description="Name of the model that clients see.")
     target: str | None = Field(
         None,
         description="The target: a Hugging Face folder, or a name of a model that each replica "
@@ -64,17 +64,15 @@ class ModelConfig(_Block):
     )
     dtype: Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "int8", "auto"] = Field(
         "float32",
-        description="Of weights and activations. q8_0, q4_0 and int8 round the weights when they "
-        "are loaded; auto is the checkpoint's.",
+        description="Dtype of weights and activations. q8_0, q4_0 and int8 round the weights at "
+        "load; auto keeps the checkpoint's.",
     )
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
-    drafter_device: str | None = Field(
-        None, description="Of the drafter, so that the two may differ; null: `device`."
-    )
+    device: str = Field("auto", description="Device of the target: auto, cpu, cuda or cuda:N.")
+    drafter_device: str | None = Field(None, description="Device of the drafter; null: `device`.")
     batch_invariant: bool | None = Field(
-        None, description="Bit-identical logits in any batch; null: where it is the default."
+        None, description="Compute the same bits in any batch; null: where that is the default."
     )
-    kv_tokens: int | None = Field(None, ge=16, description="KV entries over all sessions.")
+    kv_tokens: int | None = Field(None, ge=16, description="KV entries that all sessions share.")
     threads: int | None = Field(
         None,
         ge=1,
@@ -87,14 +85,23 @@ class ModelConfig(_Block):
 class CallLimits(_Block):
     """What one replica takes from all callers together; beyond it: RESOURCE_EXHAUSTED."""
 
-    opens_per_second: float | None = Field(None, gt=0, description="New sessions; null: any.")
-    rounds_per_second: float | None = Field(None, gt=0, description="Of verify sessions.")
-    max_nodes: int = Field(MAX_NODES, ge=1, le=MAX_NODES, description="Of a draft in one round.")
+    opens_per_second: float | None = Field(
+        None, gt=0, description="New sessions a second; null: no limit."
+    )
+    rounds_per_second: float | None = Field(
+        None, gt=0, description="Rounds a second of all verify sessions; null: no limit."
+    )
+    max_nodes: int = Field(
+        MAX_NODES, ge=1, le=MAX_NODES, description="Nodes of a draft in one round."
+    )
     max_message_bytes: int = Field(
-        MAX_MESSAGE_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Of one message."
+        MAX_MESSAGE_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Bytes of one message."
     )
     max_calls_per_connection: int = Field(
-        4096, ge=1, le=2**20, description="Calls, and so sessions, that one connection has open."
+        4096,
+        ge=1,
+        le=2**20,
+        description="Calls, and so sessions, that one connection may have open.",
     )
 
     def call_limits(self) -> Limits:
@@ -104,9 +111,14 @@ class CallLimits(_Block):
 class GatewayLimits(CallLimits):
     """How much one gateway passes on."""
 
-    max_sessions: int | None = Field(None, ge=1, description="Open sessions and generations.")
+    max_sessions: int | None = Field(
+        None, ge=1, description="Sessions and generations that may be open."
+    )
     max_calls_per_connection: int = Field(
-        256, ge=1, le=2**20, description="Calls, and so sessions, that one connection has open."
+        256,
+        ge=1,
+        le=2**20,
+        description="Calls, and so sessions, that one connection may have open.",
     )
 
     def call_limits(self) -> Limits:
@@ -116,28 +128,30 @@ class GatewayLimits(CallLimits):
 class LimitsConfig(CallLimits):
     """How much one target replica takes on."""
 
-    max_sessions: int = Field(64, ge=1, description="Sessions that are computed together.")
+    max_sessions: int = Field(64, ge=1, description="Sessions that run at the same time.")
     max_waiting: int = Field(
         64,
         ge=1,
-        description="Sessions that may wait for a place; with as many as there are places, nobody "
-        "waits much longer than a request takes.",
+        description="Sessions that may wait for a place. With as many as there are places, no "
+        "session waits much longer than a request takes.",
     )
-    prefill_chunk: int = Field(256, ge=1, description="Prompt tokens computed in one step.")
+    prefill_chunk: int = Field(256, ge=1, description="Prompt tokens that one step computes.")
     prefill_stretch: float | None = Field(
         4.0,
         gt=1,
-        description="How many times as long as others a step may take that reads prompts while "
-        "sessions decode; null: no limit but prefill_chunk.",
+        description="How many times as long as other steps a step may take that reads prompts "
+        "while sessions decode; null: no limit but prefill_chunk.",
     )
     prefix_cache: bool = Field(
         True, description="Keep KV entries of ended sessions for those that begin alike."
     )
     batch_strategy: BatchStrategy = Field(
-        "ragged", description="For comparisons: others are no faster (benchmarks/load.py)."
+        "ragged",
+        description="Layout of batches; the others are for comparisons, and no faster "
+        "(benchmarks/load.py).",
     )
     batch_size: int | None = Field(
-        None, ge=1, description="Sessions verified in one step; null: all who are ready."
+        None, ge=1, description="Sessions that one step verifies; null: all that are ready."
     )
 
     def engine_limits(self) -> EngineLimits:
@@ -150,8 +164,10 @@ class GatewayTls(_Block):
     """PEM files; they are read again when they change."""
 
     cert: str = Field(min_length=1, description="The gateway's certificate, with its chain.")
-    key: str = Field(min_length=1, description="Its key, without password.")
-    client_ca: str | None = Field(None, description="Who signs the certificates of clients.")
+    key: str = Field(min_length=1, description="Key of that certificate, without password.")
+    client_ca: str | None = Field(
+        None, description="Authority that signs the certificates of clients."
+    )
     require_client_cert: bool = Field(False, description="Refuse clients without one (mTLS).")
 
     def server(self) -> ServerTls:
@@ -161,13 +177,15 @@ class GatewayTls(_Block):
 class DataPlaneTls(_Block):
     """PEM files with which replicas know one another, always in both directions.
 
-    The authority must sign replicas only: whoever has a certificate of it is let in, past the
+    The authority must sign replicas only: a process with a certificate of it is admitted, past the
     gateway and its tenants.
     """
 
-    cert: str = Field(min_length=1, description="Of every replica, for servers and clients.")
-    key: str = Field(min_length=1, description="Its key, without password.")
-    ca: str = Field(min_length=1, description="Who signs the certificates of replicas.")
+    cert: str = Field(
+        min_length=1, description="Certificate of every replica, for its servers and clients."
+    )
+    key: str = Field(min_length=1, description="Key of that certificate, without password.")
+    ca: str = Field(min_length=1, description="Authority that signs the certificates of replicas.")
     server_name: str | None = Field(
         None, description="The name in those certificates; null: the address of each replica."
     )
@@ -186,10 +204,15 @@ class DataPlaneTls(_Block):
 
 
 class _Replicas(_Block):
-    num_replicas: int = Field(1, ge=1, le=1024, description="Replicas; with autoscaling, at first.")
+    num_replicas: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Number of replicas; with autoscaling, the number at the start.",
+    )
     num_cpus: float = Field(0.5, gt=0, description="CPUs that Ray reserves for each replica.")
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        {}, description="Custom resources of Ray that each replica takes: they place it on nodes."
+        {}, description="Custom Ray resources that each replica takes, which place it on nodes."
     )
 
     @property
@@ -208,14 +231,16 @@ class Autoscaling(_Block):
     min_replicas: int = Field(1, ge=1, le=1024)
     max_replicas: int = Field(4, ge=1, le=1024)
     upscale_delay_s: float = Field(
-        10.0, ge=0, description="More are wanted for so long before there are more."
+        10.0, ge=0, description="Seconds that demand must persist before replicas are added."
     )
     downscale_delay_s: float = Field(
-        300.0, ge=0, description="Fewer are wanted for so long before there are fewer."
+        300.0, ge=0, description="Seconds that low demand must persist before replicas are removed."
     )
-    look_back_s: float = Field(20.0, gt=10, description="Measurements of so long count.")
+    look_back_s: float = Field(
+        20.0, gt=10, description="Seconds of measurements that a decision looks back on."
+    )
     target_sessions: float = Field(
-        8.0, gt=0, description="Sessions of a replica that Serve's own policy aims at."
+        8.0, gt=0, description="Sessions per replica that Serve's own policy aims at."
     )
 
     @model_validator(mode="after")
@@ -246,28 +271,30 @@ class TargetConfig(_GpuReplicas):
     )
     numerics_mismatch: Literal["refuse", "allow"] = Field(
         "refuse",
-        description="A session whose tokens come from other numerics, where the request does not "
-        "say: refused, or continued with an answer that says so.",
+        description="What to do with a session whose tokens come from other numerics, if the "
+        "request does not say: refuse it, or continue it and say so in the answer.",
     )
     idle_timeout_s: float = Field(
-        120.0, gt=0, description="Verify sessions that nobody touches for so long are closed."
+        120.0,
+        gt=0,
+        description="Seconds without a call after which a replica closes a verify session.",
     )
     drain_s: float = Field(
-        10.0, ge=0, description="Seconds that running sessions get when a replica is stopped."
+        10.0, ge=0, description="Seconds that running sessions get to end when a replica stops."
     )
 
 
 class DrafterConfig(_GpuReplicas):
     method: str | None = Field(
         None,
-        description="Row whose drafter the replicas host where there is no draft model, as "
+        description="Method whose drafter the replicas host where there is no draft model, such as "
         "suffix_decoding: one that needs nothing but tokens.",
     )
-    max_sessions: int = Field(256, ge=1, description="Sessions that one replica drafts for.")
+    max_sessions: int = Field(256, ge=1, description="Sessions that one replica may draft for.")
     deadline_s: float = Field(
         2.0,
         gt=0,
-        description="A draft that takes longer counts as lost: its session goes on as AR.",
+        description="Seconds after which a draft counts as lost, and its session continues as AR.",
     )
 
 
@@ -276,25 +303,27 @@ class GatewayConfig(_Replicas):
 
     num_cpus: float = Field(0.25, gt=0, description="CPUs that Ray reserves for each replica.")
     host: str = Field("127.0.0.1", min_length=1, description="Interface to listen on.")
-    grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free port.")
+    grpc_port: int = Field(
+        50051, ge=0, le=65535, description="Port of the gRPC endpoint; 0 picks a free one."
+    )
     http_port: int | None = Field(
         8000,
         ge=0,
         le=65535,
-        description="Of the OpenAI-compatible API; 0 picks a free port, null: no HTTP.",
+        description="Port of the OpenAI-compatible API; 0 picks a free one, null: no HTTP.",
     )
     open_timeout_s: float = Field(
-        30.0, gt=0, description="How long a call waits for a target replica that can take it."
+        30.0, gt=0, description="Seconds that a call waits for a target replica that can take it."
     )
     drain_s: float = Field(
-        10.0, ge=0, description="Seconds that running calls get when a gateway is stopped."
+        10.0, ge=0, description="Seconds that running calls get to end when a gateway stops."
     )
     tls: GatewayTls | None = Field(None, description="null: plain text, on loopback only.")
     insecure: bool = Field(False, description="Allow plain text on other addresses as well.")
     tenants: str | None = Field(
         None,
         description="File with tenants, their tokens and quotas; null: the one that "
-        "PACELINE_TENANTS names, else everybody is let in.",
+        "PACELINE_TENANTS names; without either, the gateway admits every client.",
     )
     limits: GatewayLimits = GatewayLimits()
     audit_log: str | None = Field(
@@ -307,15 +336,18 @@ class VllmConfig(_Block):
 
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs that share the model.")
     max_model_len: int | None = Field(
-        None, ge=16, description="Longest sequence; null: the model's own."
+        None, ge=16, description="Tokens of the longest sequence; null: the model's own limit."
     )
     max_speculative_tokens: int = Field(
-        16, ge=1, le=MAX_DEPTH, description="Longest draft that a request may wish for."
+        16,
+        ge=1,
+        le=MAX_DEPTH,
+        description="Tokens of the longest draft that a request may ask for.",
     )
     draft_deadline_s: float = Field(
-        0.05, gt=0, description="Longest time that a step waits for drafter replicas."
+        0.05, gt=0, description="Seconds that a step waits for drafter replicas at most."
     )
-    enforce_eager: bool = Field(False, description="No CUDA graphs and no torch.compile.")
+    enforce_eager: bool = Field(False, description="Run without CUDA graphs and torch.compile.")
     gpu_memory_utilization: float | None = Field(
         None, gt=0, le=1, description="Share of a GPU's memory; null: vLLM's default."
     )
@@ -328,12 +360,15 @@ class TracingConfig(_Block):
     """OpenTelemetry traces; what is null is taken from the standard OTEL_* variables."""
 
     exporter: Literal["otlp", "console", "file", "none"] | None = Field(
-        None, description="null: OTEL_TRACES_EXPORTER, and no traces where that is not set."
+        None,
+        description="Where traces go; null: as OTEL_TRACES_EXPORTER says, else nowhere.",
     )
     endpoint: str | None = Field(None, description="URL of an OTLP collector (HTTP, /v1/traces).")
-    folder: str | None = Field(None, description="For exporter file: one file for each process.")
+    folder: str | None = Field(
+        None, description="Folder of exporter file, with one file for each process."
+    )
     sample: float | None = Field(
-        None, ge=0, le=1, description="Share of traces that are kept, if the caller has none."
+        None, ge=0, le=1, description="Share of traces that are kept if the caller has not decided."
     )
     rounds: bool = Field(False, description="Note every round in the span of its session.")
 
@@ -361,11 +396,11 @@ class DeploymentConfig(_Block):
     )
     data_plane_insecure: bool = Field(
         False,
-        description="Allow plain text with node_ip: everybody who reaches that network reaches the "
+        description="Allow plain text with node_ip: every process on that network reaches the "
         "replicas.",
     )
     speculation: SpeculationConfig = Field(
-        SpeculationConfig(), description="What a request gets that says nothing about speculation."
+        SpeculationConfig(), description="Default method and knobs of requests that name none."
     )
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
@@ -486,7 +521,7 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
-# Where somebody may have put a secret, though none belongs into this file.
+# Fields that may hold a secret by mistake; none belongs into this file.
 _SECRET = re.compile(r"(^|\.)(tenants|tokens?|secrets?|passwords?|api_key)(\.|$)|_(token|secret)$")
 
 

@@ -325,7 +325,7 @@ class Relay:
             self._routes[session_id] = route
             route.idle_timeout_s = opened.idle_timeout_seconds
             if not route.unary:
-                route.unary = True  # stays until Close, or until nobody touches it
+                route.unary = True  # stays until Close, or until it is idle for too long
                 route.users += 1
             return reply
         except BaseException as error:
@@ -388,7 +388,7 @@ class Relay:
         return resumed, route
 
     def _of_caller(self, session_id: str) -> _Route:
-        """The route of a caller's session; that of somebody else is one that is not there."""
+        """The route of a caller's session; one of another caller counts as missing."""
         route = self._routes.get(session_id)
         if route is not None and route.admission.is_callers:
             return route
@@ -412,7 +412,7 @@ class Relay:
             self._leave(session_id, route)
 
     def sweep(self) -> None:
-        """Let go of unary sessions that their target has closed because nobody touched them."""
+        """Let go of unary sessions that their target has closed because they were idle."""
         now = time.monotonic()
         for session_id, route in list(self._routes.items()):
             if route.unary and (
@@ -550,9 +550,9 @@ class _Stream:
     """Both directions of one session stream.
 
     The target takes one frame after the other and answers each once, so the next one is asked for
-    when the answer to the last one was passed on: a refusal of this side has its place, nobody is
-    idle who waits for an answer, and nothing is written to a call that has ended, whose status gRPC
-    would then replace by INTERNAL.
+    when the answer to the last one was passed on: a refusal of this side has its place, a caller
+    that waits for an answer is not idle, and nothing is written to a call that has ended, whose
+    status gRPC would then replace by INTERNAL.
     """
 
     def __init__(self, call: Any, admission: CallAdmission, context: Context) -> None:
@@ -582,7 +582,7 @@ class _Stream:
     async def _write(self, data: bytes) -> None:
         """One frame to the target; returns when the client has the answer."""
         self._answered.clear()
-        # A call that has ended refuses writes; whoever reads its replies learns why it ended.
+        # A call that has ended refuses writes; the reader of its replies learns why it ended.
         with suppress(grpc.RpcError, asyncio.InvalidStateError):
             await self._call.write(data)
         await self._answered.wait()
@@ -638,7 +638,7 @@ class GatewayDeployment:
             tracing=tracing,
         )
         self._tracing = tracing
-        # An open port means that there is a target: load balancers send nobody here before that.
+        # An open port means that there is a target: load balancers send no client here before that.
         await _wait_for_target(targets)
         try:
             self._server = await start_server(

@@ -1,4 +1,4 @@
-"""The control plane: a lease is one open Serve call from whoever uses a replica to that replica.
+"""The control plane: a lease is one open Serve call from the user of a replica to that replica.
 
 A streaming handle call is routed by Serve to a replica, which answers with its own data address
 and keeps the call open until the caller lets go. So Serve's routing, autoscaling, health and

@@ -21,7 +21,7 @@ __version__ = "0.1.0.dev0"
 
 # Threads of a forward wait for one another in a loop. By default that loop is so long that a thread
 # whose partner lost its core to another process burns its own for nothing: on busy machines a
-# forward took ten times as long. Read when torch loads OpenMP; whoever sets it knows better.
+# forward took ten times as long. Read when torch loads OpenMP; a user who sets it knows better.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -3,7 +3,7 @@
 A session is admitted when memory holds what it has so far and some rounds more, not the worst case
 that it may come to. When the sessions that run outgrow the memory together, the youngest gives way:
 its entries are freed, it waits at the head of the queue, and later goes on from its committed
-tokens. The oldest never gives way, and everybody fits alone, so all of them come to their end.
+tokens. The oldest never gives way, and every session fits alone, so all of them come to their end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PrefillPace:
     one without prefill, and grows slowly otherwise.
 
     Args:
-        most: tokens at most, and where nobody decodes.
+        most: tokens at most, and where no session decodes.
         stretch: None reads ``most`` tokens always.
     """
 
@@ -82,7 +82,7 @@ class KvAdmission:
         self._max_sessions = max_sessions
         self._admitted: dict[str, Session] = {}
         self._entries: dict[str, int] = {}  # of a round
-        self._promised = 0  # entries if everybody comes to the worst
+        self._promised = 0  # entries if all sessions come to the worst
 
     @property
     def num_admitted(self) -> int:
@@ -100,8 +100,8 @@ class KvAdmission:
             return False
         if self._promised + most_entries(session) <= self._capacity:
             return True
-        everybody = [*self._admitted.values(), session]
-        growth = sum(min(HEADROOM, each.remaining) for each in everybody)
+        together = [*self._admitted.values(), session]
+        growth = sum(min(HEADROOM, each.remaining) for each in together)
         wanted = session.length + round_entries(session) + growth
         return self.num_entries + wanted <= self._capacity or not self._admitted
 

@@ -1,7 +1,7 @@
-"""What an engine has done so far, for whoever exports it.
+"""What an engine has done so far, for exporters.
 
 Rounds cost nothing here: the counters are the sums of the sessions' own statistics, of those that
-have ended (added once, when they end) and of those that run (added when somebody looks).
+have ended (added once, when they end) and of those that run (added when they are read).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it loads torch, which a gateway does without
     from paceline.target import Target
 
 MAX_KEPT = 4096
-"""Ended requests and steps that are kept for somebody who looks; older ones are forgotten."""
+"""Ended requests and steps that are kept until they are read; older ones are forgotten."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 _FACTORS = "rope_freqs.weight"
-"""What frequencies are divided by: Llama 3.1's rope, computed by whoever wrote the file."""
+"""What frequencies are divided by: Llama 3.1's rope, computed by the writer of the file."""
 _KNOWN_KEYS = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",

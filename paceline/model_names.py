@@ -176,7 +176,7 @@ def pin_model(name: str | Path, *, here: bool = True) -> str:
 
     Args:
         here: look for the model on this machine (of a hub model: its configuration and tokenizer).
-            False leaves that to whoever resolves the name; a hub name stays without a commit.
+            False leaves that to the process that resolves it; a hub name stays without a commit.
 
     Raises:
         ModelNotFound: as :func:`resolve_model`, unless ``here`` is False.
@@ -325,7 +325,7 @@ def _snapshot(name: HubName, weights: bool) -> Path:
     if name.is_commit and (folder := cached(name.revision)):
         return folder
     try:
-        # The client asks this by itself, but would wait without end where nobody answers.
+        # The client asks this by itself, but would wait without end where no server answers.
         api = HfApi(library_name="paceline")
         commit = api.model_info(name.repo, revision=name.revision, timeout=_TIMEOUT_S).sha
     except RevisionNotFoundError:

@@ -1,4 +1,4 @@
-"""What an engine is asked for: one value, whoever asks and whatever engine answers."""
+"""What an engine is asked for: one value for all callers and all engines."""
 
 from __future__ import annotations
 

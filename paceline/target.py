@@ -84,7 +84,7 @@ class ModelTarget:
         shares_prefixes: sessions begin with what earlier ones have left in the cache, where that is
             the same to the last bit.
         batch_strategy: how the rows of a step are laid out (:mod:`paceline.batching`).
-        num_padding: rows of ``pad`` that stood for nothing.
+        num_padding: rows that ``pad`` added to fill a batch.
     """
 
     def __init__(self, runner: ModelRunner) -> None:

@@ -55,7 +55,7 @@ class QuotaExceeded(ResourceExhausted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one server takes on, whoever calls. None is no limit beyond the engine's own."""
+    """What one server takes on from all callers; None: no limit beyond the engine's own."""
 
     max_sessions: int | None = None
     opens_per_second: float | None = None
@@ -168,7 +168,7 @@ class Gate:
     """Admits callers to one server. Lives on the server's event loop.
 
     Args:
-        tenants: None lets everybody in, as nobody.
+        tenants: None admits every caller, without a name.
         limits: for all callers together.
         audit: where opens and refusals are written; None writes none.
     """
@@ -245,7 +245,7 @@ class Gate:
             public: no token is needed.
 
         Raises:
-            Unauthenticated: no token, or nobody's.
+            Unauthenticated: no token, or an unknown one.
             PermissionDenied: the tenant is suspended.
         """
         tenants = self._tenants

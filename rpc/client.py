@@ -112,7 +112,7 @@ class _Access:
         if token is not None and self.credentials is None and not is_loopback(host):
             raise InvalidArgument(
                 "token", Hidden(), f"TLS with it (`ca`): {address} is not a loopback address, and "
-                "whoever is on the way could read it",
+                "any machine on the way could read it",
             )  # fmt: skip
 
 
@@ -428,7 +428,7 @@ class Generation:
     Args:
         start: begins a call with a request and a time-out.
         timeout: seconds for all of it.
-        resume_s: so long it looks for a server that was lost.
+        resume_s: seconds that it looks for a server after losing one.
     """
 
     def __init__(

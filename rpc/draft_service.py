@@ -76,7 +76,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         vocab_size: token ids must be below it.
         context_length: sessions that outgrow it get empty drafts (AR); None: no limit.
         max_sessions: of all streams together.
-        idle_timeout_s: unary sessions that nobody touches for so long are closed, and so are
+        idle_timeout_s: seconds without a call after which unary sessions are closed, and so are
             streams that do not begin in that time.
         tracing: None traces nothing.
 
@@ -302,7 +302,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return mirror
 
     def sweep(self) -> None:
-        """Close unary sessions that nobody touched for ``idle_timeout_s``."""
+        """Close unary sessions without a call for ``idle_timeout_s``."""
         limit = time.monotonic() - self._idle_timeout_s
         for session_id, mirror in list(self._unary.items()):
             if mirror.touched_at < limit:

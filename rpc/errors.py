@@ -70,7 +70,7 @@ class EpochFenced(FailedPrecondition):
 
 
 class Unauthenticated(PacelineError, PermissionError):
-    """The call has no token, or one that nobody has."""
+    """The call has no token, or an unknown one."""
 
 
 class PermissionDenied(PacelineError, PermissionError):

@@ -112,7 +112,7 @@ class Ladder:
             return self.rates[mode]
         if mode is Mode.DEVICE or not self._ar_seconds:
             return 0.0
-        # The fastest rounds had the fewest drafted tokens, and nobody beside them.
+        # The fastest rounds had the fewest drafted tokens, and no other work beside them.
         return 1.0 / sorted(self._ar_seconds)[len(self._ar_seconds) // 4]
 
     def _choose(self) -> Mode:

@@ -328,7 +328,7 @@ class RemoteDrafter(Drafter):
         connection.answered = reply.round, frame
         try:
             again = self._settle(connection, frame, reply)
-        except Exception as error:  # whatever came back, nobody waits for ever
+        except Exception as error:  # whatever came back, no session waits for ever
             _fail(frame.asks, self._unavailable(connection, error))
             raise
         if frame.waited:
@@ -420,7 +420,7 @@ class RemoteDrafter(Drafter):
             return False
         with self._lock:
             self._connection = connection
-            self._send(connection, draft_pb2.ProposeFrame(), [])  # hello: is anybody there?
+            self._send(connection, draft_pb2.ProposeFrame(), [])  # hello: does a drafter answer?
         if self._stopped.is_set():  # stop() may have looked just before
             connection.close()
         reason: Exception

@@ -270,7 +270,7 @@ class _Stream:
         self._inbox.put((self, error))
 
     def free(self, request: verify_pb2.CloseRequest) -> None:
-        """Close another session; nobody waits for the answer."""
+        """Close another session without waiting for the answer."""
         verify_pb2_grpc.VerifyServiceStub(self._channel).Close.future(request, timeout=5.0)
 
     def close(self) -> None:

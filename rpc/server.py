@@ -126,8 +126,8 @@ async def start_server(
         port: 0 takes a free one; :attr:`RpcServer.port` tells which.
         credentials: for TLS (:meth:`paceline.rpc.tls.ServerTls.credentials`); None is plain text.
         insecure: allow plain text where other machines can connect.
-        gate: tenants, limits and audit log; None lets everybody in.
-        idle_timeout_s: sessions and streams that nobody touches for so long are closed.
+        gate: tenants, limits and audit log; None admits every caller.
+        idle_timeout_s: seconds without a call after which sessions and streams are closed.
         register: adds further services and returns their full names.
         tracing: for the services over an engine; it stays the caller's to stop.
         numerics_mismatch: "refuse" or "allow" a session whose tokens come from other numerics than

@@ -164,7 +164,7 @@ class Tenants:
         """The tenant whose token has this digest.
 
         Raises:
-            Unauthenticated: nobody's.
+            Unauthenticated: the token is unknown.
             PermissionDenied: the tenant is suspended.
         """
         self.refresh()
@@ -175,7 +175,9 @@ class Tenants:
                 if hmac.compare_digest(known, digest):
                     found = tenant
         if found is None:
-            raise Unauthenticated("the token is nobody's: ask the operator for one that is valid")
+            raise Unauthenticated(
+                "no tenant has this token: ask the operator for one that is valid"
+            )
         if found.suspended:
             raise PermissionDenied(f"tenant {found.name!r} is suspended")
         return found

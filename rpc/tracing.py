@@ -28,7 +28,7 @@ class Span:
     """A span that lasts until :meth:`end`.
 
     Attributes:
-        traceparent: for whoever takes part in it.
+        traceparent: for the processes that take part in it.
         session: whose stages (queue, prefill, rounds) become its children in the end.
     """
 
@@ -111,8 +111,8 @@ class Tracing:
         service: ``service.name`` where OTEL_SERVICE_NAME does not say it.
         exporter: an exporter of OpenTelemetry's SDK.
         sample: share of traces that begin here and are kept; None leaves it to
-            OTEL_TRACES_SAMPLER, which keeps all by default. Whoever sends a traceparent decides for
-            that trace.
+            OTEL_TRACES_SAMPLER, which keeps all by default. A caller that sends a traceparent
+            decides for that trace.
         rounds: spans note every round.
     """
 

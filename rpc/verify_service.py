@@ -111,7 +111,7 @@ class _Wire:
         if event.outcome is None:
             error = event.session.error or Cancelled(f"the session was {self.finish_reason}")
             answer.set_exception(error)
-            answer.exception()  # nobody may be waiting for it any more
+            answer.exception()  # its caller may have stopped waiting
             return
         path = event.outcome.path[: event.num_accepted]
         verify_seconds = event.session.stats.verify_seconds
@@ -136,8 +136,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Sessions whose drafts come from clients.
 
     Args:
-        idle_timeout_s: sessions that nobody touches for so long are closed, and so are streams that
-            send nothing for so long.
+        idle_timeout_s: seconds without a call after which sessions are closed, and streams too.
         gate: admits sessions and counts what they use; None admits all that the engine takes.
         tracing: None traces nothing.
         numerics_mismatch: for requests that do not say what happens to a session with another
@@ -246,7 +245,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return await self._close(wire)
 
     def sweep(self) -> None:
-        """Close sessions that nobody touched for ``idle_timeout_s``."""
+        """Close sessions without a call for ``idle_timeout_s``."""
         limit = time.monotonic() - self._idle_timeout_s
         for wire in list(self._wires.values()):
             if wire.touched_at < limit and (wire.answer is None or wire.answer.done()):
@@ -265,7 +264,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return wire
 
     def _of_caller(self, session_id: str) -> _Wire:
-        """A session of the caller. That of somebody else is answered as one that is not there."""
+        """A session of the caller. One of another caller is answered as a missing one."""
         wire = self._wires.get(session_id)
         if wire is not None and wire.admission.is_callers:
             return wire

@@ -8,7 +8,7 @@ Works in front of stock vLLM:
 
 Everything under ``paceline`` is a :class:`Settings`. What a request may wish for itself travels in
 ``SamplingParams.extra_args["paceline"]`` (:func:`wishes_of`). A proposer sees it only where its
-worker has the :class:`WorkerExtension` and somebody has called its ``paceline_bind``;
+worker has the :class:`WorkerExtension` and a caller has called its ``paceline_bind``;
 ``deployments/engines/vllm.py`` does both.
 """
 

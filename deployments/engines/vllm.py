@@ -565,7 +565,7 @@ def _vllm_params(session: Session, speculation: SpeculationConfig, eos: Sequence
 
 
 def _count_step(session: Session, num_tokens: int) -> None:
-    """A delta is a round, as long as nobody kept vLLM's outputs waiting."""
+    """A delta is a round, as long as vLLM's outputs are read at once."""
     stats = session.stats
     now = time.perf_counter()
     if stats.first_token_at is None:

@@ -1,6 +1,6 @@
 """The playground at the gateway's root: a page that shows generations round by round.
 
-The files in ``static/`` are all there is to it; the page asks the same HTTP API as everybody else,
+The files in ``static/`` are all there is to it; the page asks the same HTTP API as all clients,
 with the token that its reader types in. It needs no other server, and runs no inline code.
 """
 

@@ -40,7 +40,7 @@ class PathLogits:
         logits: raw, row 0 at the root and row ``i + 1`` at node ``i``.  # [num_nodes + 1, vocab]
         params: the request's sampling parameters.
         history: the committed tokens.
-        argmaxes: argmax of each row where somebody computed them for the whole batch at once.
+        argmaxes: argmax of each row where they were computed for the whole batch at once.
         prompt_length: tokens of ``history`` that are the prompt.
         constraint: after ``history``, if the request has one.
     """

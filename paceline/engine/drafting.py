@@ -267,7 +267,7 @@ class Drafting:
         return 0.0 if drafter.elsewhere else 1.0
 
     def waits_for_client(self, session: Session) -> bool:
-        """Whether the next draft comes only after somebody has heard of the last round."""
+        """Whether the next draft comes only after its client has heard of the last round."""
         return self._of(session).from_client
 
     @property

@@ -1,7 +1,7 @@
 """What an engine tells of its sessions, and to whom.
 
 While drafts are under way, the events of a round wait for a moment: listeners share the interpreter
-with whoever sends and receives drafts, and have it for themselves during the next forward.
+with the threads that send and receive drafts, and have it for themselves during the next forward.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class EngineThread:
             if engine.has_work:
                 try:
                     engine.step(wait_s=1.0)
-                except Exception as error:  # a bug; nobody may wait for its session for ever
+                except Exception as error:  # a bug; no caller may wait for its session for ever
                     logger.exception("a step failed; all sessions end")
                     engine.fail(list(engine.sessions.values()), error)
             else:

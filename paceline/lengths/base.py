@@ -196,7 +196,7 @@ class Line:
     def add(self, depth: float, seconds: float) -> None:
         """Learn a point.
 
-        One far above the line (somebody else had the machine) counts as twice the line; one far
+        One far above the line (another process had the machine) counts as twice the line; one far
         below says that the points so far were disturbed, and outweighs them.
         """
         memory = COST_MEMORY

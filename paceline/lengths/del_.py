@@ -132,7 +132,7 @@ class LayerCosts:
     def observe(self, layers: float, draft_seconds: float, verify_seconds: float) -> None:
         """A round that drafted with so many layers in all."""
         known_layers, draft, count, verify = self._sums
-        if count:  # far above the average: somebody else had the machine
+        if count:  # far above the average: another process had the machine
             draft_seconds = min(draft_seconds, 3 * layers * draft / known_layers)
             verify_seconds = min(verify_seconds, 3 * verify / count)
         new = np.array([layers, draft_seconds, 1.0, verify_seconds])

@@ -464,7 +464,7 @@ class Learnt:
         ar_seconds = ar.ar.at(0) if ar else 1.0
         near = self._nearest(size, lambda batch: batch.draft)
         if near is None:
-            return ar_seconds, ar_seconds, 0.0  # drafting is free until somebody has tried
+            return ar_seconds, ar_seconds, 0.0  # drafting is free until it was tried
         origin = near.ar.at(0) if near.ar.weight else None
         scale = ar_seconds / origin if ar and origin else 1.0
         verify, draft = near.verify.fit(origin), near.draft.fit()
@@ -636,7 +636,7 @@ class _Sharing:
         """As :meth:`paceline.lengths.base.LengthController.observe`."""
         step, asked = self._step, self._asked
         if step is None:
-            return  # nobody asked for this round's draft
+            return  # this round's draft was not asked for
         self._step = None
         self._learnt.record(step, outcome, draft_seconds, verify_seconds)
         if asked.depth == 0:

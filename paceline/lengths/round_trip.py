@@ -83,7 +83,7 @@ class _Mean:
         self.known = False
 
     def add(self, value: float) -> None:
-        # Somebody else may have had the machine for a moment.
+        # Another process may have had the machine for a moment.
         value = min(value, 4.0 * self.value) if self.known and self.value > 0 else value
         self.value = MEMORY * self.value + (1.0 - MEMORY) * value if self.known else value
         self.known = True

@@ -79,7 +79,7 @@ class DraftServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """The same as unary calls for one session, for simple clients. Sessions that nobody touches for
+        """The same as unary calls for one session, for simple clients. Sessions without a call for
         the server's TTL are closed.
 
         Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo).

@@ -42,7 +42,7 @@ class DraftServiceStub:
     tokens tell it. All sessions of a stream end with the stream.
     """
     Open: _grpc.UnaryUnaryMultiCallable[_draft_pb2.OpenDraftRequest, _draft_pb2.OpenDraftResult]
-    """The same as unary calls for one session, for simple clients. Sessions that nobody touches for
+    """The same as unary calls for one session, for simple clients. Sessions without a call for
     the server's TTL are closed.
 
     Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo).
@@ -69,7 +69,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
     tokens tell it. All sessions of a stream end with the stream.
     """
     Open: _aio.UnaryUnaryMultiCallable[_draft_pb2.OpenDraftRequest, _draft_pb2.OpenDraftResult]  # type: ignore[assignment]
-    """The same as unary calls for one session, for simple clients. Sessions that nobody touches for
+    """The same as unary calls for one session, for simple clients. Sessions without a call for
     the server's TTL are closed.
 
     Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo).
@@ -105,7 +105,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_pb2.OpenDraftRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_draft_pb2.OpenDraftResult, _abc.Awaitable[_draft_pb2.OpenDraftResult]]:
-        """The same as unary calls for one session, for simple clients. Sessions that nobody touches for
+        """The same as unary calls for one session, for simple clients. Sessions without a call for
         the server's TTL are closed.
 
         Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo).

@@ -160,7 +160,7 @@ class OpenResult(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Named by the server, unguessable. Whoever knows it may use the session, on a server with tenants
+    """Named by the server, unguessable. A caller that knows it may use the session, on a server with tenants
     only if they are of the same one: for others it is a session that does not exist.
     """
     epoch: _builtins.int

@@ -42,7 +42,7 @@ class VerifyServiceStub:
     Every Open with resume_session_id starts a new epoch of that session, and from then on the old
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
-    A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
+    A session closes when it is closed, when its stream ends or is cancelled, or when no call touched
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
@@ -100,7 +100,7 @@ class VerifyServiceServicer:
     Every Open with resume_session_id starts a new epoch of that session, and from then on the old
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
-    A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
+    A session closes when it is closed, when its stream ends or is cancelled, or when no call touched
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
@@ -205,7 +205,7 @@ class VerifyService:
     Every Open with resume_session_id starts a new epoch of that session, and from then on the old
     stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
 
-    A session closes when it is closed, when its stream ends or is cancelled, or when nobody touched
+    A session closes when it is closed, when its stream ends or is cancelled, or when no call touched
     it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
     ends with DEADLINE_EXCEEDED. A client that lost its session opens a
     new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-# Threads of a forward wait for one another in a loop. By default that loop is so long that a thread
-# whose partner lost its core to another process burns its own for nothing: on busy machines a
-# forward took ten times as long. Read when torch loads OpenMP; a user who sets it knows better.
+# Threads of a forward wait for one another in a busy loop. With the default number of spins, a
+# thread whose partner lost its core to another process wastes its own core: on busy machines a
+# forward took ten times as long. torch reads this when it loads OpenMP; a user's own setting wins.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -1,9 +1,9 @@
-"""Who may hold KV memory, and who gives it back when it runs out.
+"""Which sessions may hold KV memory, and which give it back when it runs out.
 
-A session is admitted when memory holds what it has so far and some rounds more, not the worst case
-that it may come to. When the sessions that run outgrow the memory together, the youngest gives way:
-its entries are freed, it waits at the head of the queue, and later goes on from its committed
-tokens. The oldest never gives way, and every session fits alone, so all of them come to their end.
+Admission asks for room for a session's tokens so far and a few more rounds, not for its worst case.
+When the running sessions together outgrow the memory, the youngest gives way: its entries are
+freed, it waits at the head of the queue, and later continues from its committed tokens. The oldest
+never gives way, and each session fits into memory alone, so all of them finish.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ from paceline.session import Session
 from paceline.types import Need
 
 HEADROOM = 64
-"""Tokens for which a session has room when it is admitted, unless it wants fewer."""
+"""Tokens that a session must have room for to be admitted, unless it generates fewer."""
 MIN_PREFILL = 4
-"""Prompt tokens that a step reads at least, so that a prompt comes to its end."""
+"""Fewest prompt tokens that a step reads, so that every prefill finishes."""
 
 
 def round_entries(session: Session) -> int:
-    """KV entries that a round may take beyond those of the committed tokens."""
+    """Most KV entries that a round takes beyond those of the committed tokens."""
     config = session.plan.config
     nodes = config.node_budget or 0
     if Need.SHARED_MODEL in session.plan.needs:
-        # Drafting takes entries of the target, verification may take others; and some shapes
-        # expand more nodes than they keep.
+        # Drafting takes entries in the target's cache, and verification may take others; some
+        # shapes expand more nodes than they keep.
         depth = max(config.num_speculative_tokens or 0, config.length_max or 0)
         nodes += 1 + max(nodes, depth * (config.branching or 1))
     return nodes + 1
 
 
 def most_entries(session: Session) -> int:
-    """KV entries that a session can need at the worst: all its tokens and one draft."""
+    """KV entries that a session needs in the worst case: all its tokens and one draft."""
     return session.max_length + round_entries(session)
 
 
 class PrefillPace:
     """How many prompt tokens a step reads beside sessions that decode.
 
-    A token of a long prompt costs as much as many of a short one, so a number of tokens does not
-    bound a step's time. The number is halved after a step that took longer than ``stretch`` times
-    one without prefill, and grows slowly otherwise.
+    A token of a long prompt costs as much as many tokens of a short one, so a fixed number of
+    tokens does not bound a step's time. A step that takes longer than ``stretch`` times a step
+    without prefill halves the number; otherwise the number grows slowly.
 
     Args:
-        most: tokens at most, and where no session decodes.
-        stretch: None reads ``most`` tokens always.
+        most: upper bound in tokens, and the number read while no session decodes.
+        stretch: None always reads ``most`` tokens.
     """
 
     def __init__(self, most: int, stretch: float | None) -> None:
         self._most = most
         self._stretch = stretch
         self._room = float(most)
-        self._alone_s = 0.0  # a step without prefill, lately
+        self._alone_s = 0.0  # running mean of steps without prefill
 
-    def room(self, someone_decodes: bool) -> int:
-        """Tokens for the next step."""
-        return int(self._room) if someone_decodes and self._stretch else self._most
+    def room(self, any_decoding: bool) -> int:
+        """Most prompt tokens that the next step reads."""
+        return int(self._room) if any_decoding and self._stretch else self._most
 
     def observe(self, seconds: float, num_decoding: int, num_tokens: int) -> None:
-        """A step that verified for ``num_decoding`` sessions and read ``num_tokens``."""
+        """Learn from a step that verified for ``num_decoding`` sessions and read ``num_tokens``."""
         if self._stretch is None or not num_decoding:
             return
         if not num_tokens:
@@ -70,11 +70,11 @@ class PrefillPace:
 
 
 class KvAdmission:
-    """The sessions that hold KV memory. What several of them share counts for each.
+    """The sessions that hold KV memory. An entry that several sessions share counts for each.
 
     Args:
         capacity: KV entries in all.
-        max_sessions: that may hold some at a time.
+        max_sessions: how many sessions may hold entries at a time.
     """
 
     def __init__(self, capacity: int, max_sessions: int) -> None:
@@ -82,7 +82,7 @@ class KvAdmission:
         self._max_sessions = max_sessions
         self._admitted: dict[str, Session] = {}
         self._entries: dict[str, int] = {}  # of a round
-        self._promised = 0  # entries if all sessions come to the worst
+        self._promised = 0  # entries if every session reaches its worst case
 
     @property
     def num_admitted(self) -> int:
@@ -90,12 +90,12 @@ class KvAdmission:
 
     @property
     def num_entries(self) -> int:
-        """Entries that the next step may take."""
+        """KV entries in use after the next step, at most."""
         lengths = sum(session.length for session in self._admitted.values())
         return lengths + sum(self._entries.values())
 
     def fits(self, session: Session) -> bool:
-        """Whether one more can be admitted, and go on for some rounds beside the others."""
+        """Whether the session can be admitted and run some rounds beside the others."""
         if len(self._admitted) >= self._max_sessions:
             return False
         if self._promised + most_entries(session) <= self._capacity:
@@ -106,20 +106,20 @@ class KvAdmission:
         return self.num_entries + wanted <= self._capacity or not self._admitted
 
     def add(self, session: Session) -> None:
-        """Admit it."""
+        """Admit the session."""
         self._admitted[session.session_id] = session
         self._entries[session.session_id] = round_entries(session)
         self._promised += most_entries(session)
 
     def remove(self, session: Session) -> bool:
-        """It holds nothing any more; False if it did not before."""
+        """Forget a session that holds nothing any more; False if it was not admitted."""
         if self._admitted.pop(session.session_id, None) is None:
             return False
         self._promised -= session.max_length + self._entries.pop(session.session_id)
         return True
 
     def overdrawn(self) -> list[Session]:
-        """Who has to give way before the next step: the youngest first."""
+        """The sessions that must give way before the next step, the youngest first."""
         if self._promised <= self._capacity:
             return []
         too_many = self.num_entries - self._capacity

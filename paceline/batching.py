@@ -1,18 +1,18 @@
 """Which sessions a step verifies together, and how their rows are laid out.
 
-``ragged`` is what Paceline does: all who are ready, their rows one behind the other, each with its
-own place in its own KV entries, and nothing padded. That is EMS-SD's unpadded input and KV (Ni et
-al. 2024, arXiv 2405.07542). The others are there to be compared with it:
+``ragged`` is Paceline's own way: a step verifies all ready sessions, puts their rows one behind the
+other, gives each row its position in its session's KV entries, and pads nothing. That is EMS-SD's
+unpadded input and KV (Ni et al. 2024, arXiv 2405.07542). The others exist for comparison:
 
-``same_length``: EXSPEC ("Batch speculative decoding done right", 2025, arXiv 2510.22876): of a
-    window of sessions those of equal length go together, which a padded layout stacks without
-    realigning anything; where no length has a whole batch, the oldest go, and the shorter of them
-    would be realigned.
-``pad``, ``split``: BASS (Qian et al. 2024, arXiv 2404.15778): one forward with every draft padded
+``same_length``: EXSPEC ("Batch speculative decoding done right", 2025, arXiv 2510.22876). Among a
+    window of sessions, those of equal length go together; a padded layout stacks them without
+    realigning. If no length fills a batch, the oldest sessions go, and the shorter ones of them
+    count as realigned.
+``pad``, ``split``: BASS (Qian et al. 2024, arXiv 2404.15778). One forward with every draft padded
     to the longest, or one forward for each sequence.
 
-Tokens are the same with each. What a padded layout would do to the KV cache is counted, not done:
-the cache has no layout to keep (paceline/models/kv_cache.py).
+All of them give the same tokens. The KV work of a padded layout is counted, not done: the cache
+has no such layout (paceline/models/kv_cache.py).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ S = TypeVar("S", bound=SessionView)
 BatchStrategy = Literal["ragged", "same_length", "pad", "split"]
 STRATEGIES: tuple[str, ...] = get_args(BatchStrategy)
 PATIENCE = 16
-"""Steps that the oldest session waits for a group of its length."""
+"""Steps that the oldest session waits at most for a group of its length."""
 
 
 @dataclass(slots=True)
 class BatchCounters:
-    """Of the steps that verified something.
+    """Counts over the steps that verified something.
 
     Attributes:
-        num_steps: of them.
-        num_grouped: steps whose sessions were all of one length.
+        num_steps: those steps.
+        num_grouped: steps whose sessions all had the same length.
         num_realigned: sessions that a padded KV layout would have realigned.
-        num_kv_padding: entries by which the sessions of a step were shorter than the longest.
+        num_kv_padding: entries by which sessions were shorter than the longest one of their step.
     """
 
     num_steps: int = 0
@@ -52,8 +52,8 @@ class Batching:
     """Chooses the sessions of each step.
 
     Args:
-        size: sessions in one step at most; None takes all who are ready.
-        window: the sessions among which ``same_length`` looks for a group.
+        size: most sessions in one step; None takes all that are ready.
+        window: how many ready sessions, the oldest first, ``same_length`` searches for a group.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class Batching:
         self._strategy = strategy
         self._size = size
         self._window = window
-        self._passed_over: tuple[str, int] = "", 0  # the oldest one, and for how many steps
+        # The oldest ready session, and for how many steps in a row groups left it out.
+        self._passed_over: tuple[str, int] = "", 0
 
     def choose(self, ready: Sequence[S]) -> list[S]:
-        """Those of ``ready``, the oldest first, that are verified now."""
+        """The sessions to verify now, out of ``ready``, which is sorted from the oldest on."""
         if not ready:
             return []
         chosen = [*ready] if self._size is None else [*ready[: self._size]]
@@ -81,7 +82,10 @@ class Batching:
         return chosen
 
     def _group(self, ready: Sequence[S]) -> list[S]:
-        """A whole batch of one length, the one with the oldest session; none where it must wait."""
+        """A full batch of sessions of equal length; empty if there is none.
+
+        Also empty once groups have passed over the oldest session for ``PATIENCE`` steps.
+        """
         size = self._size or len(ready)
         by_length: dict[int, list[S]] = {}
         for session in ready[: self._window]:

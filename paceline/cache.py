@@ -1,4 +1,4 @@
-"""The user's cache folder: compiled kernels, models, and what runs on this machine."""
+"""The user's cache folder: compiled kernels, models, and records of what runs on this machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """``name`` in Paceline's cache: below PACELINE_CACHE_DIR, XDG_CACHE_HOME or ``~/.cache``."""
+    """Folder ``name`` of Paceline's cache, below PACELINE_CACHE_DIR, XDG_CACHE_HOME or ~/.cache."""
     root = os.environ.get("PACELINE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "paceline" / name
 
 
 class locked:
-    """One process works, the others wait for it; without locks (some file systems) all work."""
+    """Lock a file: one process enters, the others wait.
+
+    On file systems without locks, all of them enter.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file.open("w")

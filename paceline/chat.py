@@ -1,6 +1,6 @@
-"""From a conversation to a prompt: the chat template of the target's tokenizer.
+"""Turns a conversation into a prompt with the chat template of the target's tokenizer.
 
-Templates run in Jinja's sandbox, with what ``transformers`` gives them: ``messages``,
+Templates run in Jinja's sandbox, with the names that ``transformers`` provides: ``messages``,
 ``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``,
 ``tojson``, loop controls and the tag ``generation``.
 """
@@ -30,7 +30,7 @@ DEFAULT_TEMPLATE = """\
 Assistant:
 {%- endif -%}
 """
-"""For models that never saw a conversation: a line for each message, and ``Assistant:``."""
+"""For models without a chat template: one line for each message, then ``Assistant:``."""
 
 
 def render_chat(
@@ -43,8 +43,8 @@ def render_chat(
     """The prompt of a conversation.
 
     Args:
-        source: of the template; empty takes :data:`DEFAULT_TEMPLATE`.
-        variables: what the template may use beside the messages.
+        source: the template's text; empty takes :data:`DEFAULT_TEMPLATE`.
+        variables: further variables that the template may use.
 
     Raises:
         InvalidArgument: the template refuses the messages, or fails.
@@ -57,7 +57,7 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-    except Exception as error:  # whatever the template does with messages that it does not expect
+    except Exception as error:  # a template may raise anything on messages that it does not expect
         reason = str(error) or type(error).__name__
         raise InvalidArgument(
             "messages", [message.get("role") for message in messages],
@@ -68,7 +68,7 @@ def render_chat(
 def encode_chat(
     tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """Token ids of a conversation, up to where the model answers.
+    """Token ids of a conversation, up to where the model's answer begins.
 
     Raises:
         InvalidArgument: the template refuses the messages, or fails.
@@ -81,7 +81,7 @@ def encode_chat(
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here it is transparent."""
+    """Ignores the tag ``{% generation %}``, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 

@@ -20,15 +20,15 @@ MAX_NODES = 256
 class SpeculationConfig(BaseModel):
     """A method of the catalogue and its knobs. ``None`` means the method's own default.
 
-    Unknown keys, and knobs that the chosen method does not have, are errors. A knob that is a list
-    is a ``tuple[...] | None`` with ``Field(strict=False, min_length=1, ...)``: JSON and YAML bring
+    Unknown keys, and knobs that the chosen method does not have, are errors. A list knob has the
+    type ``tuple[...] | None`` with ``Field(strict=False, min_length=1, ...)``: JSON and YAML give
     lists, and a tuple keeps the config hashable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     method: str = Field(
-        default="draft_model", description="A row of the catalogue (`paceline methods`)."
+        default="draft_model", description="A method of the catalogue (`paceline methods`)."
     )
     num_speculative_tokens: int | None = Field(
         default=None, ge=0, le=MAX_DEPTH, description="Depth of the draft; 0 is plain AR decoding."
@@ -37,7 +37,7 @@ class SpeculationConfig(BaseModel):
         default=None,
         ge=0,
         le=MAX_NODES,
-        description="Nodes of the draft at most; default: the depth.",
+        description="Most nodes in a draft; default: its depth.",
     )
     shape: str | None = Field(default=None, description="Tree shape of an expanding drafter.")
     branching: int | None = Field(
@@ -78,8 +78,8 @@ class SpeculationConfig(BaseModel):
         strict=False,
         min_length=1,
         max_length=16,
-        description="Probability that the drafter's first, second, ... candidate is the accepted "
-        "one, from which the shape `sequoia` makes its tree.",
+        description="Probability that the drafter's first, second, ... candidate is accepted. The "
+        "shape `sequoia` builds its tree from it.",
     )
     acceptance: str | None = Field(default=None, description="Acceptance rule.")
     length: str | None = Field(default=None, description="Length controller.")
@@ -93,32 +93,33 @@ class SpeculationConfig(BaseModel):
         default=None,
         ge=0.0,
         le=1.0,
-        description="When a controller ends a draft: acceptance less likely than this "
-        "(`confidence`, `disco`), or a rejection likelier than this (`specdecpp`).",
+        description="A controller ends a draft when acceptance is less likely than this "
+        "(`confidence`, `disco`) or a rejection is likelier than this (`specdecpp`).",
     )
     draft_support: int | None = Field(
         default=None,
         ge=1,
         le=4096,
-        description="Most likely tokens that a sampled draft is drawn from (rejection sampling).",
+        description="How many of the most likely tokens a sampled draft is drawn from (rejection "
+        "sampling).",
     )
     ngram_max: int | None = Field(
-        default=None, ge=1, le=16, description="Longest suffix of the context that is looked up."
+        default=None, ge=1, le=16, description="Longest suffix of the context to look up."
     )
     ngram_min: int | None = Field(
-        default=None, ge=1, le=16, description="Shortest suffix that prompt lookup searches for."
+        default=None, ge=1, le=16, description="Shortest suffix that prompt lookup looks up."
     )
     window_size: int | None = Field(
         default=None, ge=1, le=32, description="Columns of the window of lookahead decoding (W)."
     )
     ngram_size: int | None = Field(
-        default=None, ge=2, le=16, description="Tokens of an n-gram of lookahead decoding (N)."
+        default=None, ge=2, le=16, description="Tokens in each n-gram of lookahead decoding (N)."
     )
     pool_guesses: int | None = Field(
         default=None,
         ge=0,
         le=64,
-        description="N-grams kept and tried for each first token in lookahead decoding (G).",
+        description="N-grams that lookahead decoding keeps and tries for each first token (G).",
     )
     pool_from_prompt: bool | None = Field(
         default=None, description="Put the prompt's n-grams into the pool of lookahead decoding."
@@ -127,7 +128,7 @@ class SpeculationConfig(BaseModel):
         default=None,
         ge=1,
         description="Generated tokens that hybrid Jacobi decoding refines in blocks before it "
-        "goes on as AR; default: the length of the prompt.",
+        "continues as AR; default: the length of the prompt.",
     )
     search_iterations: int | None = Field(
         default=None, ge=1, le=1000, description="Iterations of ADED's tree search in each round."
@@ -135,46 +136,48 @@ class SpeculationConfig(BaseModel):
     exit_layer: int | None = Field(
         default=None,
         ge=1,
-        description="Layers of the target that draft for it; default: a third of them.",
+        description="How many of the target's first layers draft; default: a third of all.",
     )
     exit_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         default=None,
         strict=False,
         min_length=1,
         max_length=32,
-        description="Exits that the controller `del` chooses from (default: evenly spread ones), "
-        "or those of the draft model in `s2d` (default: all of its layers, halved over and over).",
+        description="Exit layers: of the target, for the controller `del` to choose from (default: "
+        "evenly spread), or of the draft model in `s2d` (default: its number of layers, halved "
+        "again and again).",
     )
     exit_threshold: float | None = Field(
         default=None,
         ge=0.0,
         le=1.0,
-        description="Probability from which on a shallow sub-model's token is taken in `s2d`; 0 is "
-        "always the shallowest, 1 always the deepest.",
+        description="Least probability at which `s2d` takes a shallow sub-model's token; 0 always "
+        "takes the shallowest sub-model, 1 always the deepest.",
     )
     speedup_ratio: float | None = Field(
         default=None,
         ge=1.0,
         le=64.0,
-        description="Unified layer skipping keeps the target's layers divided by this.",
+        description="Unified layer skipping keeps the number of the target's layers divided by "
+        "this.",
     )
     min_layers: float | None = Field(
         default=None,
         ge=0.0,
         le=1.0,
-        description="Share of the layers that the last token has at least (`skipdecode`, `d3`).",
+        description="Least share of the layers that computes a token (`skipdecode`, `d3`).",
     )
     max_layers: float | None = Field(
         default=None,
         ge=0.0,
         le=1.0,
-        description="Share of the layers that the first token has (`skipdecode`).",
+        description="Share of the layers for the first token (`skipdecode`).",
     )
     depth_decay: float | None = Field(
         default=None,
         gt=0.0,
         le=1.0,
-        description="Factor by which D3 takes fewer layers for each further token.",
+        description="Factor by which D3 shrinks the number of layers with each further token.",
     )
     drafters: tuple[str, ...] | None = Field(
         default=None,
@@ -187,100 +190,103 @@ class SpeculationConfig(BaseModel):
         default=None,
         ge=0.0,
         le=1.0,
-        description="Least probability that the draft model gives a retrieved token in `rasd`.",
+        description="`rasd` drops retrieved tokens to which the draft model gives less than this "
+        "probability.",
     )
     stage_tokens: int | None = Field(
         default=None,
         ge=0,
         le=16,
-        description="Tokens that n-grams guess ahead of the draft model in `staged`; 0: none.",
+        description="Tokens that n-grams draft for the draft model in `staged`; 0: none.",
     )
     min_match: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Tokens at the end that must have occurred before, for a copy.",
+        description="Copy only if at least this many last tokens have occurred before.",
     )
     corpus_bias: int | None = Field(
         default=None,
         ge=0,
         le=64,
-        description="Tokens by which a match in earlier outputs must be longer than one in the "
+        description="A match in earlier outputs must be this many tokens longer than one in the "
         "session's own tokens.",
     )
     draft_per_match: float | None = Field(
         default=None,
         ge=0.0,
         le=64.0,
-        description="Drafted tokens at most for each token of the match (alpha).",
+        description="Most drafted tokens for each token of the match (alpha).",
     )
     draft_offset: int | None = Field(
-        default=None, ge=0, le=64, description="Drafted tokens allowed beside `draft_per_match`."
+        default=None, ge=0, le=64, description="Drafted tokens on top of `draft_per_match`."
     )
     min_token_prob: float | None = Field(
         default=None,
         ge=0.0,
         le=1.0,
-        description="Least estimated probability of a token that suffix decoding drafts.",
+        description="Suffix decoding drafts only tokens with at least this estimated probability.",
     )
     min_score: float | None = Field(
         default=None,
         ge=0.0,
         le=256.0,
-        description="Least expected number of accepted tokens for which a draft of suffix "
-        "decoding is used and not its fallback's.",
+        description="Least number of accepted tokens that a draft of suffix decoding must promise; "
+        "otherwise the fallback drafts.",
     )
     use_tree: bool | None = Field(
-        default=None, description="Suffix decoding drafts a tree, best-first, and not a chain."
+        default=None, description="Suffix decoding drafts a tree, best first, instead of a chain."
     )
     fallback_depth: int | None = Field(
         default=None,
         ge=0,
         le=MAX_DEPTH,
-        description="Depth of the drafts of a copying drafter's fallback.",
+        description="Draft depth of a copying drafter's fallback.",
     )
     relay_tokens: int | None = Field(
         default=None,
         ge=0,
         le=MAX_DEPTH,
-        description="Tokens copied at most behind a draft of the fallback, where its end has "
-        "occurred before.",
+        description="Most tokens to copy behind a fallback's draft whose last tokens have occurred "
+        "before.",
     )
     typical_epsilon: float | None = Field(
         default=None,
         ge=0.0,
         le=1.0,
-        description="Probability that the rule `typical` never asks a token to exceed.",
+        description="Upper limit of the probability that the rule `typical` requires (epsilon).",
     )
     typical_delta: float | None = Field(
         default=None,
         ge=0.0,
         le=1e6,
-        description="The rule `typical` wants more than this times exp(-entropy), up to epsilon.",
+        description="The rule `typical` requires a probability above this times exp(-entropy), up "
+        "to epsilon.",
     )
     tolerance_beta: int | None = Field(
         default=None,
         ge=1,
         le=1000,
-        description="The rule `tolerance` accepts tokens among so many best; 1 is exact.",
+        description="The rule `tolerance` accepts a token among this many best ones; 1 is exact.",
     )
     tolerance_tau: float | None = Field(
         default=None,
         ge=0.0,
         le=1e6,
-        description="The rule `tolerance` accepts scores so far below the best one; 0 is exact.",
+        description="The rule `tolerance` accepts scores up to this far below the best; 0 is "
+        "exact.",
     )
     allow_lossy: bool = Field(
-        default=False, description="Permit rows and rules that can change the target's output."
+        default=False, description="Permit methods and rules that can change the target's output."
     )
 
     def overrides(self) -> dict[str, Any]:
-        """The fields that were set, as a mapping that :func:`parse_speculation` accepts."""
+        """The fields that are set, as a mapping that :func:`parse_speculation` accepts."""
         return self.model_dump(exclude_none=True, exclude_defaults=False)
 
 
 def keys_at(schema: type[BaseModel], path: Iterable[str | int]) -> list[str]:
-    """The keys that the block at ``path`` of a nested schema knows."""
+    """The keys that a nested schema accepts in the block at ``path``."""
     for part in path:
         inner = schema.model_fields[str(part)].annotation
         # An optional block is a union of its schema and None.
@@ -295,7 +301,7 @@ def parse_speculation(
     """Build a SpeculationConfig from untrusted keys and values.
 
     Raises:
-        InvalidArgument: naming the first offending key as ``prefix.key`` and what is allowed.
+        InvalidArgument: names the first offending key as ``prefix.key``, and what is allowed.
     """
     if value is not None and not isinstance(value, Mapping):
         raise InvalidArgument(prefix, value, "a mapping from knobs to values")

@@ -1,9 +1,8 @@
-"""Constraints: only texts that a JSON schema, a regular expression or a grammar allows.
+"""Constraints: limit the output to what a JSON schema, a regular expression or a grammar allows.
 
-The grammars are llguidance's (https://github.com/guidance-ai/llguidance), which is imported at the
-first constraint. A mask is asked for at each position that acceptance walks over, with exactly the
-tokens that AR would have had there, so the tokens of a constrained request are AR's whatever the
-draft was.
+llguidance (https://github.com/guidance-ai/llguidance) provides the grammars; the first constraint
+imports it. Acceptance asks for a mask at each position that it visits, after exactly the tokens
+that AR would have there, so a constrained request gets AR's tokens with any draft.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.bool_]  # [vocab_size], True where a token is allowed
 
 _CACHED = 64
-# A small model may go on with blanks for ever where JSON allows them. A schema with options of its
-# own (`x-guidance`) is left alone.
+# Without this limit, a small model may write blanks for ever where JSON allows them. A schema with
+# options of its own (`x-guidance`) keeps them.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 
 
 class Constraint:
-    """Which tokens may come next, for one session. Begins at its first generated token.
+    """Which tokens may come next in one session, from its first generated token on.
 
     Attributes:
-        error: why it can say no more (a limit of llguidance's was reached); None is fine.
+        error: why it cannot continue (it reached a limit of llguidance); None: it can.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
@@ -45,15 +44,15 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing but an end may follow the committed tokens."""
+        """Whether the output must end after the committed tokens."""
         self._go_to(())
         return bool(self._matcher.is_stopped())
 
     def allowed(self, path_tokens: Sequence[int]) -> Mask | None:
-        """What may follow the committed tokens and ``path_tokens``.
+        """Mask of the tokens that may follow the committed tokens and ``path_tokens``.
 
-        None where one of ``path_tokens`` is not allowed itself, or the constraint is at its end:
-        :attr:`error` tells.
+        None if one of ``path_tokens`` is itself not allowed or the constraint failed; only then
+        :attr:`error` is set.
         """
         if not self._go_to(path_tokens):
             return None
@@ -64,12 +63,12 @@ class Constraint:
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens``, the first ones, may follow the committed ones."""
+        """Length of the longest beginning of ``tokens`` that may follow the committed ones."""
         self._go_to(())
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def commit(self, token: int) -> None:
-        """One more token is committed."""
+        """Advance by a committed token."""
         if self._ahead[:1] != [token] and not self._go_to((token,)):
             self._fail()
         else:
@@ -86,7 +85,7 @@ class Constraint:
             self.error = ResourceExhausted(f"the constraint cannot go on: {reason}", 0.0)
 
     def _go_to(self, path_tokens: Sequence[int]) -> bool:
-        """Bring the matcher to where ``path_tokens`` follow the committed ones."""
+        """Move the matcher behind the committed tokens and ``path_tokens``; False if refused."""
         shared = 0
         for ours, theirs in zip(self._ahead, path_tokens, strict=False):
             if ours != theirs:
@@ -105,9 +104,9 @@ class Constraint:
 
 
 class ConstraintCompiler:
-    """Makes constraints for one tokenizer. Grammars are kept, so that the next request is quick.
+    """Makes constraints for one tokenizer. Keeps compiled grammars for later requests.
 
-    May be used from several threads.
+    Thread-safe.
     """
 
     def __init__(
@@ -121,20 +120,21 @@ class ConstraintCompiler:
         self._matchers: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def compile(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint as the parameters want it; None where they want none.
+        """A new constraint for the parameters; None if they set none.
 
         Raises:
-            InvalidArgument: no such grammar, no tokenizer, or llguidance is not installed.
+            InvalidArgument: the grammar is invalid, the target has no tokenizer, or llguidance is
+                not installed.
         """
         given = params.constraint
         if given is None:
             return None
         with self._lock:
             matcher = self._matchers.pop(given, None)
-        if matcher is None:  # without the lock: this may take a second
+        if matcher is None:  # outside the lock: compiling may take a second
             matcher = self._new(*given)
         with self._lock:
-            self._matchers[given] = matcher  # the last one is the newest
+            self._matchers[given] = matcher  # last in the dictionary: the most recently used
             if len(self._matchers) > _CACHED:
                 self._matchers.popitem(last=False)
             return Constraint(matcher.deep_copy(), self._vocab_size)

@@ -1,7 +1,7 @@
 """What an engine has done so far, for exporters.
 
-Rounds cost nothing here: the counters are the sums of the sessions' own statistics, of those that
-have ended (added once, when they end) and of those that run (added when they are read).
+Counting costs a round nothing: the counters are sums of the sessions' own statistics. Ended
+sessions are added once, when they end; running ones are added at each reading.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:  # it loads torch, which a gateway does without
     from paceline.target import Target
 
 MAX_KEPT = 4096
-"""Ended requests and steps that are kept until they are read; older ones are forgotten."""
+"""How many ended requests and how many steps are kept until they are read, the latest ones."""
 
 
 @dataclass(slots=True)
 class MethodCounters:
-    """Rounds of the sessions that asked for one method.
+    """Totals of the sessions that asked for one method.
 
     Attributes:
         num_rounds: verifications of one session.
         num_drafts: rounds that drafted something.
-        num_draft_tokens: the depths of the drafts added up, as :attr:`acceptance_rate` counts.
+        num_draft_tokens: sum of the drafts' depths, which is what :attr:`acceptance_rate` counts.
         num_draft_nodes: nodes of the drafts.
         num_accepted_tokens: drafted tokens that were committed.
         num_tokens: generated tokens.
-        drafts_per_position: rounds whose draft reached depth ``i + 1``.
-        accepted_per_position: accepted tokens at depth ``i + 1``.
-        draft_seconds, verify_seconds: added up over rounds.
-        num_drafters_lost: sessions that went on as AR.
+        drafts_per_position: entry ``i`` counts rounds whose draft reached depth ``i + 1``.
+        accepted_per_position: entry ``i`` counts accepted tokens at depth ``i + 1``.
+        draft_seconds, verify_seconds: sums over rounds.
+        num_drafters_lost: sessions that lost their drafter and continued as AR.
     """
 
     num_rounds: int = 0
@@ -50,7 +50,7 @@ class MethodCounters:
     num_drafters_lost: int = 0
 
     def add(self, stats: SessionStatistics) -> None:
-        """Count a session's rounds."""
+        """Add a session's statistics."""
         self.num_rounds += stats.num_rounds
         self.num_drafts += stats.drafted_by_depth[0] if stats.drafted_by_depth else 0
         self.num_draft_tokens += stats.num_drafted
@@ -64,7 +64,7 @@ class MethodCounters:
         _add(self.accepted_per_position, stats.accepted_by_depth)
 
     def copy(self) -> MethodCounters:
-        """The same numbers, to be added to."""
+        """An independent copy."""
         result = MethodCounters()
         for name in self.__slots__:
             value = getattr(self, name)
@@ -72,7 +72,7 @@ class MethodCounters:
         return result
 
     def lengths(self) -> dict[int, int]:
-        """How many rounds had a draft of each depth; 0 is AR."""
+        """Number of rounds by the depth of their draft; depth 0 is AR."""
         reached = [self.num_rounds, *self.drafts_per_position, 0]
         depths = range(len(reached) - 1)
         return {d: reached[d] - reached[d + 1] for d in depths if reached[d] > reached[d + 1]}
@@ -86,13 +86,13 @@ def _add(totals: list[int], counts: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """One session that has ended; seconds are None where it did not come that far.
+    """One session that has ended; seconds are None if it ended before that point.
 
     Attributes:
-        method: that it asked for.
-        queue_seconds: until it was admitted.
+        method: the method that it asked for.
+        queue_seconds: from submission to admission.
         first_token_seconds: from submission to the first token.
-        seconds_per_token: of the tokens after the first one.
+        seconds_per_token: mean over the tokens after the first one.
         seconds: from submission to the end.
     """
 
@@ -125,20 +125,20 @@ class EndedRequest:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Everything since the engine began, but ``requests`` and ``steps``: since one looked last.
+    """Totals since the engine started; ``requests`` and ``steps`` only since the last reading.
 
     Attributes:
-        methods: by the method that sessions asked for.
-        states: sessions in each state now.
-        kv_used, kv_capacity: entries; 0 where the target is on another machine.
-        kv_cached: entries that no session uses and that hold a prefix.
-        prefix_queried, prefix_hit, prefix_evicted: tokens that admitted sessions looked for in the
-            prefix cache, that were there, and that were given up.
-        num_prompt_tokens: of admitted sessions.
-        num_preemptions: sessions that gave their KV memory back for a while.
-        finished: sessions by the reason of their end.
-        requests: that have ended.
-        steps: seconds of steps that computed something.
+        methods: totals by the method that sessions asked for.
+        states: number of sessions in each state now.
+        kv_used, kv_capacity: KV entries; 0 if the target is on another machine.
+        kv_cached: KV entries that hold a cached prefix and that no session uses.
+        prefix_queried, prefix_hit, prefix_evicted: tokens that admitted sessions looked up in the
+            prefix cache, tokens found there, and tokens evicted from it.
+        num_prompt_tokens: prompt tokens of admitted sessions.
+        num_preemptions: how often a session had to give its KV memory back for a while.
+        finished: sessions by finish reason.
+        requests: the requests that have ended.
+        steps: seconds of each step that computed something.
     """
 
     methods: dict[str, MethodCounters] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class EngineCounters:
 
 
 class CounterBook:
-    """The counters of one engine. Lives on the thread that steps it."""
+    """The counters of one engine. Used only by the thread that steps it."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
@@ -174,7 +174,7 @@ class CounterBook:
         self._methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
 
     def rounds(self, running: Iterable[Session]) -> tuple[int, float]:
-        """Rounds of sessions so far, and the seconds of their verifications."""
+        """Number of rounds of all sessions so far, and the seconds that they spent verifying."""
         total = MethodCounters()
         for counters in self._methods.values():
             total.num_rounds += counters.num_rounds
@@ -185,10 +185,10 @@ class CounterBook:
         return total.num_rounds, total.verify_seconds
 
     def take(self, running: list[Session], target: Target | None = None) -> EngineCounters:
-        """The counters with the sessions that run now; ``requests`` and ``steps`` begin anew.
+        """The counters, running sessions included; empties ``requests`` and ``steps``.
 
         Args:
-            target: whose KV memory is counted, where it is in this process.
+            target: its KV memory is counted if the target is in this process.
         """
         methods = {name: counters.copy() for name, counters in self._methods.items()}
         for session in running:

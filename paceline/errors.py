@@ -1,4 +1,4 @@
-"""Errors of the library. Each one says what is wrong, with which value, and what is allowed.
+"""Errors of the library. Each names what is wrong, the value, and what is allowed.
 
 The gRPC layer maps these classes to status codes in one table (``rpc/errors.py``).
 """
@@ -15,7 +15,7 @@ class InvalidArgument(PacelineError, ValueError):
 
     Attributes:
         field: the name of the offending field, as the caller knows it.
-        allowed: what would have been accepted.
+        allowed: which values are accepted.
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
@@ -26,7 +26,7 @@ class InvalidArgument(PacelineError, ValueError):
 
 
 class ModelNotFound(PacelineError, FileNotFoundError):
-    """A model path does not exist or lacks files that are needed."""
+    """A model path does not exist, or lacks needed files."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class ResourceExhausted(PacelineError, RuntimeError):
 
 
 class SessionNotFound(PacelineError, KeyError):
-    """No session with that id lives here (it may have been closed, or never opened)."""
+    """This replica has no session with that id: it was closed, or never opened."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(session_id)
@@ -56,15 +56,15 @@ class SessionNotFound(PacelineError, KeyError):
 
 
 class FailedPrecondition(PacelineError, RuntimeError):
-    """The call does not fit the state of the session (diverged prefix, fenced epoch, ...)."""
+    """The call does not fit the session's state (diverged prefix, fenced epoch, ...)."""
 
 
 class NumericsMismatch(FailedPrecondition):
-    """Tokens of one numerics fingerprint are to be continued, or verified, with another one.
+    """A target was asked to continue or verify tokens of another numerics fingerprint.
 
     Attributes:
         expected: the fingerprint of the tokens so far, as text.
-        actual: the one that was met.
+        actual: the fingerprint of this target, as text.
     """
 
     def __init__(self, message: str, expected: str = "", actual: str = "") -> None:
@@ -74,4 +74,4 @@ class NumericsMismatch(FailedPrecondition):
 
 
 class DrafterUnavailable(PacelineError, ConnectionError):
-    """The drafter cannot be reached or has died; the session goes on as AR."""
+    """The drafter cannot be reached or has died; the session continues as AR."""

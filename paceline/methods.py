@@ -1,8 +1,8 @@
-"""The catalogue: one row for each paper, assembled here and nowhere else.
+"""The catalogue: one method for each paper, assembled here and nowhere else.
 
-A row names a drafter, a shape, an acceptance rule and a length controller. There is no
-registration by import: a fresh worker process sees the same rows. To add a paper, write the one
-file that is new in it and add a row.
+A method names a drafter, a shape, an acceptance rule and a length controller. Methods are not
+registered by imports, so a fresh worker process sees the same ones. To add a paper, write the file
+for its new part and add a method here.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One row.
+    """An entry of the catalogue.
 
     Attributes:
         name: what users write.
         paper: title, year and arXiv id.
         drafter, shape, acceptance, length: names of the four parts; shape is None for a lookup
             drafter, which finds whole drafts by itself.
-        defaults: values for the knobs of this row; a knob that is absent here (and is not one of
-            ``COMMON_KNOBS``) does not exist for this row.
-        needs: what the drafter wants from the target.
-        optional_needs: those of ``needs`` without which the drafter learns less, and works.
-        uses: other drafters that this row's drafter is made of, by name.
+        defaults: default values of the method's knobs; it has no other knobs than these and
+            ``COMMON_KNOBS``.
+        needs: what the drafter needs from the target.
+        optional_needs: those of ``needs`` without which the drafter still works, but learns less.
+        uses: names of other drafters that the drafter consists of.
         head: kind of trained head that drafts.
-        depth_policy: which layers of the target compute a token: for a row whose drafter is the
-            target with fewer layers or, with drafter ``none``, a lossy row that decodes so.
-        engine: which engine runs it: Paceline's own, or "vllm" with a drafter of its own.
-        makes_trees: its drafter makes drafts with more than one branch whatever the rule, so that
-            rules for chains are refused. (Others make chains for those.)
-        reads_prediction: its drafter uses the prediction that comes with a request.
+        depth_policy: which layers of the target compute a token. The drafter is then the target
+            with fewer layers or, if it is ``none``, the target itself decodes so (lossy).
+        engine: which engine runs it: Paceline's own, or "vllm" with a drafter of vLLM's.
+        makes_trees: the drafter branches even for rules that verify only chains, so those rules
+            are refused. (Other drafters make chains for such rules.)
+        reads_prediction: the drafter uses the prediction that comes with a request.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Method:
         return whole and ACCEPTANCE_RULES[self.acceptance].lossless
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as `paceline methods --json` prints it."""
+        """The method as `paceline methods --json` prints it."""
         return {
             "name": self.name,
             "paper": self.paper,
@@ -122,7 +122,7 @@ class Method:
         }
 
 
-# With the defaults of their knobs, which exist for every row that uses the rule.
+# With the defaults of their knobs. Every method that uses a rule has the rule's knobs.
 ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
     rule.name: rule
     for rule in (
@@ -137,7 +137,7 @@ ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
     )
 }
 
-# How often the demo pair's draft model is right with its first, second, ... candidate.
+# How often the first, second, ... candidate of the demo pair's draft model is right.
 RANK_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04, 0.02, 0.01)
 
 SHAPES: Mapping[str, Callable[[SpeculationConfig], Shape]] = {
@@ -158,7 +158,7 @@ SHAPES: Mapping[str, Callable[[SpeculationConfig], Shape]] = {
     "iid": lambda config: IndependentSequences(config.branching or 3),
 }
 
-# The knobs of each shape with their defaults. ``branching`` is a knob of all (a chain ignores it).
+# The knobs of each shape with their defaults. All have ``branching`` (a chain ignores it).
 SHAPE_KNOBS: Mapping[str, Mapping[str, Any]] = {
     "chain": {},
     "kary": {"branching": 2},
@@ -173,7 +173,7 @@ SHAPE_KNOBS: Mapping[str, Mapping[str, Any]] = {
 
 
 def template_paths(named: str | tuple[tuple[int, ...], ...] | None) -> tuple[tuple[int, ...], ...]:
-    """The paths of a template that ships, by its name, or those that were given."""
+    """The paths of a built-in template, given its name, or the given paths themselves."""
     named = named or "token_recycling_80"
     if not isinstance(named, str):
         return named
@@ -183,8 +183,8 @@ def template_paths(named: str | tuple[tuple[int, ...], ...] | None) -> tuple[tup
     return TEMPLATES[named]
 
 
-# The knobs of each controller with their defaults; a knob that is absent does not exist for it.
-# ``length_max`` None is the row's ``num_speculative_tokens``.
+# The knobs of each controller with their defaults; it has no others. ``length_max`` None stands for
+# the method's ``num_speculative_tokens``.
 LENGTH_KNOBS: Mapping[str, Mapping[str, Any]] = {
     "fixed": {},
     "goodput": {"length_min": 0, "length_max": None},
@@ -222,20 +222,20 @@ LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthControl
 }
 
 
-# Controllers that draft nothing where that is faster, or that do what they are told: as a row's
-# default, the others are asked only while their drafts pay (lengths/goodput.py).
+# Controllers that stop drafting by themselves where AR is faster, or whose length is fixed. The
+# others, where they are a method's default, are asked only while drafts pay (lengths/goodput.py).
 UNGUARDED = frozenset({"fixed", "goodput", "round_trip"})
 
 
 def while_pays(
     controller: LengthController, config: SpeculationConfig, context: LengthContext
 ) -> LengthController:
-    """A row's own controller, asked only while its drafts give more tokens per second than AR."""
+    """The controller, but asked only while its drafts give more tokens per second than AR."""
     return WhilePays(controller, length_bounds(config), config, context)
 
 
 def length_bounds(config: SpeculationConfig) -> LengthBounds:
-    """Between which depths the controller of a resolved config chooses."""
+    """The depths that the controller of a resolved config chooses between."""
     longest = config.num_speculative_tokens or 0 if config.length_max is None else config.length_max
     return LengthBounds(
         start=config.num_speculative_tokens or 0,
@@ -247,15 +247,15 @@ def length_bounds(config: SpeculationConfig) -> LengthBounds:
     )
 
 
-# Layers of a token, by place.
+# Which layers compute a token, by its place among the generated ones.
 DEPTH_POLICIES: Mapping[str, Callable[[SpeculationConfig], DepthPolicy]] = {
     "unified": lambda config: UnifiedLayerSkipping(config.speedup_ratio or 1.0),
     "skipdecode": lambda config: SkipDecode(config.min_layers or 0.0, config.max_layers or 1.0),
     "d3": lambda config: D3(config.depth_decay or 1.0, config.min_layers or 0.0),
 }
 
-# Drafters that compute with torch are imported when the first one is made: who only reads the
-# catalogue (a client, a gateway, the command line) starts a second sooner without torch.
+# Drafters that compute with torch are imported when the first one is made: a process that only
+# reads the catalogue (client, gateway, command line) starts a second sooner without torch.
 
 
 def _with_head(kind: str) -> Callable[[DrafterContext], Drafter]:
@@ -318,8 +318,8 @@ def _omnidraft(context: DrafterContext) -> Drafter:
     return OmniDraft(cast("DraftModel", context.drafter("draft_model")))
 
 
-# Drafters that an engine makes by itself, the first time that a request wants them. The others
-# (a draft model, a client) are given to it.
+# Drafters that an engine makes itself, for the first request that uses them. Its caller gives it
+# the others (a draft model, a client).
 DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "prompt_lookup": lambda context: PromptLookup(),
     "suffix": lambda context: SuffixDecoding(),
@@ -358,7 +358,7 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "rasd": _rasd,
     "s2d": _s2d,
     "combined": lambda context: Combined(context.drafter),
-    # A draft model with the target's tokenizer; one with another is given to the engine.
+    # Wraps a draft model with the target's tokenizer; the caller gives the engine any other.
     "omnidraft": _omnidraft,
 }
 
@@ -380,7 +380,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="draft_model",
             paper="Daliri, Musco, Suresh: Coupling without Communication, 2024, arXiv 2408.07978",
-            summary="A small model drafts a chain with the target's own noise.",
+            summary="A small model drafts a chain with the same noise as the target.",
             drafter="draft_model",
             shape="chain",
             acceptance="coupled",
@@ -390,7 +390,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="pearl",
             paper="Liu et al.: PEARL, 2024, arXiv 2408.11850",
-            summary="The draft model goes on drafting while a target elsewhere verifies.",
+            summary="The draft model drafts ahead while a target in another process verifies.",
             drafter="draft_model",
             shape="chain",
             acceptance="coupled",
@@ -421,7 +421,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="draft_model_confidence",
             paper="Li et al.: EAGLE-2, 2024, arXiv 2406.16858",
-            summary="A small model drafts a tree of the tokens that it is most confident in.",
+            summary="A small model drafts a tree of its most confident tokens.",
             drafter="draft_model",
             shape="confidence",
             acceptance="coupled",
@@ -441,7 +441,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="dyspec",
             paper="Xiong et al.: DySpec, 2024, arXiv 2410.11744",
-            summary="A small model drafts a tree, next where verification most likely gets to.",
+            summary="A small model grows a tree at the node that verification most likely reaches.",
             drafter="draft_model",
             shape="dyspec",
             acceptance="coupled",
@@ -467,7 +467,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="rsd_c",
             paper="Jeon et al.: Recursive Speculative Decoding, 2024, arXiv 2402.14160",
-            summary="A small model samples a tree without replacement, so many children a level.",
+            summary="A small model samples a tree without replacement, its widths set per level.",
             drafter="draft_model",
             shape="rsd_c",
             acceptance="recursive_rejection",
@@ -528,7 +528,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="typical_acceptance",
             paper="Cai et al.: Medusa, 2024, arXiv 2401.10774",
-            summary="Keeps a small model's tokens that the target finds plausible (lossy).",
+            summary="Accepts a small model's tokens that the target finds plausible (lossy).",
             drafter="draft_model",
             shape="kary",
             acceptance="typical",
@@ -560,7 +560,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="suffix_decoding",
             paper="Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
-            summary="Follows what most often came after the longest known suffixes.",
+            summary="Drafts what most often followed the longest known suffixes.",
             drafter="suffix",
             shape=None,
             acceptance="coupled",
@@ -594,7 +594,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="suffix_decoding_hybrid",
             paper="Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
-            summary="Suffix decoding where it expects much, else a small model drafts a chain.",
+            summary="Suffix decoding where its match promises much, else a small model's chain.",
             drafter="suffix_or_draft_model",
             shape="chain",
             acceptance="coupled",
@@ -615,7 +615,7 @@ METHODS: Mapping[str, Method] = {
             name="sam_decoding",
             paper="Hu et al.: SAM Decoding: Speculative Decoding via Suffix Automaton, 2024, "
             "arXiv 2411.10666",
-            summary="Copies what followed the longest suffix, from here or from earlier outputs.",
+            summary="Copies what followed the longest suffix, in this text or in earlier outputs.",
             drafter="sam",
             shape=None,
             acceptance="coupled",
@@ -632,7 +632,7 @@ METHODS: Mapping[str, Method] = {
             name="sam_token_recycling",
             paper="Hu et al.: SAM Decoding: Speculative Decoding via Suffix Automaton, 2024, "
             "arXiv 2411.10666",
-            summary="Copies after a long match, otherwise token recycling drafts a tree.",
+            summary="Copies after a long match, else token recycling drafts a tree.",
             drafter="sam_or_token_recycling",
             shape="template",
             acceptance="coupled",
@@ -666,7 +666,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="copyspec_draft_model",
             paper="Dumitru et al.: CopySpec, 2025, arXiv 2502.08923",
-            summary="CopySpec where the last tokens occurred, else a small model drafts a chain.",
+            summary="CopySpec where the last tokens occurred before, else a small model's chain.",
             drafter="copyspec_or_draft_model",
             shape="chain",
             acceptance="coupled",
@@ -682,7 +682,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="copy_relay",
             paper="Dumitru et al.: CopySpec, 2025, arXiv 2502.08923",
-            summary="CopySpec and a small model take turns within a draft: an edit, then the copy.",
+            summary="CopySpec and a small model alternate within a draft: an edit, then the copy.",
             drafter="copyspec_or_draft_model",
             shape="chain",
             acceptance="coupled",
@@ -701,7 +701,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="predicted_outputs",
             paper="Yang et al.: Inference with Reference (LLMA), 2023, arXiv 2304.04487",
-            summary="Copies the prediction that comes with the request; AR where there is none.",
+            summary="Copies the prediction that comes with the request; AR without one.",
             drafter="predicted_outputs",
             shape=None,
             acceptance="coupled",
@@ -716,7 +716,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="predicted_outputs_draft_model",
             paper="Yang et al.: Inference with Reference (LLMA), 2023, arXiv 2304.04487",
-            summary="Copies the request's prediction; off it, a small model drafts a chain.",
+            summary="Copies the request's prediction; away from it, a small model drafts a chain.",
             drafter="predicted_outputs_or_draft_model",
             shape="chain",
             acceptance="coupled",
@@ -734,7 +734,7 @@ METHODS: Mapping[str, Method] = {
             name="aggressive_tolerance",
             paper="Ge, Xia, Sun, Chen, Wei: Lossless Acceleration for Seq2seq Generation with "
             "Aggressive Decoding, 2022, arXiv 2205.10350",
-            summary="Copies from the context; keeps tokens that are nearly the best (lossy).",
+            summary="Copies from the context; accepts tokens that are nearly the best (lossy).",
             drafter="prompt_lookup",
             shape=None,
             acceptance="tolerance",
@@ -751,7 +751,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="lookahead",
             paper="Fu, Bailis, Stoica, Zhang: Lookahead Decoding, 2024, arXiv 2402.02057",
-            summary="Tries n-grams that the target itself made in a window of Jacobi iterations.",
+            summary="Drafts n-grams that the target itself made in a window of Jacobi iterations.",
             drafter="lookahead",
             shape=None,
             acceptance="coupled",
@@ -771,7 +771,7 @@ METHODS: Mapping[str, Method] = {
             name="jacobi",
             paper="Santilli et al.: Accelerating Transformer Inference for Translation via "
             "Parallel Decoding, 2023, arXiv 2305.10427",
-            summary="Refines the target's guesses for all of the next positions at once.",
+            summary="Refines the target's guesses for all next positions at once.",
             drafter="jacobi",
             shape=None,
             acceptance="coupled",
@@ -783,7 +783,7 @@ METHODS: Mapping[str, Method] = {
             name="gauss_seidel",
             paper="Santilli et al.: Accelerating Transformer Inference for Translation via "
             "Parallel Decoding, 2023, arXiv 2305.10427",
-            summary="Refines guesses block by block, each of one token more than the draft.",
+            summary="Refines guesses block by block; a block has one token more than the draft.",
             drafter="gauss_seidel",
             shape=None,
             acceptance="coupled",
@@ -795,7 +795,7 @@ METHODS: Mapping[str, Method] = {
             name="hybrid_jacobi",
             paper="Santilli et al.: Accelerating Transformer Inference for Translation via "
             "Parallel Decoding, 2023, arXiv 2305.10427",
-            summary="Refines guesses block by block for an estimated length, then decodes as AR.",
+            summary="Refines guesses block by block for an estimated length, then continues as AR.",
             drafter="hybrid_jacobi",
             shape=None,
             acceptance="coupled",
@@ -811,7 +811,7 @@ METHODS: Mapping[str, Method] = {
             name="aggressive",
             paper="Ge et al.: Lossless Acceleration for Seq2seq Generation with Aggressive "
             "Decoding, 2022, arXiv 2205.10350",
-            summary="Copies the prompt, for rewriting tasks, and finds its place after an edit.",
+            summary="Copies the prompt (rewriting tasks) and finds its place again after an edit.",
             drafter="aggressive",
             shape=None,
             acceptance="coupled",
@@ -827,7 +827,7 @@ METHODS: Mapping[str, Method] = {
             name="token_recycling",
             paper="Luo et al.: Turning Trash into Treasure: Accelerating Inference of Large "
             "Language Models with Token Recycling, 2024, arXiv 2408.08696",
-            summary="Remembers the best successors of every token that the target looked at.",
+            summary="Drafts the successors that the target last ranked best for each token.",
             drafter="token_recycling",
             shape="template",
             acceptance="coupled",
@@ -844,7 +844,7 @@ METHODS: Mapping[str, Method] = {
             name="stand",
             paper="Song et al.: Accelerated Test-Time Scaling with Model-Free Speculative "
             "Sampling, 2025, arXiv 2506.04708",
-            summary="Draws from averaged distributions that the target had after an n-gram.",
+            summary="Drafts from the target's averaged distributions after an n-gram.",
             drafter="stand",
             shape="sequoia",
             acceptance="coupled",
@@ -856,7 +856,7 @@ METHODS: Mapping[str, Method] = {
             name="aded",
             paper="Liu et al.: Adaptive Draft-Verification for Efficient Large Language Model "
             "Decoding, 2024, arXiv 2407.12021",
-            summary="Searches a table of trigrams, in which the latest context weighs more.",
+            summary="Searches a table of trigrams that weighs the latest context more.",
             drafter="aded",
             shape=None,
             acceptance="coupled",
@@ -886,7 +886,7 @@ METHODS: Mapping[str, Method] = {
             name="rasd",
             paper="Quan et al.: RASD: Retrieval-Augmented Speculative Decoding, 2025, "
             "arXiv 2503.03434",
-            summary="Fuses a retrieved tree, pruned by the draft model, with the draft model's.",
+            summary="Merges the draft model's tree with a retrieved one that it has pruned.",
             drafter="rasd",
             shape="confidence",
             acceptance="coupled",
@@ -918,7 +918,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="layer_skip",
             paper="Elhoushi et al.: LayerSkip, 2024, arXiv 2404.16710",
-            summary="The target's first layers draft a chain; verification goes on from there.",
+            summary="The target's first layers draft a chain; verification continues from them.",
             drafter="early_exit",
             shape="chain",
             acceptance="coupled",
@@ -934,13 +934,13 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="del",
             paper="Entezari Zarch et al.: DEL, 2025, arXiv 2504.05598",
-            summary="As layer_skip, with the exit and the length that give most tokens per layer.",
+            summary="Like layer_skip, at the exit layer and length with most tokens per layer.",
             drafter="early_exit",
             shape="chain",
             acceptance="coupled",
             length="del",
             defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
-            needs=frozenset({Need.SHARED_MODEL}),  # and, in some rounds, what its controller wants
+            needs=frozenset({Need.SHARED_MODEL}),  # in some rounds also what its controller needs
         ),
         Method(
             name="s2d",
@@ -979,7 +979,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="unified_layer_skipping_lossy",
             paper="Liu et al.: Unified Layer Skipping, 2024, arXiv 2404.06954",
-            summary="Every token is computed by evenly spread layers alone.",
+            summary="Evenly spread layers alone compute every token (lossy).",
             drafter="none",
             shape=None,
             acceptance="coupled",
@@ -991,7 +991,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="skipdecode",
             paper="Del Corro et al.: SkipDecode, 2023, arXiv 2307.02628",
-            summary="The target's upper layers, fewer for later tokens, draft a chain.",
+            summary="The target's upper layers draft a chain, with fewer layers for later tokens.",
             drafter="fewer_layers",
             shape="chain",
             acceptance="coupled",
@@ -1009,7 +1009,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="skipdecode_lossy",
             paper="Del Corro et al.: SkipDecode, 2023, arXiv 2307.02628",
-            summary="Every token is computed by the upper layers alone, a later one by fewer.",
+            summary="The upper layers alone compute every token, fewer for later ones (lossy).",
             drafter="none",
             shape=None,
             acceptance="coupled",
@@ -1026,7 +1026,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="d3",
             paper="D3, 2025, arXiv 2503.08524",
-            summary="The first and the last layers, fewer by a power law later, draft a chain.",
+            summary="The first and last layers draft a chain, fewer by a power law later on.",
             drafter="fewer_layers",
             shape="chain",
             acceptance="coupled",
@@ -1044,7 +1044,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="d3_lossy",
             paper="D3, 2025, arXiv 2503.08524",
-            summary="The first and the last layers, fewer by a power law later, compute a token.",
+            summary="The first and last layers compute a token, fewer by a power law (lossy).",
             drafter="none",
             shape=None,
             acceptance="coupled",
@@ -1061,7 +1061,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="medusa",
             paper="Cai et al.: Medusa, 2024, arXiv 2401.10774",
-            summary="Independent heads on the target's hidden state each guess a later token.",
+            summary="Independent heads on the target's hidden state each predict a later token.",
             drafter="medusa",
             shape="sequoia",
             acceptance="coupled",
@@ -1073,7 +1073,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="blockwise",
             paper="Stern, Shazeer, Uszkoreit: Blockwise Parallel Decoding, 2018, arXiv 1811.03115",
-            summary="A layer on the target's hidden state predicts a block of next tokens.",
+            summary="A layer on the target's hidden state predicts the next block of tokens.",
             drafter="blockwise",
             shape="chain",
             acceptance="coupled",
@@ -1085,7 +1085,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="hydra",
             paper="Ankner et al.: Hydra, 2024, arXiv 2402.05109",
-            summary="Heads on the target's hidden state, each of which sees the tokens before it.",
+            summary="Heads on the target's hidden state; each sees the tokens drafted before it.",
             drafter="hydra",
             shape="sequoia",
             acceptance="coupled",
@@ -1121,7 +1121,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="eagle",
             paper="Li et al.: EAGLE, 2024, arXiv 2401.15077",
-            summary="One decoder layer drafts the target's next hidden states, and a chain.",
+            summary="One decoder layer predicts the target's hidden states and drafts a chain.",
             drafter="eagle",
             shape="chain",
             acceptance="coupled",
@@ -1133,7 +1133,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="eagle2",
             paper="Li et al.: EAGLE-2, 2024, arXiv 2406.16858",
-            summary="EAGLE's layer drafts a tree of the tokens that it is most confident in.",
+            summary="EAGLE's layer drafts a tree of its most confident tokens.",
             drafter="eagle",
             shape="confidence",
             acceptance="coupled",
@@ -1145,7 +1145,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="fspad",
             paper="Gui et al.: FSPAD, 2024, arXiv 2408.15562",
-            summary="EAGLE-2's tree; tokens sample features, and logits are freed from them.",
+            summary="EAGLE-2's tree; tokens sample features, and logits have their own output.",
             drafter="fspad",
             shape="confidence",
             acceptance="coupled",
@@ -1169,7 +1169,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="dovetail",
             paper="Zhang et al.: Dovetail, 2024, arXiv 2412.18934",
-            summary="EAGLE-2's tree, small; a gate mixes feature and token, and two layers draft.",
+            summary="A small EAGLE-2 tree; a gate mixes feature and token, and two layers draft.",
             drafter="dovetail",
             shape="confidence",
             acceptance="coupled",
@@ -1193,7 +1193,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="ppd",
             paper="Chen et al.: Hardware-Aware Parallel Prompt Decoding, 2024, arXiv 2405.18628",
-            summary="Trained prompt tokens behind each node make the target guess ahead.",
+            summary="Trained prompt tokens behind each node make the target predict ahead.",
             drafter="ppd",
             shape=None,
             acceptance="coupled",
@@ -1206,7 +1206,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="hidden_transfer",
             paper="Wu et al.: Parallel Decoding via Hidden Transfer, 2024, arXiv 2404.12022",
-            summary="Maps in the middle of the target make hidden states of the tokens to come.",
+            summary="Maps inside the target predict the hidden states of the tokens to come.",
             drafter="hidden_transfer",
             shape=None,
             acceptance="coupled",
@@ -1221,7 +1221,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def _vllm(name: str, paper: str, summary: str, **defaults: Any) -> Method:
-    """A row that vLLM drafts for by a drafter of its own."""
+    """A method whose drafter is vLLM's own."""
     return Method(
         name=f"vllm_{name}", paper=paper, summary=summary,
         drafter="vllm", shape=None, acceptance="coupled", length="fixed",
@@ -1235,7 +1235,8 @@ VLLM_METHODS: Mapping[str, Method] = {
     for method in (
         _vllm(
             "ngram", "Saxena: Prompt Lookup Decoding, 2023",
-            "vLLM copies what followed the last tokens before.", ngram_max=5, ngram_min=5,
+            "vLLM copies what followed an earlier occurrence of the last tokens.",
+            ngram_max=5, ngram_min=5,
         ),
         _vllm(
             "suffix", "Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
@@ -1270,5 +1271,5 @@ VLLM_METHODS: Mapping[str, Method] = {
         ),
     )
 }  # fmt: skip
-"""Rows of vLLM's own, chains all of them: a deployment with ``engine: vllm`` runs one of these for
-all of its requests, or Paceline's drafters for each as it wishes."""
+"""vLLM's own methods, all of which draft chains. A deployment with ``engine: vllm`` runs either one
+of these for all requests, or Paceline's methods, which each request chooses by itself."""

@@ -1,6 +1,6 @@
 """The catalogue as a document: ``python -m paceline.methods_table`` writes docs/methods.md.
 
-``--check`` writes nothing and fails when the file is not what the catalogue gives.
+``--check`` writes nothing and fails if the file does not match the catalogue.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m paceline.methods_table` from the catalogue; do not edit. -->
 
-A method is a row: a drafter, a tree shape, an acceptance rule and a length controller, with the
-knobs that it has. The same names and knobs work everywhere, and are checked before anything runs:
+A method combines a drafter, a tree shape, an acceptance rule and a length controller, and has
+knobs. The same names and knobs work everywhere, and are checked before anything runs:
 
 | where | how |
 |---|---|
@@ -45,19 +45,19 @@ knobs that it has. The same names and knobs work everywhere, and are checked bef
 | command line | `paceline generate PROMPT --method prompt_lookup --set ngram_max=4` |
 | gRPC | the field `speculation` of a request, or `Client.complete(prompt, params, config)` |
 | benchmark | `paceline bench --methods prompt_lookup:ngram_max=4` |
-| deployment | the block `speculation` of the YAML file: what a request gets that names nothing |
+| deployment | the block `speculation` of the YAML file, for requests that name no method or knobs |
 
 A list is written as JSON: `--set 'name=["a", "b"]'`.
 
-**Lossless** rows have the target's own tokens at temperature 0. Above it, rows with the rule
-`coupled` have the very tokens of plain autoregressive decoding with the same seed (**AR's
-tokens**), the others the same distribution. Rows that can change the output (**lossy**) want
-`allow_lossy: true`. **Needs** is what the drafter wants of the target beyond committed tokens.
+**Lossless** methods give the target's own tokens at temperature 0. Above it, methods with the rule
+`coupled` give exactly the tokens of plain autoregressive decoding with the same seed (**AR's
+tokens**); the others keep its distribution. Methods that can change the output (**lossy**) require
+`allow_lossy: true`. **Needs** lists what the drafter needs from the target beyond committed tokens.
 """
 
 
 def knobs_of(method: Method) -> dict[str, Any]:
-    """The knobs of a row beside the common ones, with the values that it runs with by default."""
+    """The knobs of a method beside the common ones, with the values that it uses by default."""
     given = SpeculationConfig(method=method.name, allow_lossy=not method.lossless)
     config = resolve(given).config
     names = (config.overrides().keys() | method.defaults.keys()) - COMMON_KNOBS
@@ -67,12 +67,12 @@ def knobs_of(method: Method) -> dict[str, Any]:
 
 def markdown() -> str:
     """The whole document, ending with a newline."""
-    blocks = [_INTRODUCTION, *_overview(), *_rows(), *_knobs(), *_parts()]
+    blocks = [_INTRODUCTION, *_overview(), *_methods(), *_knobs(), *_parts()]
     return "\n".join(blocks).rstrip("\n") + "\n"
 
 
 def _overview() -> Iterator[str]:
-    yield "## All rows\n"
+    yield "## All methods\n"
     yield _table(
         ("method", "drafter", "shape", "acceptance", "length", "output", "needs"),
         (
@@ -88,9 +88,10 @@ def _overview() -> Iterator[str]:
             for m in METHODS.values()
         ),
     )
-    yield "## Rows of vLLM\n"
-    yield "With `engine: vllm` in a deployment, vLLM drafts chains by itself for all requests. Rows"
-    yield "above whose drafter needs tokens alone run there too, for each request as it wishes.\n"
+    yield "## Methods of vLLM\n"
+    yield "With `engine: vllm` in a deployment, one of these drafts chains inside vLLM for all"
+    yield "requests. Methods above whose drafter needs only tokens run there too, and each request"
+    yield "chooses its own.\n"
     yield _table(
         ("method", "what it does", "paper", "its knobs"),
         (
@@ -110,8 +111,8 @@ def _promise(method: Method) -> str:
     return "AR's tokens" if method.acceptance == "coupled" else "lossless"
 
 
-def _rows() -> Iterator[str]:
-    yield "## The rows\n"
+def _methods() -> Iterator[str]:
+    yield "## The methods\n"
     for method in METHODS.values():
         yield f"### {method.name}\n"
         yield f"{method.summary}\n"
@@ -125,13 +126,13 @@ def _rows() -> Iterator[str]:
 
 
 def _knobs() -> Iterator[str]:
-    yield "## Knobs that every row has\n"
+    yield "## Knobs of every method\n"
     yield _table(
         ("knob", "default", "meaning"),
         (
             (
                 f"`{name}`",
-                _shown(field.default) if name in ("method", "allow_lossy") else "the row's",
+                _shown(field.default) if name in ("method", "allow_lossy") else "the method's",
                 _meaning(name),
             )
             for name, field in SpeculationConfig.model_fields.items()
@@ -142,8 +143,8 @@ def _knobs() -> Iterator[str]:
 
 def _parts() -> Iterator[str]:
     yield "## Parts to choose from\n"
-    yield "A row that has a shape can use another one, and every row any rule and controller that"
-    yield "fits. These are the knobs that they bring along.\n"
+    yield "A method with a shape can use another shape, and every method can use any rule and"
+    yield "controller that fits. Each part has knobs:\n"
     tables: tuple[tuple[str, Iterable[str], Mapping[str, Mapping[str, Any]]], ...] = (
         ("shape", SHAPES, SHAPE_KNOBS),
         ("acceptance", ACCEPTANCE_RULES, {}),
@@ -165,7 +166,7 @@ def _meaning(knob: str) -> str:
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    """The bounds of pydantic's annotations in words: "At least 0, at most 64."."""
+    """The bounds in pydantic's annotations, in words: "At least 0, at most 64."."""
     forms = {
         "ge": "at least {}",
         "gt": "above {}",

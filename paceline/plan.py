@@ -1,4 +1,4 @@
-"""From a SpeculationConfig to the parts that it names, with every combination checked."""
+"""Resolves a SpeculationConfig into the parts that it names, and checks their combination."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ from paceline.shapes.base import Shape
 from paceline.shapes.rsd_c import BranchingVector
 from paceline.types import DepthPolicy, Need
 
-# Wide enough to lose little acceptance, narrow enough to travel; any width is exact.
+# Wide enough to lose little acceptance, narrow enough to send over a network; any width is exact.
 DRAFT_SUPPORT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A validated SpeculationConfig with its parts: what a session carries.
+    """A validated SpeculationConfig with its parts. Each session has one.
 
-    ``config`` has every knob of the row filled in. ``parts`` are the rows of the drafters that
-    the knob ``drafters`` names, if the row has it. ``guarded``: the length controller is the row's
-    own and not the request's choice, so it is asked only while its drafts pay.
+    Attributes:
+        config: every knob of the method, filled in.
+        parts: the methods of the drafters that the knob ``drafters`` names, if the method has it.
+        guarded: the length controller is the method's default, not the request's choice, so it is
+            asked only while drafts pay.
     """
 
     config: SpeculationConfig
@@ -51,33 +53,33 @@ class Plan:
 
     @property
     def depth_policy(self) -> DepthPolicy | None:
-        """Which of the target's layers compute a token, in rows that have such a policy."""
+        """Which of the target's layers compute a token; None unless the method has a policy."""
         name = self.method.depth_policy
         return DEPTH_POLICIES[name](self.config) if name else None
 
     @property
     def target_depth(self) -> DepthPolicy | None:
-        """The policy where the target itself decodes with it, which is lossy."""
+        """The policy if the target itself decodes with it, which is lossy; else None."""
         return self.depth_policy if self.method.drafter == "none" else None
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Every drafter that takes part, the row's own first."""
-        chosen = tuple(name for row in self.parts for name in (row.drafter, *row.uses))
+        """Every drafter that takes part, the method's own first."""
+        chosen = tuple(name for part in self.parts for name in (part.drafter, *part.uses))
         return (self.method.drafter, *(chosen or self.method.uses))
 
     @property
     def reads_prediction(self) -> bool:
         """Whether a drafter uses the prediction that comes with a request."""
-        return any(row.reads_prediction for row in (self.method, *self.parts))
+        return any(method.reads_prediction for method in (self.method, *self.parts))
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What all drafters together want from the target."""
-        return self.method.needs.union(*(row.needs for row in self.parts))
+        """What all drafters together need from the target."""
+        return self.method.needs.union(*(part.needs for part in self.parts))
 
     def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
-        """A controller for one session; ``context`` is what its engine tells all of them.
+        """A controller for one session; ``context`` is shared by all sessions of an engine.
 
         Raises:
             InvalidArgument: a trained controller has no weights, or none that fit.
@@ -91,11 +93,11 @@ class Plan:
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:
-    """Fill in a row's defaults and check that the combination can work.
+    """Fill in a method's defaults and check that the combination can work.
 
     Raises:
-        InvalidArgument: unknown method, shape, rule or controller; a knob that the method does
-            not have; a combination that cannot be exact, with what would work instead.
+        InvalidArgument: the method, shape, rule or controller is unknown; the method lacks the
+            knob; or the combination cannot be exact (the message says what works instead).
     """
     method = catalogue.get(config.method)
     if method is None:
@@ -105,12 +107,12 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
         raise InvalidArgument("method", config.method, allowed)
     given = config.overrides()
     parts = _parts(method, given, catalogue)
-    # A row that is made of others has their knobs as well; its own defaults count first.
-    defaults = {key: value for row in (*parts, method) for key, value in row.defaults.items()}
+    # A method made of others has their knobs as well; its own defaults override theirs.
+    defaults = {key: value for each in (*parts, method) for key, value in each.defaults.items()}
     length = given.get("length", method.length)
     _one_of("length", length, LENGTHS)
     if length == "del" and method.drafter != "early_exit":
-        exits = sorted(row.name for row in catalogue.values() if row.drafter == "early_exit")
+        exits = sorted(m.name for m in catalogue.values() if m.drafter == "early_exit")
         raise InvalidArgument(
             "length",
             length,
@@ -124,7 +126,7 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     shape_name = given.get("shape", method.shape)
     if method.shape is not None:
         _one_of("shape", shape_name, SHAPES)
-    # A method without a shape refuses the knob below, whatever its value is.
+    # A method without a shape refuses the knob ``shape`` below, whatever its value.
     shape_knobs = SHAPE_KNOBS.get(shape_name, {}) if shape_name else {}
     known = _known_knobs(method, defaults, length, rule_knobs, shape_knobs)
     for key in given:
@@ -194,17 +196,17 @@ def _known_knobs(
 def known_knobs(
     given: Mapping[str, Any], catalogue: Mapping[str, Method] = METHODS
 ) -> frozenset[str]:
-    """The knobs that exist for a method with the shape, rule and controller in ``given``.
+    """The knobs of a method with the shape, rule and controller in ``given``.
 
     Args:
-        given: knobs of a request; ``method`` is among them, and names that are unknown are left
-            to :func:`resolve`.
+        given: knobs of a request, ``method`` included; :func:`resolve` refuses unknown names, not
+            this function.
     """
     method = catalogue.get(given["method"])
     if method is None:
         return frozenset()
     parts = _parts(method, given, catalogue)
-    defaults = {key: value for row in (*parts, method) for key, value in row.defaults.items()}
+    defaults = {key: value for each in (*parts, method) for key, value in each.defaults.items()}
     rule = ACCEPTANCE_RULES.get(given.get("acceptance", method.acceptance))
     length = given.get("length", method.length)
     shape = given.get("shape", method.shape)
@@ -220,7 +222,7 @@ def known_knobs(
 def _check_rule(
     rule: AcceptanceRule, values: Mapping[str, Any], method: Method, parts: Sequence[Method]
 ) -> None:
-    """That a lossy rule is wanted, and that a rule for chains gets chains."""
+    """Check that the request allows what is lossy, and that a rule for chains gets chains."""
     rules = ACCEPTANCE_RULES.values()
     if not method.lossless and rule.lossless and not values.get("allow_lossy"):
         raise InvalidArgument(
@@ -244,7 +246,7 @@ def _check_rule(
             f"a rule that verifies trees ({for_trees}) with shape {values['shape']!r}; this one "
             "verifies chains only: shape 'chain'",
         )
-    trees = [row.name for row in (method, *parts) if row.makes_trees]
+    trees = [each.name for each in (method, *parts) if each.makes_trees]
     if trees:
         raise InvalidArgument(
             "acceptance",
@@ -257,35 +259,36 @@ def _check_rule(
 def _parts(
     method: Method, given: Mapping[str, Any], catalogue: Mapping[str, Method]
 ) -> tuple[Method, ...]:
-    """The rows of the drafters that a row merges; none for a row without the knob."""
+    """The methods of the drafters that a method merges; () for a method without the knob."""
     if "drafters" not in method.defaults:
         return ()
     names = tuple(given.get("drafters", method.defaults["drafters"]))
-    rows: dict[str, Method] = {}
-    for row in catalogue.values():  # a drafter's first row says which knobs it has
-        # What a head reads belongs to its own draft: it cannot be a part of another one.
+    by_drafter: dict[str, Method] = {}
+    for each in catalogue.values():  # a drafter's first method says which knobs it has
+        # A head reads the states of its own draft, so it cannot be part of another one.
         if (
-            row.drafter not in ("none", "client")
-            and "drafters" not in row.defaults
-            and not row.head
+            each.drafter not in ("none", "client")
+            and "drafters" not in each.defaults
+            and not each.head
         ):
-            rows.setdefault(row.drafter, row)
+            by_drafter.setdefault(each.drafter, each)
     for i, name in enumerate(names):
-        _one_of(f"drafters[{i}]", name, rows)
-    parts = tuple(rows[name] for name in names)
+        _one_of(f"drafters[{i}]", name, by_drafter)
+    parts = tuple(by_drafter[name] for name in names)
     seen: set[str] = set()
-    for i, row in enumerate(parts):
-        twice = sorted(seen.intersection((row.drafter, *row.uses)))
+    for i, part in enumerate(parts):
+        twice = sorted(seen.intersection((part.drafter, *part.uses)))
         if twice:
             raise InvalidArgument(
-                f"drafters[{i}]", row.drafter, f"a drafter without {twice[0]!r}, which is there"
-            )
-        seen.update((row.drafter, *row.uses))
+                f"drafters[{i}]", part.drafter,
+                f"a drafter that does not use {twice[0]!r}, which an earlier one uses",
+            )  # fmt: skip
+        seen.update((part.drafter, *part.uses))
     return parts
 
 
 def _fit_shape(values: dict[str, Any], given: Mapping[str, Any], method: Method) -> None:
-    """Drop the row's values for another shape than the chosen one; depth of a fixed tree."""
+    """Drop the method's values for other shapes than the chosen one; set a fixed tree's depth."""
     shape = values["shape"]
     if shape != method.shape:
         for knob in {"node_budget", "branching"} - given.keys():
@@ -293,7 +296,7 @@ def _fit_shape(values: dict[str, Any], given: Mapping[str, Any], method: Method)
         values |= {k: v for k, v in SHAPE_KNOBS[shape].items() if k not in given}
     for knob in set().union(*SHAPE_KNOBS.values()) - SHAPE_KNOBS[shape].keys():
         values.pop(knob, None)
-    # Where the shape is only for a fallback, the row's depth is that of copies.
+    # If only a fallback uses the shape, the method's depth is that of its copies.
     if "num_speculative_tokens" not in given and "fallback_depth" not in values:
         if shape == "rsd_c":
             values["num_speculative_tokens"] = len(values["branching_vector"])
@@ -302,7 +305,7 @@ def _fit_shape(values: dict[str, Any], given: Mapping[str, Any], method: Method)
 
 
 def _default_nodes(values: Mapping[str, Any], depth: int) -> int:
-    """Nodes of a draft that is ``depth`` deep."""
+    """Default node budget of a draft that is ``depth`` deep."""
     shape, width = values["shape"], values.get("branching", 1)
     if depth == 0:
         return 0
@@ -322,7 +325,7 @@ def _default_nodes(values: Mapping[str, Any], depth: int) -> int:
 
 
 def _set_length_bounds(values: dict[str, Any], knobs: Mapping[str, Any]) -> int:
-    """Fill in the depths between which the controller chooses; the longest of them."""
+    """Fill in the bounds between which the controller chooses; returns the upper one."""
     depth: int = values.get("num_speculative_tokens") or 0
     if "length_max" not in knobs:
         return depth
@@ -336,7 +339,7 @@ def _set_length_bounds(values: dict[str, Any], knobs: Mapping[str, Any]) -> int:
 
 
 def _fit_lookahead(values: dict[str, Any]) -> None:
-    """Depth and nodes that the window and the pool of lookahead decoding need."""
+    """Set the depth and nodes that lookahead decoding needs for its window and pool."""
     window, size, guesses = (values[k] for k in ("window_size", "ngram_size", "pool_guesses"))
     nodes = (window + guesses) * (size - 1)
     if nodes > MAX_NODES:
@@ -357,7 +360,7 @@ def _one_of(field_name: str, value: Any, known: Mapping[Any, Any]) -> None:
 
 AR_PLAN = resolve(SpeculationConfig(method="ar"))
 
-# Not in the catalogue: users do not choose it, the verify service does.
+# Not in the catalogue: only the verify service chooses it, never a user.
 CLIENT_METHOD = Method(
     name="client",
     paper="",

@@ -1,4 +1,4 @@
-"""What an engine is asked for: one value for all callers and all engines."""
+"""A request to an engine: the same value for all callers and all engines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Request:
     Attributes:
         prompt_ids: the prompt's token ids.
         params: how tokens are chosen, and when to stop.
-        speculation: method and knobs; None: the engine's own.
+        speculation: method and knobs; None: the engine's default.
         session_id: unique in the engine; None: the engine makes one.
-        traceparent: W3C trace context for drafters elsewhere; "" is none.
-        cache_scope: whose cached prefixes the session may begin with, and adds to: how long a
-            prompt takes tells what is cached.
-        prediction: token ids that the output is expected to have, for methods that draft them.
-        committed: the output's first token ids, from another engine; events tell of what comes
-            after them.
+        traceparent: W3C trace context for drafters in other processes; "" is none.
+        cache_scope: the session shares cached prefixes only within this scope, because the time
+            that a prompt takes reveals what is cached.
+        prediction: token ids of the expected output, for methods that draft them.
+        committed: the output's first token ids, which another engine has committed; events report
+            only the tokens after them.
     """
 
     prompt_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""What the parts of a method may read of a session."""
+"""What the parts of a method may read from a session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TokensView(Protocol):
-    """What a draft model needs of a sequence that it continues.
+    """What a draft model needs to know of the sequence that it continues.
 
     Attributes:
         session_id: unique in the engine.
@@ -24,7 +24,7 @@ class TokensView(Protocol):
 
     @property
     def stop_rule(self) -> StopRule | None:
-        """The length controller's, which ends a draft early."""
+        """The length controller's rule for ending a draft early, if it has one."""
         ...
 
 
@@ -35,7 +35,7 @@ class SessionView(TokensView, Protocol):
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         max_length: number of tokens at which the generation ends.
         prediction: tokens that the client expects as the output.
-        cache_scope: sessions begin with cached entries of sessions of the same scope only.
+        cache_scope: the session uses cached entries only of sessions with the same scope.
         finish_reason: None while running.
     """
 
@@ -64,7 +64,7 @@ class SessionView(TokensView, Protocol):
 
     @property
     def drafter(self) -> str:
-        """Name of its drafter, as in the catalogue; "none" where that was lost."""
+        """Name of its drafter, as in the catalogue; "none" after the session lost it."""
         ...
 
     @property
@@ -79,32 +79,32 @@ class SessionView(TokensView, Protocol):
 
     @property
     def draws(self) -> Draws:
-        """How the acceptance rule wants children to be chosen."""
+        """How the acceptance rule wants the children of a node to be chosen."""
         ...
 
     @property
     def chain_only(self) -> bool:
-        """Whether the acceptance rule verifies chains alone."""
+        """Whether the acceptance rule verifies only chains."""
         ...
 
     @property
     def depth_ahead(self) -> int:
-        """Depth of a draft that is made before the answer to the one before has come."""
+        """Depth of a draft that is made ahead, before the answer to the last draft has come."""
         ...
 
     @property
     def depth_policy(self) -> DepthPolicy | None:
-        """Which of the target's layers compute a token, in methods that have such a policy."""
+        """Which of the target's layers compute a token; None unless the method has a policy."""
         ...
 
     @property
     def target_depth(self) -> DepthPolicy | None:
-        """The policy where the target itself decodes with it."""
+        """The policy if the target itself decodes with it, else None."""
         ...
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What all of its drafters together want from the target."""
+        """What all of its drafters together need from the target."""
         ...
 
     def stops_at(self, token: int) -> bool:

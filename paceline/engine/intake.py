@@ -107,7 +107,7 @@ class Intake:
         if not prediction:
             return
         if not plan.reads_prediction:
-            able = sorted(row.name for row in self._catalogue.values() if row.reads_prediction)
+            able = sorted(m.name for m in self._catalogue.values() if m.reads_prediction)
             raise InvalidArgument(
                 "prediction", f"{len(prediction)} tokens",
                 f"none with method {plan.method.name!r}, or one of the methods that use it: "

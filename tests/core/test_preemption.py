@@ -236,7 +236,7 @@ def test_prefill_beside_decoding_is_bounded_in_time_and_goes_on() -> None:
         pace.observe(0.001, 4, 0)
     took, read = [], 0
     while read < 8192:
-        room = pace.room(someone_decodes=True)
+        room = pace.room(any_decoding=True)
         assert MIN_PREFILL <= room <= 256
         read += room
         took.append(0.001 + room * 2e-5 * (1 + 9 * read / 8192))
@@ -244,8 +244,8 @@ def test_prefill_beside_decoding_is_bounded_in_time_and_goes_on() -> None:
     late = took[20:]
     assert max(late) < 2 * 0.004
     assert sum(late) / len(late) > 0.002  # the prompt has most of the time that it may have
-    assert pace.room(someone_decodes=False) == 256
-    assert PrefillPace(256, None).room(someone_decodes=True) == 256
+    assert pace.room(any_decoding=False) == 256
+    assert PrefillPace(256, None).room(any_decoding=True) == 256
 
 
 def test_streams_with_a_paced_prefill_are_those_of_ar(

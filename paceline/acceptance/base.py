@@ -1,4 +1,4 @@
-"""What an acceptance rule is, and what it may look at."""
+"""The interface of acceptance rules, and what they may read."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ if TYPE_CHECKING:
 
 
 class PathLogits:
-    """The target's logits along the path that a rule walks, processed only where it looks.
+    """The target's logits along the path that a rule walks, processed only where the rule looks.
 
-    Penalties and constraints depend on the tokens before a position, and those are known only
-    once the path to it is; processing lazily therefore sees exactly the prefix that AR would
-    have seen.
+    Penalties and constraints depend on the tokens before a position, and those are known only with
+    the path to it. Processing lazily therefore sees exactly the prefix that AR would have seen.
 
     Args:
         logits: raw, row 0 at the root and row ``i + 1`` at node ``i``.  # [num_nodes + 1, vocab]
         params: the request's sampling parameters.
         history: the committed tokens.
-        argmaxes: argmax of each row where they were computed for the whole batch at once.
-        prompt_length: tokens of ``history`` that are the prompt.
-        constraint: after ``history``, if the request has one.
+        argmaxes: argmax of each row, if already computed for the whole batch.
+        prompt_length: how many tokens of ``history`` are the prompt.
+        constraint: the request's constraint, advanced past ``history``; None: it has none.
     """
 
     def __init__(
@@ -94,29 +93,29 @@ class PathLogits:
         """True with probability ``chance``; independent for each (round or depth, number).
 
         Args:
-            depth: accepted tokens before the position that is decided. Noise belongs to absolute
-                positions: a rule may look at a position's noise only in the round that commits
-                its token (depth 0 always is such a position).
-            number: which of the decisions there.
+            depth: number of accepted tokens before the position to decide. Noise belongs to
+                absolute positions: a rule may read a position's noise only in the round that
+                commits its token (which the round always does at depth 0).
+            number: which of the decisions at that position.
         """
         return uniform(self.params.seed, self.position + depth, number, Salt.ACCEPT) < chance
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """The round's last token, which follows ``depth`` accepted ones, drawn from ``probs``."""
+        """Draw the round's last token, after ``depth`` accepted ones, from ``probs``."""
         return sample_from(probs, self.params.seed, self.position + depth, Salt.RESIDUAL)
 
 
 class AcceptanceRule(Protocol):
     """A pure function of a draft, the target's logits and the seed.
 
-    A rule with knobs is a frozen dataclass whose fields are named as in SpeculationConfig and have
-    the defaults; see :func:`knobs_of`.
+    A rule with knobs is a frozen dataclass. Its fields have the knobs' names in SpeculationConfig
+    and their defaults; see :func:`knobs_of`.
 
     Attributes:
-        name: as in the catalogue.
-        lossless: the output law (or, for coupled and greedy, the output itself) is the target's.
-        chain_only: refuses drafts with more than one branch.
-        draws: how it wants the children of a node to be chosen.
+        name: the rule's name in the catalogue.
+        lossless: the output's distribution (for coupled and greedy: the output) is the target's.
+        chain_only: the rule refuses drafts with more than one branch.
+        draws: how the rule wants the children of a node to be chosen.
     """
 
     name: str
@@ -125,19 +124,19 @@ class AcceptanceRule(Protocol):
     draws: Draws
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
-        """The accepted path (node indices, root side first) and the target's next token."""
+        """The accepted path (node indices from the root down) and the target's next token."""
         ...
 
 
 def knobs_of(rule: AcceptanceRule) -> dict[str, Any]:
-    """The knobs of a rule by their names in SpeculationConfig, with its values."""
+    """The rule's values for its knobs, by their names in SpeculationConfig."""
     if not is_dataclass(rule):
         return {}
     return {field.name: getattr(rule, field.name) for field in fields(rule)}
 
 
 def with_knobs(rule: AcceptanceRule, values: Mapping[str, Any]) -> AcceptanceRule:
-    """The same rule with those of its knobs that ``values`` names."""
+    """The same rule, with the values that ``values`` has for its knobs."""
     if not is_dataclass(rule):
         return rule
     changed: AcceptanceRule = replace(rule, **{k: values[k] for k in knobs_of(rule) if k in values})
@@ -150,7 +149,7 @@ def exact_match(
     """Walk down the tree as long as a child holds the one token that is allowed there.
 
     Args:
-        token_after: that token, given the tokens of the path so far and its last node (-1: root).
+        token_after: returns that token, given the path's tokens and last node so far (-1: root).
     """
     followers, drafted = children(draft.parent_indices), draft.token_ids.tolist()
     path: list[int] = []
@@ -166,7 +165,7 @@ def exact_match(
 
 
 def q_row(draft: Draft, node: int) -> tuple[IntArray, FloatArray]:
-    """What ``node`` was drawn from; a point mass in a draft without ``probs``."""
+    """The q that ``node`` was drawn from; a point mass if the draft has no ``probs``."""
     if draft.probs is not None:
         return draft.probs.row(node)
     return draft.token_ids[node : node + 1], np.ones(1, np.float32)
@@ -177,10 +176,11 @@ def reject_in_turn(
 ) -> tuple[int | None, Probs]:
     """Multi-candidate rejection sampling: try candidates in order until one is accepted.
 
-    Candidate x with q is accepted with probability ``min(1, p(x) / q(x))``; after a rejection the
-    next one faces ``norm(max(p - q, 0))``. The committed token has the law p as long as each q is
-    the law of its candidate given the earlier ones (Jeon et al. 2024, arXiv 2402.14160,
-    algorithm 3; with one candidate Leviathan et al. 2022, arXiv 2211.17192, algorithm 1).
+    Candidate x with q is accepted with probability ``min(1, p(x) / q(x))``; after a rejection,
+    ``norm(max(p - q, 0))`` takes the place of p for the next one. The committed token has the law p
+    as long as each q is the law of its candidate given the earlier ones (Jeon et al. 2024, arXiv
+    2402.14160, algorithm 3; with one candidate Leviathan et al. 2022, arXiv 2211.17192,
+    algorithm 1).
 
     Returns:
         The accepted node, or None and the distribution to draw from instead.
@@ -197,6 +197,6 @@ def reject_in_turn(
         after = left.copy()
         after[support] = np.maximum(after[support] - q, 0.0)
         total = sum64(after)
-        # Nothing is left where p equals q up to rounding; then there is nothing to correct.
+        # If p equals q up to rounding, nothing is left and nothing needs correcting.
         left = after / total if total > 0.0 else left
     return None, left

@@ -5,9 +5,9 @@ Sun et al. 2024 (arXiv 2403.10444, algorithm 2). With ``p_0 = 1`` and
 
     h_i = R_i / (R_i + 1 - p_i),  R_i = sum over v of max(p_i * p(v) - q(v), 0) after x_1 .. x_i,
 
-and ``p_i`` itself for the whole chain; the longest accepted prefix is kept, and the next token
-drawn from ``norm(max(p_i * p - q, 0))``. A likely token makes up for an unlikely one before it, so
-the accepted length is never below that of token-by-token rejection in expectation.
+and the whole chain with probability ``p_i``. The longest accepted prefix is kept, and the next
+token is drawn from ``norm(max(p_i * p - q, 0))``. A likely token makes up for an unlikely one
+before it, so the expected accepted length is never below that of token-by-token rejection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.types import Acceptance, Draft, Draws
 
 
 class BlockVerification:
-    """Accept the longest prefix of a chain that the joint test lets through."""
+    """Accept the longest prefix of a chain that passes the joint test."""
 
     name = "block"
     lossless = True
@@ -40,8 +40,9 @@ class BlockVerification:
                 p = target.probs(tokens[:depth], depth - 1)
             weights = joint * p if last else _excess(joint, p, draft, depth)
             mass = sum64(weights)
-            # The next token comes from what is left after the longest accepted prefix. Depth 0 is
-            # always accepted; its toss at depth d belongs to the round, see PathLogits.toss.
+            # The next token is drawn from what is left after the longest accepted prefix. Depth 0
+            # is always accepted. All tosses read the noise of depth 0, which belongs to this round
+            # (see PathLogits.toss).
             chance = joint if last else _ratio(mass, 1.0 - joint)
             if depth == 0 or target.toss(chance, 0, depth):
                 length, left = depth, weights / mass if mass > 0.0 else p
@@ -66,5 +67,5 @@ def _excess(joint: float, p: Probs, draft: Draft, node: int) -> Probs:
 
 
 def _ratio(mass: float, rest: float) -> float:
-    # Both are 0 where p equals q and all is accepted so far: then all goes on being accepted.
+    # Both are 0 if p equals q and everything so far is accepted: then accept further.
     return mass / (mass + rest) if mass + rest > 0.0 else 1.0

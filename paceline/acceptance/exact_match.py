@@ -1,8 +1,8 @@
-"""Exact match: accept a drafted token iff it is the token that AR would have produced.
+"""Exact match: accept a drafted token iff AR would have produced it.
 
-At temperature 0 that is the argmax (``greedy``); above 0 it is the token drawn by coupled
-sampling (``coupled``), which makes seeded samples identical to AR's for any draft. With a drafter
-that uses the same noise, the acceptance probability of a token is at least
+At temperature 0, AR produces the argmax (``greedy``); above 0, the token that coupled sampling
+draws (``coupled``), so seeded samples are identical to AR's for any draft. If the drafter uses the
+same noise, the acceptance probability of a token is at least
 ``(1 - TV(p, q)) / (1 + TV(p, q))`` (Daliri, Musco, Suresh 2024, arXiv 2408.07978, theorem 2).
 """
 

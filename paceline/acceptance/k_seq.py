@@ -1,12 +1,13 @@
 """SpecTr's k-SEQ: several independent drafts, verified as one optimal-transport problem.
 
-Sun et al. 2023 (arXiv 2310.15141, algorithm 3). Of k independent draws x from q the first one is
-kept that passes a test with probability ``min(1, p(x) / (rho * q(x)))``. With
-``beta = sum of min(q, p / rho)``, some draw passes with probability ``1 - (1 - beta)^k``; rho is
-the smallest number in [1, k] for which what passes never exceeds p, and the next token after a
-failure is drawn from what is missing. At least (1 - 1/e) of the best acceptance that any rule has.
+Sun et al. 2023 (arXiv 2310.15141, algorithm 3). Each of k independent draws x from q passes a test
+with probability ``min(1, p(x) / (rho * q(x)))``; the rule keeps the first that passes. With
+``beta = sum of min(q, p / rho)``, some draw passes with probability ``1 - (1 - beta)^k``. rho is
+the smallest number in [1, k] for which the passing probability never exceeds p; if no draw passes,
+the next token is drawn from what is missing to p. The acceptance is at least (1 - 1/e) of the best
+that any rule has.
 
-Drafts that agree so far are verified together: the walk goes over sets of nodes with the same
+Drafts that agree so far are verified together: the rule walks over sets of nodes with the same
 token path, whose children are all independent draws from the same q.
 """
 
@@ -24,7 +25,7 @@ from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray
 
 
 class KSeq:
-    """Walk down over all nodes that share the accepted token path."""
+    """Walk down the tree over all nodes that share the accepted token path."""
 
     name = "k_seq"
     lossless = True
@@ -56,7 +57,7 @@ def _select(
         return None, p
     support, q = q_row(draft, candidates[0])
     if not all(_same(draft, node, support, q) for node in candidates[1:]):
-        # Not draws from one q: trying them in turn is right for any.
+        # The candidates come from different q: trying them in turn is exact for any q.
         return reject_in_turn(p, draft, candidates, target, depth)
     k, p_support, q_support = len(candidates), p[support], q.astype(np.float64)
     rho = ratio(p_support, q_support, k)
@@ -67,7 +68,7 @@ def _select(
     left = p.copy()
     left[support] = np.maximum(p_support - passed(p_support, q_support, rho, k), 0.0)
     total = sum64(left)
-    # Nothing is missing where p equals q up to rounding.
+    # If p equals q up to rounding, nothing is missing.
     return None, left / total if total > 0.0 else p
 
 
@@ -77,10 +78,13 @@ def _same(draft: Draft, node: int, support: IntArray, q: FloatArray) -> bool:
 
 
 def passed(p: Probs, q: Probs, rho: float, k: int) -> Probs:
-    """Probability that each token is the first of k draws that passes.  # as p, on q's support"""
+    """For each token, the probability that it is the first of k draws to pass.
+
+    # as p, on q's support
+    """
     kept = np.minimum(q, p / rho)
     beta = sum64(kept)
-    if not 0.0 < beta < 1.0:  # none of them passes, or the first one always
+    if not 0.0 < beta < 1.0:  # no draw ever passes, or the first one always does
         return kept
     tries = (
         0.0  # the expected number: (1 - (1 - beta)^k) / beta = 1 + (1 - beta) + (1 - beta)^2 ...
@@ -94,9 +98,9 @@ def passed(p: Probs, q: Probs, rho: float, k: int) -> Probs:
 def ratio(p: Probs, q: Probs, k: int) -> float:
     """rho, the fixed point ``rho = (1 - (1 - beta)^k) / beta`` in [1, k], by bisection.
 
-    The right-hand side grows slower than rho, so the fixed point is the only one, and above it
-    what passes stays below p everywhere: the upper end of the last interval, 1e-6 long, is
-    returned, which is exact and as good.
+    The right-hand side grows slower than rho, so the fixed point is unique, and above it the
+    passing probability stays below p everywhere. The result is the upper end of the last interval,
+    1e-6 long: as exact, and practically as good.
     """
     low, high = 1.0, float(k)
     if k == 1 or _acceptance(p, q, 1.0, k) <= sum64(np.minimum(p, q)):
@@ -111,5 +115,5 @@ def ratio(p: Probs, q: Probs, k: int) -> float:
 
 
 def _acceptance(p: Probs, q: Probs, rho: float, k: int) -> float:
-    """Probability that one of k draws passes."""
+    """Probability that any of k draws passes."""
     return sum64(passed(p, q, rho, k))

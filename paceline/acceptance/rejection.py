@@ -2,8 +2,8 @@
 
 Leviathan, Kalman, Matias 2022 (arXiv 2211.17192, algorithm 1) and Chen et al. 2023
 (arXiv 2302.01318): accept a token x drawn from q with probability ``min(1, p(x) / q(x))``; after a
-rejection draw from ``norm(max(p - q, 0))``. The output law is the target's; the tokens of a seed
-are not those of coupled sampling. At temperature 0 it is exact match.
+rejection, draw from ``norm(max(p - q, 0))``. The output has the target's distribution, but a seed
+gives other tokens than coupled sampling. At temperature 0 the rule is exact match.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Rejection:
 
 
 class RecursiveRejection(Rejection):
-    """Siblings are tried in order, each against what the ones before it have left.
+    """Try siblings in order, each against what the rejected ones before it have left.
 
-    Recursive rejection sampling of RSD (Jeon et al. 2024, arXiv 2402.14160): siblings are drawn
+    The recursive rejection sampling of RSD (Jeon et al. 2024, arXiv 2402.14160): siblings are drawn
     without replacement, so each node's q is renormalised without its earlier siblings. On trees
-    without ``probs`` it is multi-candidate rejection of point masses.
+    without ``probs`` the rule is multi-candidate rejection of point masses.
     """
 
     name = "recursive_rejection"

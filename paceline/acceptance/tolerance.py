@@ -2,9 +2,9 @@
 
 Generalised Aggressive Decoding, Xia et al. 2022 (arXiv 2205.10350 with 2203.16487): a token is
 accepted if it is one of the target's ``tolerance_beta`` best and its score is at most
-``tolerance_tau`` below the best one. Scores are log-probabilities at temperature 0; above it they
-are those of coupled sampling (over temperature, plus its noise), so that beta 1 or tau 0 gives
-AR's own tokens at any temperature.
+``tolerance_tau`` below the best one. At temperature 0, scores are log-probabilities; above it, they
+are the scores of coupled sampling (over temperature, plus its noise), so beta 1 or tau 0 gives AR's
+own tokens at any temperature.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tolerance:
         tokens: list[int],
         node: int,
     ) -> int:
-        """The child with the highest score if that is good enough, else -1."""
+        """The child with the highest score, if it is within the tolerance, else -1."""
         for child in nodes:
             if draft.token_ids[child] == best:
                 return child
@@ -68,7 +68,7 @@ class Tolerance:
 
 
 def _scores(target: PathLogits, tokens: list[int], node: int) -> Probs:
-    """What the target's own token is the argmax of.  # [vocab_size]"""
+    """The scores whose argmax is the target's own token.  # [vocab_size]"""
     row = target.row(tokens, node)
     if target.params.temperature == 0:
         return row.astype(np.float64)

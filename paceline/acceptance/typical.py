@@ -1,9 +1,9 @@
 """Typical acceptance: keep drafted tokens that the target finds plausible enough (lossy).
 
 Medusa, Cai et al. 2024 (arXiv 2401.10774, section 2.3.1): above temperature 0 a token x is
-accepted if ``p(x) > min(epsilon, delta * exp(-H(p)))``, so a flat distribution lets more through
-than a peaked one. The longest accepted path wins, among equals the likeliest. At temperature 0 it
-is exact match with the argmax.
+accepted if ``p(x) > min(epsilon, delta * exp(-H(p)))``, so a flat distribution lets more tokens
+pass than a peaked one. The longest accepted path wins, and the likeliest of equally long ones. At
+temperature 0 the rule is exact match with the argmax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.types import Acceptance, Draft, Draws
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Accept whatever is likelier than an entropy-dependent threshold."""
+    """Accept tokens that are likelier than a threshold that depends on the entropy."""
 
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
@@ -35,7 +35,7 @@ class Typical:
         if target.params.temperature == 0:
             return exact_match(draft, target, target.argmax)
         followers = children(draft.parent_indices)
-        # Of each accepted node: its tokens from the root, and their log-likelihood.
+        # For each accepted node: its tokens from the root, and their log-likelihood.
         accepted: dict[int, tuple[list[int], float]] = {-1: ([], 0.0)}
         best = -1
         for node in (-1, *range(draft.num_nodes)):  # parents come before their children
@@ -56,6 +56,6 @@ class Typical:
         return Acceptance(path, target.token(accepted[best][0], best))
 
     def threshold(self, p: Probs) -> float:
-        """What a probability must exceed, given the target's distribution."""
+        """The probability that a token must exceed, given the target's distribution."""
         entropy = -sum64(p * log64(np.where(p > 0.0, p, 1.0)))  # in nats
         return min(self.typical_epsilon, self.typical_delta * exp_of(-entropy))

@@ -1,9 +1,9 @@
-"""The desk for all drafters: which there are, who is asked, what arrives, and who is lost.
+"""Asks drafters for drafts, collects them for the rounds, and drops drafters that fail.
 
-A draft is asked for, arrives, and is handed to the loop. Where its drafter lives is known here
-alone: one elsewhere is asked as soon as its session has no draft under way, and its session joins
-the round in which the draft has arrived; one in this process is asked when the round begins.
-Whatever a drafter does wrong, its session goes on as AR.
+Only this module knows in which process a drafter runs. It asks a drafter in another process as soon
+as the session has no draft under way, and the session joins the round in which its draft has
+arrived. It asks a drafter in this process when the round begins. If a drafter fails in any way, its
+session continues as AR.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _no_target() -> ModelTarget:
 
 
 class DrafterSet(dict[str, Drafter]):
-    """Drafters by name as in the catalogue: given ones, and those that methods have needed so far.
+    """Drafters by their names in the catalogue: given ones, and those made for requests so far.
 
     Args:
-        given: those that cannot be made from tokens alone, or replacements for the ones that can.
-        vocab_size: of the target.
-        find_target: the target in this process; raises InvalidArgument where there is none.
+        given: drafters that this class cannot make, or replacements for those that it can.
+        vocab_size: the target's.
+        find_target: returns the target in this process; raises InvalidArgument if it is not here.
         heads: trained heads of the target, or None.
     """
 
@@ -66,11 +66,11 @@ class DrafterSet(dict[str, Drafter]):
 
     @property
     def given(self) -> dict[str, Drafter]:
-        """Those that were not made here."""
+        """The drafters that were not made here."""
         return {name: drafter for name, drafter in self.items() if name not in self._made}
 
     def make(self, name: str) -> Drafter:
-        """A drafter by name, made where it is not there yet.
+        """The drafter with this name, made now if it does not exist yet.
 
         Raises:
             InvalidArgument: it cannot be made here.
@@ -88,7 +88,7 @@ class DrafterSet(dict[str, Drafter]):
         return self[name]
 
     def make_here(self, name: str) -> Drafter:
-        """As :meth:`make`; InvalidArgument where it drafts in another process."""
+        """As :meth:`make`; raises InvalidArgument if the drafter runs in another process."""
         drafter = self.make(name)
         if drafter.elsewhere:
             raise InvalidArgument("method", name, "a drafter that drafts in this process")
@@ -100,20 +100,21 @@ class DrafterSet(dict[str, Drafter]):
         return self.heads.load(kind)
 
     def missing(self, method: Method, parts: Iterable[str]) -> list[str]:
-        """Which drafters of a method are neither here nor can be made.
+        """Names of a method's drafters that are not loaded here and cannot be made here.
 
         Args:
-            parts: further ones that its own is made of, unless that one is there.
+            parts: drafters that the method's own drafter consists of; ignored if that one is
+                loaded.
         """
         needed = {method.drafter, *(() if method.drafter in self else parts)}
         return sorted(needed - self.keys() - DRAFTERS.keys())
 
     def refusal(self, method: Method) -> str | None:
-        """Why a method cannot draft here; None where it can."""
+        """Why a method cannot draft here; None if it can."""
         missing = self.missing(method, method.uses)
         if missing:
             return f"drafter not loaded here: {', '.join(missing)}"
-        # A drafter that is there has its parts.
+        # A loaded drafter has its parts already.
         parts = () if method.drafter in self else method.uses
         elsewhere = [name for name in parts if name in self and self[name].elsewhere]
         if elsewhere:
@@ -124,14 +125,14 @@ class DrafterSet(dict[str, Drafter]):
         return None
 
     def ensure(self, plan: Plan, able: Callable[[], Iterable[str]]) -> None:
-        """Make the drafters of a plan that are not there yet, and let them check its knobs.
+        """Make the drafters of a plan that do not exist yet, and let all of them check its knobs.
 
         Args:
-            able: names of the methods that can run here, for the error.
+            able: gives the names of the methods that can run here, for the error.
 
         Raises:
-            InvalidArgument: one cannot be made, needs more than tokens and is elsewhere, or its
-                model cannot serve the knobs.
+            InvalidArgument: a drafter cannot be made, needs more than tokens but runs in another
+                process, or has a model that cannot serve the knobs.
         """
         name = plan.method.name
         missing = self.missing(plan.method, plan.drafters)
@@ -144,10 +145,10 @@ class DrafterSet(dict[str, Drafter]):
             if plan.needs:
                 needs = ", ".join(sorted(need.value for need in plan.needs))
                 raise InvalidArgument(
-                    "method", name, f"a method whose drafter needs tokens alone: this one's is in "
-                    f"another process, and needs the target's {needs}",
+                    "method", name, f"a method whose drafter needs only tokens: this one's runs in "
+                    f"another process, but needs the target's {needs}",
                 )  # fmt: skip
-            return  # that process has its parts
+            return  # that process has the drafter's parts
         for part in plan.parts:
             self.make_here(part.drafter)
         for drafter in plan.drafters:
@@ -156,7 +157,7 @@ class DrafterSet(dict[str, Drafter]):
 
 
 class Collected(NamedTuple):
-    """A draft for a round, and the seconds that the round waited for it."""
+    """A draft for a round, and the seconds that its session waited for it."""
 
     draft: Draft
     seconds: float
@@ -164,11 +165,11 @@ class Collected(NamedTuple):
 
 @dataclass(slots=True)
 class _Asked:
-    """A draft under way, or one that no round has taken yet.
+    """A draft that was asked for and that no round has taken yet.
 
     Attributes:
-        since: when its session began to wait for it; None where it was there as soon as wanted.
-        seconds: that its session has waited; None until the draft was found to be there.
+        since: when its session began to wait; None if the draft had arrived by then.
+        seconds: how long its session waited; None until :meth:`Drafting.arrive` sees the draft.
     """
 
     future: Future[Draft]
@@ -200,22 +201,22 @@ class Drafting:
     # --- sessions ------------------------------------------------------------------------------
 
     def open(self, session: Session) -> None:
-        """Before the first round of a session, or the first one after it was suspended."""
+        """Open a session before its first round, or before the first one after a suspension."""
         try:
             self._of(session).open(session)
         except Exception:
-            logger.exception("a drafter cannot open a session; it goes on as AR")
+            logger.exception("a drafter cannot open a session; the session continues as AR")
             session.lose_drafter()
 
     def close(self, session: Session) -> None:
-        """The session has ended."""
+        """Forget a session that has ended, and cancel its draft."""
         asked = self._asked.pop(session.session_id, None)
         self._close(self._of(session), session)
         if asked is not None:
             asked.future.cancel()
 
     def suspend(self, session: Session) -> None:
-        """The session gives up its place for a while."""
+        """Tell the drafter that a session gives up its KV memory for a while."""
         asked = self._asked.pop(session.session_id, None)
         try:
             self._of(session).suspend(session, None if asked is None else asked.future)
@@ -224,7 +225,7 @@ class Drafting:
 
     @contextmanager
     def reopened(self, session: Session) -> Iterator[None]:
-        """While a session loses some of its tokens.
+        """Context in which a session loses some of its tokens: its drafter reads it anew.
 
         Raises:
             FailedPrecondition: a draft is under way.
@@ -239,11 +240,15 @@ class Drafting:
         self.open(session)
 
     def lose(self, sessions: Sequence[Session], what: str) -> None:
-        """Inside an exception handler: the drafter of these sessions failed; they go on as AR."""
+        """Take a failed drafter from sessions, which continue as AR. Call it while handling the
+        exception."""
         for session in sessions:
             drafter = self._of(session)
             logger.exception(
-                "%s %s; session %s goes on as AR", type(drafter).__name__, what, session.session_id
+                "%s %s; session %s continues as AR",
+                type(drafter).__name__,
+                what,
+                session.session_id,
             )
             session.lose_drafter()
             self._close(drafter, session)
@@ -259,7 +264,7 @@ class Drafting:
     def shadow_share(self, session: SessionView) -> float | None:
         """As :attr:`LengthContext.shadow_share`.
 
-        Tokens that are drawn from q do not tell the worth of a draft that was not verified.
+        None for rules with draws from q: without verification, such a draft cannot be judged.
         """
         drafter = self._of(session)
         if session.draws.needs_q or not drafter.shadows:
@@ -267,20 +272,20 @@ class Drafting:
         return 0.0 if drafter.elsewhere else 1.0
 
     def waits_for_client(self, session: Session) -> bool:
-        """Whether the next draft comes only after its client has heard of the last round."""
+        """Whether the next draft comes from a client, which must first hear of the last round."""
         return self._of(session).from_client
 
     @property
     def num_under_way(self) -> int:
-        """Drafts that were asked for and have not been found to be there."""
+        """Number of drafts that were asked for and have not been seen to arrive."""
         return sum(asked.seconds is None for asked in self._asked.values())
 
     # --- rounds --------------------------------------------------------------------------------
 
     def ask(self, sessions: Iterable[Session], load: Load) -> None:
-        """Ask drafters elsewhere for the sessions that have no draft under way.
+        """Ask drafters in other processes for drafts of the sessions that have none under way.
 
-        The first draft depends on the prompt alone, so a drafter reads it while the target does.
+        The first draft depends only on the prompt, so drafter and target read the prompt together.
         """
         groups: dict[str, list[Session]] = {}
         for session in sessions:
@@ -314,22 +319,22 @@ class Drafting:
             self._arrival.notify_all()
 
     def want(self, session: Session) -> None:
-        """The prompt is read: from now on the session waits for its draft."""
+        """Count waiting from now on: the target has read the session's prompt."""
         asked = self._asked.get(session.session_id)
         if asked is not None:
             asked.since = None if asked.future.done() else time.perf_counter()
 
     def comes_later(self, session: Session) -> bool:
-        """Whether the session's draft has to arrive before a round can take it."""
+        """Whether the session's draft comes from another process and arrives later."""
         return self._of(session).elsewhere
 
     def has_draft(self, session: Session) -> bool:
-        """Whether a round need not wait for the session's draft."""
+        """Whether a round can begin without waiting for the session's draft."""
         asked = self._asked.get(session.session_id)
         return not self.comes_later(session) if asked is None else asked.future.done()
 
     def arrive(self, sessions: Iterable[Session]) -> list[Session]:
-        """Those of the sessions whose drafts are there; where a drafter failed, as AR."""
+        """The sessions whose drafts have arrived; those whose drafter failed continue as AR."""
         there = [session for session in sessions if self.has_draft(session)]
         for session in there:
             asked = self._asked.get(session.session_id)
@@ -347,10 +352,10 @@ class Drafting:
         return there
 
     def collect(self, sessions: Sequence[Session], load: Load) -> list[Collected]:
-        """The drafts of a round: those that have arrived, and those that are made now.
+        """The drafts of a round: those that have arrived, and those made now in this process.
 
-        Each is within its session's bounds, and empty if it cannot be verified: the forward serves
-        all sessions, so a drafter that breaks its promises must not break it.
+        Each draft is cut to its session's bounds, and is empty if it cannot be verified: one
+        forward serves all sessions, so a faulty drafter must not break it.
         """
         started = time.perf_counter()
         found: dict[str, Collected] = {}
@@ -375,9 +380,9 @@ class Drafting:
         ]
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
-        """Drafts of drafters in this process, each of which is asked once for all of its sessions.
+        """Drafts from drafters in this process; each drafter gets one call for all its sessions.
 
-        An empty draft where a drafter fails.
+        A failed drafter gives empty drafts.
         """
         drafts: list[Draft] = [EMPTY_DRAFT] * len(sessions)
         for name, places in self._by_drafter(sessions).items():
@@ -390,31 +395,31 @@ class Drafting:
                 self.lose(members, "cannot draft")
                 continue
             for i, draft in zip(places, proposed, strict=True):
-                drafts[i] = draft  # type: ignore[assignment]  # of this process
+                drafts[i] = draft  # type: ignore[assignment]  # never a future in this process
         return drafts
 
     def pseudo_tokens(
         self, sessions: Sequence[Session], drafts: Sequence[Draft]
     ) -> list[PseudoTokens | None]:
-        """What drafters want to have computed along with the drafts."""
+        """The pseudo tokens that drafters want the target to compute along with the drafts."""
         found: list[PseudoTokens | None] = []
         for session, draft in zip(sessions, drafts, strict=True):
             try:
                 found.append(self._of(session).pseudo_tokens(session, draft))
             except Exception:
-                self.lose([session], "has no pseudo tokens")
+                self.lose([session], "cannot give pseudo tokens")
                 found.append(None)
         return found
 
     def read_prompt(self, session: Session, read: Verification) -> None:
-        """What the target computed for the next prompt tokens of a session."""
+        """Pass on what the target computed for the next prompt tokens of a session."""
         try:
             self._of(session).read_prompt(session, read)
         except Exception:
             self.lose([session], "cannot read a prompt")
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
-        """What became of the drafts of a round."""
+        """Tell drafters the outcomes of their drafts."""
         for name, places in self._by_drafter(sessions).items():
             members = [sessions[i] for i in places]
             try:
@@ -430,27 +435,27 @@ class Drafting:
 
     def _usable(self, draft: Draft, session: Session) -> Draft:
         if not isinstance(draft, Draft) or not draft.is_sound(self._vocab_size):
-            logger.warning("session %s: an impossible draft is dropped", session.session_id)
+            logger.warning("session %s: dropped an impossible draft", session.session_id)
             return EMPTY_DRAFT
         if not draft.num_nodes:
             return draft
         if session.chain_only and not is_chain(draft.parent_indices):
             logger.warning(
-                "session %s: a tree for a chain-only rule is dropped", session.session_id
+                "session %s: dropped a tree, as its rule verifies only chains", session.session_id
             )
             return EMPTY_DRAFT
-        # One place is for the target's own token.
+        # The round also commits the target's own token.
         draft = clip(draft, session.remaining - 1, session.config.node_budget or 0)
-        # A rule that corrects for q has to see what was drawn, even if it can only reject it.
+        # A rule that corrects for q must see every drawn token, even one that it has to reject.
         if session.constraint is not None and not session.draws.needs_q:
             draft = _permitted(draft, session.constraint)
         return draft
 
 
 def round_budget(session: Session, load: Load) -> Budget:
-    """What the length controller wants, within what the session may still generate."""
+    """The length controller's budget, cut to what the session may still generate."""
     budget = session.length_controller.budget(session, load)
-    # One place is for the target's own token.
+    # The round also commits the target's own token.
     return Budget(
         min(budget.depth, session.remaining - 1),
         budget.nodes if budget.depth else 0,
@@ -460,7 +465,7 @@ def round_budget(session: Session, load: Load) -> Budget:
 
 
 def _permitted(draft: Draft, constraint: Constraint) -> Draft:
-    """The part of a draft that the constraint permits; verifying the rest would be for nothing."""
+    """The part of a draft that the constraint permits; verifying the rest would be wasted."""
     tokens, parents = draft.token_ids.tolist(), draft.parent_indices.tolist()
     if is_chain(draft.parent_indices):
         keep = list(range(constraint.num_allowed(tokens)))

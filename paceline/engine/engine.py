@@ -1,9 +1,9 @@
 """Continuous batching: sessions come and go at every step, tokens come out.
 
-A step admits whom KV memory allows, gives waiting prompts shares of prefill, collects the drafts
-that are there, and runs one round of the decode loop for every session that is ready. Sessions
-whose drafts come from elsewhere (another actor, a client device) join the step in which their
-draft has arrived; the others do not wait for them.
+A step admits sessions as far as KV memory allows, shares prefill among waiting prompts, collects
+the drafts that have arrived, and runs one round of the decode loop for every ready session.
+Sessions whose drafts come from another process (an actor, a client device) join the step in which
+their draft has arrived; the others do not wait for them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paceline.types import Load, Outcome
 
 logger = logging.getLogger(__name__)
 
-_HOLD_BACK_S = 0.004  # longest time that listeners wait for a round's tokens
+_HOLD_BACK_S = 0.004  # how long a round's events may be held
 
 
 class Engine:
@@ -47,9 +47,9 @@ class Engine:
 
     Args:
         target: the model whose tokens count.
-        drafters: by drafter name as in the catalogue: those that the engine cannot make by itself
-            (``paceline.methods.DRAFTERS``), or replacements for them.
-        tokenizer: for text and stop strings; without it sessions have token ids only.
+        drafters: by their names in the catalogue: drafters that the engine cannot make itself, or
+            replacements for those that it can (``paceline.methods.DRAFTERS``).
+        tokenizer: for text and stop strings; without it, sessions have only token ids.
         catalogue: the methods that requests may name.
         length_context: measured costs and trained heads for the length controllers.
         heads: trained draft heads of this target.
@@ -76,12 +76,12 @@ class Engine:
             target.batch_strategy = self.limits.batch_strategy
         self.catalogue: Mapping[str, Method] = {**catalogue, CLIENT_METHOD.name: CLIENT_METHOD}
         self.drafters = DrafterSet(
-            # Sessions that lose their drafter go on with "none".
+            # Sessions that lose their drafter continue with "none".
             {"none": NoDrafter(), "client": ClientDrafter(), **(drafters or {})},
             target.vocab_size, find_target=lambda: self.local_target, heads=heads,
         )  # fmt: skip
         self.wakeup = threading.Condition()  # notified when a draft has arrived
-        self.interrupted: Callable[[], bool] = lambda: False  # ends a wait for drafts early
+        self.interrupted: Callable[[], bool] = lambda: False  # True ends a wait for drafts early
         self.drafting = Drafting(self.drafters, target.vocab_size, self.wakeup)
         self.intake = Intake(
             target, self.drafters, self.catalogue,
@@ -97,32 +97,32 @@ class Engine:
 
     @property
     def local_target(self) -> ModelTarget:
-        """The target, where its model is in this process."""
+        """The target, if its model is in this process; else raises InvalidArgument."""
         if not isinstance(self.target, ModelTarget):
             raise InvalidArgument("target", "on another machine", "a target in this process")
         return self.target
 
     @property
     def constraints(self) -> ConstraintCompiler:
-        """Grammars, schemas and regular expressions as masks."""
+        """Compiles schemas, regular expressions and grammars into constraints."""
         return self.intake.constraints
 
     @property
     def length_context(self) -> LengthContext:
-        """What the length controllers of all sessions are told."""
+        """What the engine tells the length controllers of all sessions."""
         return self.intake.length_context
 
     @property
     def sessions(self) -> dict[str, Session]:
-        """Those that are not finished, by id."""
+        """The unfinished sessions by id."""
         return self.scheduler.sessions
 
     def local_drafter(self, name: str) -> Drafter:
-        """A drafter of this engine in this process; made where it is not there yet."""
+        """A drafter of this engine in this process, made now if it does not exist yet."""
         return self.drafters.make_here(name)
 
     def sibling(self) -> Engine:
-        """An engine over the same models whose drafters have learnt nothing yet."""
+        """A new engine over the same models; drafters that it makes have learnt nothing yet."""
         return Engine(
             self.target, self.drafters.given,
             tokenizer=self.tokenizer,
@@ -142,9 +142,9 @@ class Engine:
             on_event: called for every event of the session, on the thread that steps.
 
         Raises:
-            InvalidArgument: an empty or too long prompt, a token outside the vocabulary, a method
-                that this engine cannot run, a prediction for a method without use for it,
-                ``committed`` tokens that end the generation.
+            InvalidArgument: the prompt is empty or too long, a token is outside the vocabulary,
+                this engine cannot run the method, the method has no use for a prediction, or the
+                ``committed`` tokens end the generation.
             ResourceExhausted: the queue is full, or the request can never fit in KV memory.
         """
         session = self.intake.session(request)
@@ -153,11 +153,14 @@ class Engine:
         return session
 
     def refusal(self, method: Method) -> str | None:
-        """Why this engine cannot run a method of the catalogue; None where it can."""
+        """Why this engine cannot run a method of the catalogue; None if it can."""
         return self.intake.refusal(method)
 
     def cancel(self, session_id: str) -> bool:
-        """End a session now; its KV memory and drafter state are freed before this returns."""
+        """End a session now, and free its KV memory and drafter state before returning.
+
+        Returns False if no such session runs.
+        """
         session = self.sessions.get(session_id)
         if session is None:
             return False
@@ -165,7 +168,7 @@ class Engine:
         return True
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Forget a session's tokens after the first ``length``; generation goes on from there.
+        """Forget a session's tokens after the first ``length``; generation continues from there.
 
         Raises:
             SessionNotFound: no such session.
@@ -180,7 +183,7 @@ class Engine:
                 "length", length, f"a length in [{session.prompt_length}, {session.length}]"
             )
         if session.state is SessionState.WAITING:
-            session.truncate(length)  # it may have run before
+            session.truncate(length)  # it may have committed tokens before it had to wait again
         else:
             with self.drafting.reopened(session):
                 self.target.truncate(session, length)
@@ -200,18 +203,18 @@ class Engine:
         return self.scheduler.load
 
     def count_rounds(self) -> tuple[int, float]:
-        """Rounds of sessions so far, and the seconds of their verifications."""
+        """Number of rounds of all sessions so far, and the seconds that they spent verifying."""
         return self._book.rounds(self.sessions.values())
 
     def take_counters(self) -> EngineCounters:
-        """What was done so far; requests and steps since the last call."""
+        """What the engine has done so far; requests and steps only since the last call."""
         return self._book.take(list(self.sessions.values()), self.target)
 
     def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
-        """One step for all sessions that are ready.
+        """One step for all ready sessions.
 
-        When none is, because all drafts are still under way, waits up to ``wait_s`` seconds for
-        the first of them.
+        If none is ready because all drafts are under way, waits up to ``wait_s`` seconds for the
+        first draft.
         """
         scheduler = self.scheduler
         scheduler.make_room()
@@ -219,20 +222,20 @@ class Engine:
         prefill = scheduler.share_prefill()
         scheduler.ask_for_drafts()
         idle = not prefill and not scheduler.has_ready
-        # A client drafts when it has heard of its last round: nothing comes from it before.
-        owed = any(self.drafting.waits_for_client(event.session) for event in self.events.held)
-        if idle and (owed or not self._wait(min(wait_s, _HOLD_BACK_S))):
+        # A client drafts only after it has received the event of its last round.
+        client_waits = any(self.drafting.waits_for_client(e.session) for e in self.events.held)
+        if idle and (client_waits or not self._wait(min(wait_s, _HOLD_BACK_S))):
             self.events.deliver()
             self._wait(wait_s)
         ready = scheduler.choose()
         if not ready and not prefill:
             return []
-        self.events.deliver()  # listeners run beside the forward that comes now
+        self.events.deliver()  # listeners run during the forward that follows
         started = time.perf_counter()
         try:
             outcomes = decode_round(ready, self.drafting, self.target, self.load, prefill=prefill)
         except Exception as error:
-            # The forward serves all of them, so the KV state of none can be trusted any more.
+            # One forward serves all these sessions, so the KV state of none can be trusted now.
             level = logging.INFO if isinstance(error, PacelineError) else logging.ERROR
             logger.log(
                 level, "a step failed; its %d sessions end", len(ready) + len(prefill),
@@ -248,7 +251,7 @@ class Engine:
         return events
 
     def _wait(self, seconds: float) -> bool:
-        """Until a session is ready or a call comes; False when neither came in time."""
+        """Wait until a session is ready or a call comes; False if neither comes in time."""
         scheduler = self.scheduler
         with self.wakeup:
             return self.wakeup.wait_for(lambda: scheduler.has_ready or self.interrupted(), seconds)
@@ -259,7 +262,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> list[Session]:
-        """Generate for all prompts together and return the finished sessions, in order."""
+        """Generate for all prompts together; returns the finished sessions in the same order."""
         if not isinstance(params, Sequence):
             params = [params or SamplingParams()] * len(prompts)
         sessions: list[Session] = []
@@ -268,7 +271,7 @@ class Engine:
                 sessions.append(self.submit(Request(prompt, each, speculation)))
             while not all(session.finished for session in sessions):
                 self.step()
-        finally:  # where a prompt was refused, or Ctrl-C came: nothing stays behind
+        finally:  # leave no session behind if a prompt is refused or Ctrl-C comes
             for session in sessions:
                 self.cancel(session.session_id)
         for session in sessions:
@@ -277,12 +280,12 @@ class Engine:
         return sessions
 
     def _conclude(self, session: Session, outcome: Outcome) -> RoundEvent:
-        """The session's next state, and the event that tells of the round."""
+        """Move the session to its next state; returns the event of the round."""
         event = self.events.of_round(session, outcome)
         if session.finished:
             self.scheduler.remove(session)
         else:
-            self.scheduler.go_on(session)
+            self.scheduler.next_round(session)
         return event
 
     def _end(self, session: Session, reason: str) -> None:

@@ -1,7 +1,7 @@
-"""What an engine tells of its sessions, and to whom.
+"""The events of an engine's sessions, and their delivery to listeners.
 
-While drafts are under way, the events of a round wait for a moment: listeners share the interpreter
-with the threads that send and receive drafts, and have it for themselves during the next forward.
+While drafts are under way, the events of a round are held for a moment: listeners would compete for
+the interpreter with the threads that send and receive drafts. They run during the next forward.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundEvent:
-    """What one round (or an end without one) did to a session.
+    """What one round, or an end outside a round, did to a session.
 
-    The first ``num_accepted`` of ``token_ids`` came from the draft. ``text`` is what these tokens
-    completed. ``outcome`` is None, and ``round`` 0, when the session ended outside a round.
-    ``logprobs`` has an entry for each token where the request wants them. ``at`` is when, by
-    ``time.perf_counter``; listeners may hear of it a little later.
+    Attributes:
+        round: number of the session's round; 0 if the session ended outside a round.
+        num_accepted: how many of ``token_ids``, the first ones, came from the draft.
+        text: the text that these tokens completed.
+        outcome: None if the session ended outside a round.
+        logprobs: one entry for each token, if the request wants them.
+        at: when it happened, by ``time.perf_counter``; delivery may come a little later.
     """
 
     session: Session
@@ -43,31 +46,31 @@ EventHandler = Callable[[RoundEvent], None]
 
 
 class EventDelivery:
-    """Makes the events of sessions and hands them to their listeners.
+    """Makes the events of sessions and delivers them to their listeners.
 
     Args:
-        on_failure: called with a session whose listener failed.
+        on_failure: called with a session whose listener failed, and with the error.
     """
 
     def __init__(self, on_failure: Callable[[Session, Exception], None]) -> None:
         self._on_failure = on_failure
         self._handlers: dict[str, EventHandler] = {}
-        self._num_sent: dict[str, int] = {}  # characters of a session's text
+        self._num_sent: dict[str, int] = {}  # characters of each session's text
         self._held: list[RoundEvent] = []
 
     def register(self, session: Session, handler: EventHandler | None) -> None:
-        """Events of a session go to ``handler``; committed tokens are known already."""
+        """Send a session's events to ``handler``; it knows the tokens committed so far."""
         self._num_sent[session.session_id] = session.streamable_length
         if handler is not None:
             self._handlers[session.session_id] = handler
 
     def forget_text(self, session: Session) -> None:
-        """The session has lost tokens."""
-        sent = self._num_sent.get(session.session_id, 0)  # less than the text while some is held
+        """Adjust to a session that has lost tokens."""
+        sent = self._num_sent.get(session.session_id, 0)  # below the text's length: some is held
         self._num_sent[session.session_id] = min(sent, len(session.text))
 
     def of_round(self, session: Session, outcome: Outcome) -> RoundEvent:
-        """The event of a round; it is held until :meth:`deliver`."""
+        """Make the event of a round and hold it until :meth:`deliver`."""
         finished = session.finished
         sent = self._num_sent.get(session.session_id, 0)
         # Text that could still turn out to be the start of a stop string is held back.
@@ -83,7 +86,7 @@ class EventDelivery:
         return event
 
     def end(self, session: Session) -> None:
-        """Tell of an end outside a round, which came after all events that are held."""
+        """Send the event of an end outside a round. Deliver held events first."""
         sent = self._num_sent.pop(session.session_id, 0)
         self._notify(RoundEvent(session, 0, (), 0, session.text[sent:], None, True))
         self._handlers.pop(session.session_id, None)
@@ -94,7 +97,7 @@ class EventDelivery:
         return list(self._held)
 
     def deliver(self) -> None:
-        """Hand the events of the last round to their listeners."""
+        """Deliver the held events to their listeners."""
         events, self._held = self._held, []
         for event in events:
             self._notify(event)
@@ -106,18 +109,18 @@ class EventDelivery:
         if handler is not None:
             try:
                 handler(event)
-            except Exception as error:  # of one caller; the step serves the others as well
+            except Exception as error:  # one caller's fault must not fail the others' step
                 logger.exception("an event handler failed; its session ends")
                 self._handlers.pop(event.session.session_id, None)
                 self._on_failure(event.session, error)
 
 
 def _logprobs(session: Session, outcome: Outcome) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of a round's tokens, where the request wants them."""
+    """The log-probabilities of a round's tokens; () unless the request wants them."""
     count = session.params.logprobs
     if count is None:
         return ()
-    rows = [0, *(node + 1 for node in outcome.path)]  # the rows that the tokens came from
+    rows = [0, *(node + 1 for node in outcome.path)]  # of the logits that the tokens came from
     logits = outcome.verification.logits
     return tuple(
         token_logprobs(logits[row].float().cpu().numpy(), token, count)

@@ -1,4 +1,4 @@
-"""From a request to a session: everything that may be wrong with it is found here."""
+"""Turns requests into sessions, after checking everything that may be wrong with a request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Intake:
         self.constraints = ConstraintCompiler(tokenizer, target.vocab_size, self._eos_token_ids)
 
     def session(self, request: Request) -> Session:
-        """The session of a request, with the request's committed tokens.
+        """Make the session of a request, with the request's committed tokens.
 
         Raises:
             InvalidArgument, ResourceExhausted: as :meth:`Engine.submit`.
@@ -55,9 +55,11 @@ class Intake:
         self._check_prediction(request.prediction, plan)
         params.check_vocabulary(target.vocab_size)
         if params.stop and self._tokenizer is None:
-            raise InvalidArgument("stop", params.stop, "no stop strings: there is no tokenizer")
+            raise InvalidArgument("stop", params.stop, "no stop strings: no tokenizer is loaded")
         if params.logprobs is not None and not isinstance(target, ModelTarget):
-            raise InvalidArgument("logprobs", params.logprobs, "none: the target is elsewhere")
+            raise InvalidArgument(
+                "logprobs", params.logprobs, "none: the target is in another process"
+            )
         session = Session(
             request.session_id or secrets.token_hex(8), prompt_ids, params, plan,
             eos_token_ids=self._eos_token_ids,
@@ -79,7 +81,7 @@ class Intake:
         return session
 
     def refusal(self, method: Method) -> str | None:
-        """Why a method cannot run here; None where it can."""
+        """Why a method cannot run here; None if it can."""
         reason = self._drafters.refusal(method)
         if reason is not None:
             return reason
@@ -87,7 +89,7 @@ class Intake:
         return f"the target does not give its {', '.join(lacking)}" if lacking else None
 
     def _plan(self, request: Request) -> Plan:
-        """The parts of the request's method, whose drafters are there afterwards."""
+        """The plan of the request's method; makes the drafters that it needs."""
         plan = resolve(request.speculation or SpeculationConfig(), self._catalogue)
         lacking = sorted(need.value for need in plan.needs - self._target.provides)
         if lacking:
@@ -135,7 +137,7 @@ class Intake:
         return self.checked_tokens("prompt_token_ids", prompt_ids)
 
     def checked_tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
-        """Token ids from outside; InvalidArgument names ``field`` where one is unknown."""
+        """Check token ids from outside; InvalidArgument names ``field`` if one is unknown."""
         size, checked = self._target.vocab_size, []
         for i, token in enumerate(token_ids):
             try:
@@ -149,7 +151,7 @@ class Intake:
 
 
 def _completed(context: LengthContext, target: Target) -> LengthContext:
-    """What length controllers are told, with what is known of the target."""
+    """The length controllers' context, completed with facts about the target."""
     context = replace(context, vocab_size=context.vocab_size or target.vocab_size)
     if not target.num_layers:
         return context

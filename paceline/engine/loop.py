@@ -1,7 +1,7 @@
 """The decode loop: draft, verify, accept, commit, observe.
 
-Every method of the catalogue runs through :func:`decode_round`; a method only says which drafter,
-shape, acceptance rule and length controller take part. AR is the method that drafts nothing.
+Every method of the catalogue runs through :func:`decode_round`; a method only chooses the drafter,
+shape, acceptance rule and length controller. AR is the method that drafts nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def decode_round(
     """One round for every given session, with a single target forward for all of them.
 
     Args:
-        prefill: prompt chunks of other sessions that ride along in the forward.
+        prefill: prompt chunks of other sessions, computed in the same forward.
 
     Returns:
-        One outcome for each session. Sessions, target and drafters are advanced accordingly.
+        One outcome for each session. Sessions, target and drafters have advanced accordingly.
     """
     # 1. Draft: each drafter proposes for all of its sessions at once.
     collected = drafting.collect(sessions, load)
@@ -54,8 +54,8 @@ def decode_round(
     for session, (draft, draft_s), verification, tops in zip(
         sessions, collected, verifications, argmaxes, strict=True
     ):
-        # 3. Accept: the rule walks down the tree and adds the target's own next token; a target on
-        #    another machine has done so already.
+        # 3. Accept: the rule walks down the tree and adds the target's own next token. A target on
+        #    another machine has already done so.
         verdict = verification.verdict
         if verdict is not None:
             draft, acceptance = verdict.draft, verdict.acceptance
@@ -78,7 +78,7 @@ def decode_round(
 
 
 def _argmaxes(session: Session, verification: Verification) -> list[int] | None:
-    """Argmax of all rows, for a session whose tokens are nothing else."""
+    """Argmax of each row of logits; None unless the session's tokens are plain argmaxes."""
     return argmax_rows(verification.logits) if session.params.is_plain_argmax else None
 
 

@@ -25,14 +25,14 @@ class EngineLimits:
     """How much an engine takes on.
 
     Attributes:
-        max_sessions: sessions that run at the same time.
-        max_waiting: sessions that may queue; beyond that, submit is refused.
-        prefill_chunk: prompt tokens computed in one step, all sessions together.
-        prefill_stretch: a step that reads prompts beside sessions that decode may take so many
-            times as long as one without; None sets no limit but ``prefill_chunk``.
-        prefix_cache: keep KV entries of sessions that have ended for those that begin alike.
+        max_sessions: how many sessions may run at the same time.
+        max_waiting: how many sessions may queue; submit refuses more.
+        prefill_chunk: most prompt tokens that a step computes, over all sessions.
+        prefill_stretch: how many times as long a step may take when it also reads prompts, while
+            other sessions decode; None: only ``prefill_chunk`` limits it.
+        prefix_cache: keep KV entries of ended sessions for later ones with the same beginning.
         batch_strategy: see :mod:`paceline.batching`.
-        batch_size: sessions that one step verifies; None is all who are ready.
+        batch_size: most sessions that one step verifies; None: all that are ready.
     """
 
     max_sessions: int = 64
@@ -58,10 +58,10 @@ class EngineLimits:
 
 
 class Scheduler:
-    """The sessions of an engine: who waits, who holds a place, and whom a step is for.
+    """Decides which of an engine's sessions wait, hold a place in KV memory, and join a step.
 
-    A session that gets a place is opened at the target and at its drafter, and closed when it gives
-    the place up.
+    It opens a session at the target and at its drafter when the session gets a place, and closes it
+    there when the session gives the place up.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        """As length controllers see it."""
+        """The engine's load, as length controllers see it."""
         running = [s for s in self.sessions.values() if s.state is not SessionState.WAITING]
         return Load(len(running), len(self._waiting), sum(s.length for s in running))
 
     def in_state(self, *states: SessionState) -> list[Session]:
-        """The sessions in one of these states, in the order in which they came."""
+        """The sessions in any of these states, in order of arrival."""
         return [session for session in self.sessions.values() if session.state in states]
 
     # --- places ---------------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
-        """A new session waits for its place.
+        """Queue a new session.
 
         Raises:
             InvalidArgument: its id is in use.
             ResourceExhausted: the queue is full.
         """
         if len(self._waiting) >= self._max_waiting:
-            self.admit()  # some of them may only be waiting for the next step
+            self.admit()  # some of them may fit already and wait only for the next step
         if len(self._waiting) >= self._max_waiting:
             raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
         if session.session_id in self.sessions:
@@ -111,7 +111,7 @@ class Scheduler:
         self._waiting.append(session)
 
     def remove(self, session: Session) -> None:
-        """A session has ended."""
+        """Remove a session that has ended."""
         if self.sessions.pop(session.session_id, None) is not None:
             self._book.ended(session)
         if session in self._waiting:
@@ -121,7 +121,7 @@ class Scheduler:
             self._drafting.close(session)
 
     def make_room(self) -> None:
-        """Before a step: sessions that KV memory cannot hold any more wait again, before others."""
+        """Before a step, move sessions that KV memory can no longer hold to the queue's head."""
         for session in self._admission.overdrawn():
             logger.info("session %s gives way to older ones", session.session_id)
             self._book.num_preemptions += 1
@@ -132,9 +132,9 @@ class Scheduler:
             self._waiting.appendleft(session)
 
     def admit(self) -> None:
-        """Give places to those who wait, while there are some.
+        """Give places to waiting sessions while they fit.
 
-        First come, first served: a long request is not starved by short ones.
+        First come, first served, so short requests cannot starve a long one.
         """
         while self._waiting and self._admission.fits(self._waiting[0]):
             session = self._waiting.popleft()
@@ -150,7 +150,7 @@ class Scheduler:
     # --- steps ----------------------------------------------------------------------------------
 
     def share_prefill(self) -> list[tuple[Session, int]]:
-        """Prompt tokens to read in this step: equal shares for all prompts.
+        """How many prompt tokens of which sessions to read in this step: equal shares.
 
         What a short prompt leaves of its share goes to the others.
         """
@@ -169,33 +169,33 @@ class Scheduler:
         return chosen
 
     def after_prefill(self, session: Session) -> None:
-        """Where the whole prompt is read, the session goes on to its first round."""
+        """Start a session's first round if its whole prompt is read."""
         if session.state is SessionState.PREFILLING and self._target.prefill_left(session) == 0:
-            self.go_on(session)
+            self.next_round(session)
             if session.stats.prefilled_at is None:
                 session.stats.prefilled_at = time.perf_counter()
             self._drafting.want(session)
 
-    def go_on(self, session: Session) -> None:
-        """The session needs another round."""
+    def next_round(self, session: Session) -> None:
+        """Set the state in which a session waits for its next round."""
         later = self._drafting.comes_later(session)
         session.state = SessionState.DRAFTING if later else SessionState.READY
 
     def ask_for_drafts(self) -> None:
-        """Of drafters elsewhere, for all sessions that have none under way."""
+        """Ask drafters in other processes, for all sessions that have no draft under way."""
         states = SessionState.PREFILLING, SessionState.DRAFTING
         self._drafting.ask(self.in_state(*states), self.load)
 
     @property
     def has_ready(self) -> bool:
-        """Whether a session can be verified without waiting."""
+        """Whether any session can be verified without waiting."""
         drafting = self.in_state(SessionState.DRAFTING)
         return bool(self.in_state(SessionState.READY)) or any(
             map(self._drafting.has_draft, drafting)
         )
 
     def choose(self) -> list[Session]:
-        """The sessions that this step verifies, of all that are ready."""
+        """Choose the sessions that this step verifies from those that are ready."""
         for session in self._drafting.arrive(self.in_state(SessionState.DRAFTING)):
             session.state = SessionState.READY
         chosen = self.batching.choose(self.in_state(SessionState.READY))
@@ -206,7 +206,7 @@ class Scheduler:
     def observe(
         self, seconds: float, num_verified: int, prefill: Sequence[tuple[Session, int]]
     ) -> None:
-        """What a step took."""
+        """Record a step that took ``seconds``."""
         self._book.steps.append(seconds)
         self._pace.observe(seconds, num_verified, sum(count for _, count in prefill))
         for session, _ in prefill:

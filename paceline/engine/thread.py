@@ -1,4 +1,4 @@
-"""An engine on a thread of its own, and the face that services see."""
+"""An engine on its own thread, and the interface that services use."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class Serving(Protocol):
-    """What serves prompts: an EngineThread, or another engine with the same face.
+    """What serves prompts: an EngineThread, or another engine with the same interface.
 
-    ``engine`` has of :class:`paceline.engine.Engine` what the services and the metrics ask for.
+    ``engine`` has those members of :class:`paceline.engine.Engine` that services and metrics use.
     """
 
     @property
@@ -43,12 +43,12 @@ def _stopped() -> FailedPrecondition:
 
 
 class EngineThread:
-    """Steps an engine on a thread of its own; every method may be called from any thread."""
+    """Steps an engine on its own thread; any thread may call any method."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._calls: deque[tuple[Callable[[Engine], object], Future[object]]] = deque()
-        self._wakeup = engine.wakeup  # one condition: a call, or a draft that has arrived
+        self._wakeup = engine.wakeup  # notified of calls and of arrived drafts
         self._stopping = False
         engine.interrupted = lambda: bool(self._calls) or self._stopping
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
@@ -64,7 +64,7 @@ class EngineThread:
             self._wakeup.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout)
-        else:  # it never started
+        else:  # the thread was never started
             while self._calls:
                 self._calls.popleft()[1].set_exception(_stopped())
 
@@ -92,14 +92,14 @@ class EngineThread:
         while True:
             self._run_calls()
             if self._stopping:
-                self._run_calls()  # none can come any more
+                self._run_calls()  # the last ones: call() refuses new ones by now
                 for session_id in list(engine.sessions):
                     engine.cancel(session_id)
                 return
             if engine.has_work:
                 try:
                     engine.step(wait_s=1.0)
-                except Exception as error:  # a bug; no caller may wait for its session for ever
+                except Exception as error:  # a bug: without this, callers would wait for ever
                     logger.exception("a step failed; all sessions end")
                     engine.fail(list(engine.sessions.values()), error)
             else:

@@ -1,4 +1,4 @@
-"""What a shape is, and the expanding drafter that it drives."""
+"""The interfaces of tree shapes and of the expanding drafters that they drive."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from paceline.view import SessionView
 
 ALL_DRAWS = frozenset(Draws)
-# Each call of TreeBuilder.choose has noise of its own: two nodes of one depth share a position.
+# Each call of TreeBuilder.choose has its own noise, because nodes of one depth share a position.
 _STREAM_STRIDE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseRows:
-    """What an expander says when it knows a few candidates for each node and nothing else.
+    """An expander's answer if it knows only a few candidates for each node.
 
-    Only listed tokens can be drafted; a row of padding alone has no children. Scores are
-    comparable within a row: the best one is tried first, and where probabilities are wanted they
-    are the softmax over the row's candidates.
+    Only listed tokens can be drafted; a node whose row is all padding gets no children. Scores are
+    comparable within a row: the best is tried first, and their softmax over the row's candidates
+    serves as probabilities.
     """
 
     token_ids: IntArray  # [F, k]; -1 pads
-    logits: FloatArray  # [F, k]; whatever stands at padding is not read
+    logits: FloatArray  # [F, k]; values at padding are not read
 
 
 Rows: TypeAlias = "torch.Tensor | SparseRows"
@@ -54,24 +54,24 @@ class Expander(Protocol):
     """An expanding drafter's answer to "what comes after these nodes?", for many sessions.
 
     The answer is dense logits ``[rows, vocab]`` or :class:`SparseRows`. An expander that has
-    hidden states for length controllers keeps those of its last answer in an attribute
+    hidden states for length controllers keeps those of its last answer in its attribute
     ``last_hidden``, one row for each row of the answer.  # [rows, hidden_size]
     """
 
     def root(self, sessions: Sequence[SessionView]) -> Rows:
-        """What follows the last committed token of each session.  # num_sessions rows"""
+        """Candidates to follow the last committed token of each session.  # num_sessions rows"""
         ...
 
     def expand(
         self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Rows:
-        """What follows new nodes, all sessions in one forward.  # as many rows as nodes
+        """Candidates to follow new nodes, all sessions in one forward.  # a row for each node
 
         Args:
             frontiers: for each session the ``(node, token_id, parent)`` triples to expand, in
-                order; ``parent`` -1 is the last committed token, others were expanded before.
-                The numbers are those of the tree under construction: a shape may leave nodes
-                out of the draft in the end, which then has numbers of its own.
+                order. ``parent`` -1 is the last committed token; other parents were expanded
+                before. Numbers refer to the tree under construction; the finished draft may leave
+                nodes out and then has other numbers.
         """
         ...
 
@@ -82,8 +82,8 @@ class Shape(Protocol):
     A frozen value: sessions with equal shapes grow their trees together.
 
     Attributes:
-        draws: the ways of choosing children that the shape is sound with. A shape that picks
-            nodes by which tokens were drawn would bias a rule that corrects for q.
+        draws: the ways of choosing children that keep the shape exact. A shape that picks nodes
+            by the drawn tokens would bias a rule that corrects for q.
     """
 
     @property
@@ -99,7 +99,7 @@ class Level:
 
     Args:
         rows: the answer.
-        count: children that a node will want.
+        count: most children of a node.
     """
 
     def __init__(self, rows: Rows, count: int) -> None:
@@ -107,7 +107,7 @@ class Level:
         self._count = count
 
     def row(self, index: int) -> tuple[IntArray | None, Row]:
-        """Candidates of one node (None: the whole vocabulary) and their raw logits."""
+        """A node's candidates (None: the whole vocabulary) and their raw logits."""
         if not isinstance(self.rows, SparseRows):
             return None, self.rows[index].float().cpu().numpy()
         ids = np.asarray(self.rows.token_ids[index])
@@ -116,7 +116,7 @@ class Level:
 
     @cached_property
     def best(self) -> list[list[int]]:
-        """The ``count`` most likely tokens of each row, in one call for all of them."""
+        """The ``count`` most likely tokens of each row, computed in one call."""
         if not isinstance(self.rows, SparseRows):
             if self._count == 1:
                 return [[token] for token in self.rows.argmax(-1).tolist()]
@@ -142,8 +142,9 @@ class Level:
     def _top(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The most likely tokens and their logits.  # int64, logits' dtype [num_nodes, count]
 
-        Of equally likely ones the first comes first, as with argmax: a chain is then a branch of
-        every tree. ``topk`` promises no order, and rounded logits are often equal.
+        Among equally likely tokens the lowest id comes first, as with argmax, so every tree
+        contains the chain as a branch. ``topk`` promises no order, and rounded logits are often
+        equal.
         """
         assert not isinstance(self.rows, SparseRows)
         count = min(self._count, self.rows.shape[1])
@@ -160,19 +161,18 @@ class Level:
 
 @dataclass(slots=True, eq=False)
 class Choices:
-    """Candidate children of one node, the ones to try first in front.
+    """Candidate children of one node, in the order in which to try them.
 
     Attributes:
         tokens: distinct, unless they were drawn with replacement.
-        log_q: log probability of each under the drafter (over temperature, where above 0, and
-            with ``draft_support`` applied where a rule needs q).
-        perturbed: ``log_q`` plus the noise that the order comes from; ``log_q`` itself where
-            there was no noise.
-        confidences: softmax of the scores that the choice was made by (q itself for a rule that
-            needs q), where asked for.
-        q_rows: what each was drawn from, for rules that need q.
-        scores: the row of scores that the choice was made by, as in :class:`DraftStep`; None
-            where the plain argmax needed none.
+        log_q: log probability of each under the drafter (above temperature 0, of logits over
+            temperature; limited to ``draft_support`` tokens if the rule needs q).
+        perturbed: ``log_q`` plus the noise that decided the order; equal to it without noise.
+        confidences: softmax of the scores that decided the choice (q itself for a rule that
+            needs q), if asked for.
+        q_rows: the distribution that each was drawn from, for rules that need q.
+        scores: the row of scores that decided the choice, as in :class:`DraftStep`; None if a
+            plain argmax needed none.
     """
 
     tokens: list[int]
@@ -193,9 +193,9 @@ class TreeBuilder:
     parents: list[int] = field(default_factory=list)
     depth_of: list[int] = field(default_factory=list)
     rank_of: list[int] = field(default_factory=list)  # place among the candidates of its parent
-    values: list[tuple[float, ...]] = field(default_factory=list)  # a shape's own, node by node
+    values: list[tuple[float, ...]] = field(default_factory=list)  # of each node, for the shape
     q_rows: list[tuple[IntArray, FloatArray]] = field(default_factory=list)
-    _streams: int = 0  # of independent noise, used so far
+    _streams: int = 0  # how many streams of independent noise are used so far
 
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root down to ``node``; empty for -1."""
@@ -211,7 +211,7 @@ class TreeBuilder:
         return len(self.token_ids) >= self.budget.nodes
 
     def add(self, node: int, choices: Choices, rank: int) -> int:
-        """Make a candidate a child of ``node``; the new node."""
+        """Make a candidate a child of ``node``; returns the new node."""
         self.token_ids.append(choices.tokens[rank])
         self.parents.append(node)
         self.depth_of.append(self.depth_of[node] + 1 if node >= 0 else 1)
@@ -223,7 +223,7 @@ class TreeBuilder:
     def add_children(self, node: int, level: Level, row: int, count: int) -> list[int]:
         """Choose up to ``count`` children of ``node`` from a row of the expander's answer.
 
-        Returns the new nodes; fewer when the node budget is spent or the expander has no more.
+        Returns the new nodes; fewer if the node budget is spent or the expander has no more.
         """
         count = min(count, self.budget.nodes - len(self.token_ids))
         if count <= 0:
@@ -232,9 +232,9 @@ class TreeBuilder:
         return [self.add(node, choices, rank) for rank in range(len(choices.tokens))]
 
     def add_link(self, node: int, level: Level, row: int, expander: Expander) -> list[int]:
-        """Add one child as in :meth:`add_children`, and ask the stop rule whether to go on.
+        """Add one child as :meth:`add_children` does, and ask the stop rule whether to continue.
 
-        Returns the new node; nothing when the chain ends with it.
+        Returns the new node, or an empty list if the chain ends.
         """
         if self.is_full:
             return []
@@ -257,12 +257,12 @@ class TreeBuilder:
     def choose(
         self, node: int, level: Level, row: int, count: int, *, weighted: bool = False
     ) -> Choices:
-        """Up to ``count`` candidates for the children of ``node``, as the rule wants them drawn.
+        """Up to ``count`` candidates for the children of ``node``, drawn as the rule wants.
 
-        At temperature 0 they are the most likely tokens. Above it, by the rule's ``draws``: the
-        most likely tokens; the best under the noise that the target will use (Gumbel top-k);
+        At temperature 0 they are the most likely tokens. Above it, the rule's ``draws`` decides:
+        the most likely tokens; the best under the noise that the target will use (Gumbel top-k);
         independent draws from q, in which siblings may repeat a token; or draws without
-        replacement (Gumbel top-k with noise of its own), where each one's q is renormalised
+        replacement (Gumbel top-k with separate noise), where the q of each is renormalised
         without its earlier siblings. q keeps the ``draft_support`` most likely tokens.
 
         Args:
@@ -303,12 +303,12 @@ class TreeBuilder:
         return self._draw(ids, scores, position, count)
 
     def _scores(self, node: int, level: Level, row: int) -> tuple[IntArray | None, Probs]:
-        """Processed logits, over temperature where above 0; candidates None: the vocabulary."""
+        """Candidates (None: the whole vocabulary) and processed logits, over temperature if > 0."""
         params = self.session.params
         ids, logits = level.row(row)
         if ids is not None:
-            # Processors that look at the vocabulary or at the history make little sense for a
-            # handful of candidates, and a draft need not be processed to be verified.
+            # Processors that read the whole vocabulary or the history make little sense for a few
+            # candidates, and verification does not require a processed draft.
             scores: Probs = logits.astype(np.float64)
             return ids, scores / params.temperature if params.temperature else scores
         history = self.session.token_ids
@@ -320,11 +320,11 @@ class TreeBuilder:
         return None, scaled_scores(logits, params)
 
     def _draw(self, ids: IntArray | None, scores: Probs, position: int, count: int) -> Choices:
-        """Draws from the truncated and renormalised q, which the rule gets along with them."""
+        """Draws from the truncated and renormalised q; the choices carry q for the rule."""
         support = np.flatnonzero(np.isfinite(scores))
         limit = self.session.config.draft_support or len(scores)
         if limit < len(support):
-            # Not argpartition: which of equals it takes depends on the processor.
+            # Not argpartition: which of several equals it takes depends on the processor.
             least = np.partition(scores[support], -limit)[-limit]
             support = support[scores[support] >= least]
             support = np.sort(support[np.argsort(-scores[support], kind="stable")[:limit]])
@@ -361,7 +361,7 @@ class TreeBuilder:
         return gumbel_at(self.session.params.seed, position, token_ids, salt)
 
     def draft(self, keep: Sequence[int] | None = None) -> Draft:
-        """The finished draft, with all nodes or with those of ``keep`` (parents among them)."""
+        """The finished draft, with all nodes or those in ``keep``, which includes their parents."""
         probs = DraftProbs.stack(self.q_rows) if self.session.draws.needs_q else None
         whole = Draft(
             np.asarray(self.token_ids, np.int64), np.asarray(self.parents, np.int32), probs
@@ -372,7 +372,7 @@ class TreeBuilder:
 def expand(
     expander: Expander, frontiers: Sequence[tuple[TreeBuilder, Sequence[int]]], count: int
 ) -> Level:
-    """What follows the given nodes of each tree: one forward, rows in the order of the nodes."""
+    """Expand the given nodes of each tree in one forward; rows are in the order of the nodes."""
     rows = expander.expand(
         [tree.session for tree, _ in frontiers],
         [
@@ -392,10 +392,10 @@ def grow(
     """Grow trees level by level, each level of all trees in one forward.
 
     Args:
-        step: adds a level to a tree, given the nodes that were expanded (-1: the root), the
-            answer, and the row of the first of them; returns the nodes to expand next. The last
-            level is never expanded: nothing is drafted after it.
-        width: candidates that a node at the given depth (0: the root) will want at most.
+        step: adds a level to a tree, given the expanded nodes (-1: the root), the expander's
+            answer, and the row of the first node; returns the nodes to expand next. The last level
+            is never expanded, as nothing is drafted after it.
+        width: most candidates of a node at the given depth (0: the root).
     """
     going = [(tree, [-1]) for tree in trees if tree.budget.depth > 0 and tree.budget.nodes > 0]
     depth = 0
@@ -422,7 +422,7 @@ def _best(ids: IntArray | None, scores: Probs, total: Probs, count: int, weighte
         order = np.array([total.argmax()]) if len(total) else np.empty(0, np.int64)
     else:
         order = np.arange(len(total))
-        if count < len(total) // 8:  # sorting a vocabulary costs more than the draws are worth
+        if count < len(total) // 8:  # sorting a whole vocabulary would cost too much
             order = np.flatnonzero(total >= np.partition(total, -count)[-count])
         order = order[np.argsort(-total[order], kind="stable")[:count]]
     order = order[np.isfinite(total[order])]

@@ -1,8 +1,8 @@
-"""Trees of the nodes that the drafter is most confident in.
+"""Trees of the nodes in which the drafter is most confident.
 
 The dynamic draft trees of EAGLE-2, Li et al. 2024 (arXiv 2406.16858): expand the most promising
 nodes of each level, then keep the best of all nodes. A node's value is the product of the
-drafter's confidences along its path, an estimate of the probability that it is accepted.
+drafter's confidences along its path; it estimates the probability that the node is accepted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceTree:
-    """Expands the ``branching`` best nodes of a level to as many children each.
+    """Gives each of the ``branching`` best nodes of a level ``branching`` children.
 
-    Of all these nodes the draft keeps as many as its node budget allows, best first.
+    The draft keeps as many of all these nodes as its node budget allows, the best first.
     """
 
     branching: int
 
     @property
     def draws(self) -> frozenset[Draws]:
-        # Nodes are kept for the tokens that they hold, which rules that correct for q exclude.
+        # The tokens of nodes decide which nodes stay; rules that correct for q exclude that.
         return frozenset({Draws.TOP, Draws.COUPLED})
 
     def build(
@@ -45,10 +45,10 @@ class ConfidenceTree:
     def grow(
         self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[TreeBuilder]:
-        """The trees with all nodes that were grown, more than a draft keeps.
+        """The trees with all grown nodes, which are more than a draft keeps.
 
-        ``tree.values`` has the logarithm of each node's value: a draft takes the nodes with the
-        highest, of equal ones the earlier.
+        ``tree.values`` has the logarithm of each node's value. A draft takes the nodes with the
+        highest values, the earlier ones of equals.
         """
         limit = self.branching + self.branching**2 * max((b.depth for b in budgets), default=0)
         trees = [
@@ -69,5 +69,6 @@ class ConfidenceTree:
         return self._best(tree, added, self.branching)
 
     def _best(self, tree: TreeBuilder, nodes: Sequence[int], count: int) -> list[int]:
-        """A parent is worth no less than its child and comes first, so it is kept with it."""
+        """The ``count`` best nodes. A parent's value is never below its child's, and it comes
+        earlier, so the parents of kept nodes are kept."""
         return sorted(nodes, key=lambda node: -tree.values[node][0])[: max(0, count)]

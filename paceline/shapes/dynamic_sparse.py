@@ -1,14 +1,14 @@
-"""The best trees for a drafter whose guesses ride along in the verification of the tree before.
+"""The best trees for a drafter whose guesses are computed while the previous tree is verified.
 
-Chen et al. 2024, parallel prompt decoding (arXiv 2405.18628), the dynamic sparse tree. A pseudo
-token behind a node guesses a token further on, for the next round: a node with ``m`` of them, when
-it is the last one accepted, lets the next tree be ``m`` levels deep. So a tree spends its size on
-nodes to accept now and on pseudo tokens for later, and the number of guesses that a round starts
-with, its state, makes a Markov chain.
+Chen et al. 2024, parallel prompt decoding (arXiv 2405.18628), the dynamic sparse tree. Each pseudo
+token behind a node guesses one token further ahead, for the next round: if the last accepted node
+has ``m`` of them, the next tree can be ``m`` levels deep. So a tree divides its size between nodes
+to accept now and pseudo tokens for later. The number of guesses that a round starts with is its
+state, and the states form a Markov chain.
 
-The paper grows candidates greedily and takes away the pseudo tokens that lose least. Here the best
-trees of all states are found exactly: the value of a further guess comes from solving the chain,
-the best tree for these values from dynamic programming, in turns until nothing changes.
+The paper grows candidates greedily and removes the pseudo tokens whose loss costs least. This
+module finds the best trees of all states exactly, in turns until nothing changes: solving the chain
+gives the value of a further guess, and dynamic programming gives the best tree for these values.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class SparseTree:
     """Nodes as paths of ranks, and how many pseudo tokens follow each of them.
 
     Attributes:
-        paths: a parent before its children, siblings from rank 0 on, the likeliest in front.
-        pseudo: of each node and of the last committed token, ``()``; 0 where it is not listed.
+        paths: parents before their children, siblings from rank 0 on, the likeliest first.
+        pseudo: number of pseudo tokens after each node and after the last committed token, whose
+            path is ``()``; unlisted ones have 0.
     """
 
     paths: tuple[Path, ...]
@@ -40,7 +41,7 @@ class SparseTree:
 
     @property
     def size(self) -> int:
-        """Nodes and pseudo tokens."""
+        """Number of nodes and pseudo tokens together."""
         return len(self.paths) + sum(self.pseudo.values())
 
 
@@ -87,10 +88,10 @@ def stationary(transition: _Values) -> _Values:
 
 
 def expected_tokens(trees: Sequence[SparseTree], accuracy: Accuracy) -> float:
-    """Committed tokens of a round in the long run, the target's own included.
+    """Mean committed tokens per round in the long run, the target's own included.
 
     Args:
-        trees: one for each state.
+        trees: one tree for each state.
     """
     shares = stationary(np.stack([next_states(tree, accuracy) for tree in trees]))
     accepted = [expected_accepted(tree, accuracy) for tree in trees]
@@ -104,13 +105,13 @@ def best_trees(accuracy: Accuracy, size: int) -> tuple[SparseTree, ...]:
     Args:
         accuracy: for each distance, how often the guess of each rank is right; the ranks of a
             distance sum to at most 1.
-        size: nodes and pseudo tokens of a tree together.
+        size: most nodes and pseudo tokens of a tree, together.
 
     Returns:
-        ``len(accuracy) + 1`` trees; the one of state ``s`` is at most ``s`` levels deep.
+        ``len(accuracy) + 1`` trees; the tree of state ``s`` is at most ``s`` levels deep.
     """
     states = range(len(accuracy) + 1)
-    # At first a guess is worth its chance to be accepted.
+    # To begin with, a guess is worth its probability of acceptance.
     firsts = [row[0] for row in accuracy]
     values = np.array([sum(np.prod(firsts[: d + 1]) for d in range(s)) for s in states])
     best: tuple[SparseTree, ...] = ()
@@ -126,7 +127,7 @@ def best_trees(accuracy: Accuracy, size: int) -> tuple[SparseTree, ...]:
 
 
 def _state_values(trees: Sequence[SparseTree], accuracy: Accuracy) -> _Values:
-    """How many more tokens there will be for starting in each state and not in state 0."""
+    """How many more tokens a start in each state gives, compared with a start in state 0."""
     count = len(trees)
     transition = np.stack([next_states(tree, accuracy) for tree in trees])
     rewards = np.array([expected_accepted(tree, accuracy) for tree in trees])
@@ -140,10 +141,10 @@ def _state_values(trees: Sequence[SparseTree], accuracy: Accuracy) -> _Values:
 
 
 def _best_tree(accuracy: Accuracy, size: int, state: int, values: _Values) -> SparseTree:
-    """The tree with the highest expected accepted nodes plus value of the next state.
+    """The tree with the highest sum of expected accepted nodes and value of the next state.
 
     ``below[d][b]`` is that sum below an accepted node at depth d with ``b`` rows to spend;
-    ``gains[d][m][r][b]`` what its children from rank r on add to it if it has m pseudo tokens.
+    ``gains[d][m][r][b]`` is what its children from rank r on add if it has m pseudo tokens.
     """
     most_pseudo = len(accuracy)
     below = np.zeros((state + 1, size + 1))
@@ -157,7 +158,7 @@ def _best_tree(accuracy: Accuracy, size: int, state: int, values: _Values) -> Sp
                 ranks = accuracy[depth][:size]
                 spent[depth, m] = np.zeros((len(ranks), size + 1), np.int64)
                 for rank in reversed(range(len(ranks))):
-                    # A child takes the place of the round's end at this node.
+                    # If the child is accepted, the round does not end at this node.
                     worth = ranks[rank] * (1.0 + below[depth + 1] - values[m])
                     later, gains = gains, np.zeros(size + 1)
                     for b in range(1, size + 1):
@@ -185,6 +186,6 @@ def _best_tree(accuracy: Accuracy, size: int, state: int, values: _Values) -> Sp
             found.append((-reach(child, accuracy), child))
             pending.append((child, y - 1))
             b -= y
-    # A child is never likelier than its parent; among equals the shorter path comes first.
+    # A child is never likelier than its parent, and of equals the shorter path comes first.
     found.sort(key=lambda node: (node[0], len(node[1]), node[1]))
     return SparseTree(tuple(path for _, path in found), pseudo)

@@ -1,11 +1,10 @@
 """Trees grown slot by slot, the one that verification most likely reaches first.
 
-Xiong et al. 2024, DySpec (arXiv 2410.11744): a slot is a place for a further child of a node; its
-value is the estimated probability that verification gets there, taking the drafter's probability
-of a token for its acceptance rate. Filling a slot of value ``v`` with a token of probability ``R``
-(of what its earlier siblings left) opens a slot below it of value ``v R`` and one beside it of
-value ``v (1 - R)``. A slot is chosen before its token is looked at, so rules that correct for q
-stay exact.
+Xiong et al. 2024, DySpec (arXiv 2410.11744): a slot is a place for a further child of a node. Its
+value is the estimated probability that verification reaches it, with the drafter's probability of a
+token as its acceptance rate. Filling a slot of value ``v`` with a token of probability ``R`` (of
+what its earlier siblings left) opens a slot below it of value ``v R`` and one beside it of value
+``v (1 - R)``. A slot is chosen before its token is known, so rules that correct for q stay exact.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _Slot = tuple[float, int, int, int]  # -value, age (ties: oldest first), parent 
 
 @dataclass(slots=True)
 class _Growth:
-    """A tree, its open slots, and the candidates of the nodes that were expanded."""
+    """A tree, its open slots, and the candidates of its expanded nodes."""
 
     tree: TreeBuilder
     heap: list[_Slot] = field(default_factory=list)
@@ -40,7 +39,7 @@ class _Growth:
             self.age += 1
 
     def fill(self) -> None:
-        """Fill slots, best first, until one needs a node that is not expanded."""
+        """Fill slots, the best first, until one belongs to a node that is not expanded yet."""
         tree = self.tree
         while self.heap and not tree.is_full and self.heap[0][2] in self.choices:
             negative, _, parent, rank = heapq.heappop(self.heap)
@@ -57,9 +56,9 @@ class _Growth:
 
     @property
     def wave(self) -> list[int]:
-        """Nodes to expand together: those whose slots may be filled within the budget.
+        """Nodes to expand together: those whose slots may still be filled within the budget.
 
-        Expanding them one by one would need as many forwards as nodes.
+        Expanding them one by one would take one forward for each node.
         """
         left = self.tree.budget.nodes - len(self.tree.token_ids)
         slots = heapq.nsmallest(left, self.heap)
@@ -68,7 +67,7 @@ class _Growth:
 
 @dataclass(frozen=True, slots=True)
 class DySpec:
-    """``branching`` bounds the children of a node."""
+    """The shape ``dyspec``; ``branching`` bounds the children of a node."""
 
     branching: int
 
@@ -84,7 +83,7 @@ class DySpec:
     def grow(
         self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[_Growth]:
-        """The trees with the values of their slots (``tree.values``, in the order of filling)."""
+        """The trees; ``tree.values`` has the values of their slots in the order of filling."""
         growths = [_Growth(TreeBuilder(s, b)) for s, b in zip(sessions, budgets, strict=True)]
         waves = [(g, [-1]) for g in growths if g.tree.budget.depth > 0 and g.tree.budget.nodes > 0]
         for growth, _ in waves:

@@ -1,8 +1,8 @@
 """Several sequences drawn independently of one another.
 
 The drafts of SpecTr, Sun et al. 2023 (arXiv 2310.15141): K independent draws of L tokens each, so
-siblings may repeat a token. At temperature 0 the sequences start with the K most likely tokens:
-K equal ones would be of no use.
+siblings may repeat a token. At temperature 0 the sequences start with the K most likely tokens,
+because K equal sequences would be useless.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IndependentSequences:
-    """``count`` branches at the root and none after it."""
+    """``count`` branches at the root, and no branching below it."""
 
     count: int
 

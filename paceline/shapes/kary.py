@@ -1,4 +1,4 @@
-"""Trees in which every node has the same number of children; a chain is the case of one."""
+"""Trees in which every node has the same number of children; a chain has one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Kary:
-    """Level by level, ``branching`` children for each node, until depth or node budget is spent.
+    """Gives each node ``branching`` children, level by level, until depth or node budget is spent.
 
-    A chain asks the session's stop rule, if there is one, after each token.
+    A chain asks the session's stop rule, if it has one, after each token.
     """
 
     branching: int

@@ -1,4 +1,4 @@
-"""Trees with a number of children for each level, drawn without replacement where sampled.
+"""Trees with a set number of children at each level; sampled children have no repeats.
 
 RSD-C of Jeon et al. 2024, Recursive Speculative Decoding (arXiv 2402.14160): a constant branching
 vector, with the children of a node drawn by Gumbel top-k.

@@ -2,10 +2,10 @@
 
 RSD-S of Jeon et al. 2024, Recursive Speculative Decoding (arXiv 2402.14160), after Kool, van
 Hoof, Welling 2019, Stochastic Beams and Where to Find Them (arXiv 1903.06059, algorithm 1). Each
-sequence has a log probability and a perturbed one; the children of a node share its perturbed
-value as their maximum, and the best of all children of the beam survive. Among siblings the order
-is that of drawing without replacement, and which of them survive depends on values that are
-independent of which tokens they hold, so recursive rejection stays exact.
+sequence has a log probability and a perturbed one. The maximum of the perturbed values of a node's
+children is the node's own perturbed value, and the best of all children in the beam survive.
+Siblings are in the order of drawing without replacement, and the values that decide which of them
+survive are independent of their tokens, so recursive rejection stays exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StochasticBeam:
-    """Keeps the ``width`` best sequences of each level; plain beam search if nothing is drawn."""
+    """Keeps the ``width`` best sequences of each level; without noise, this is beam search."""
 
     width: int
 
@@ -64,10 +64,10 @@ class StochasticBeam:
 
 
 def conditional_gumbel(maximum: float, highest: float, value: float) -> float:
-    """``value`` moved so that the highest of its kind becomes ``maximum``, in distribution.
+    """Shift ``value`` so that the highest of its siblings becomes ``maximum``, in distribution.
 
-    The perturbed log probabilities of siblings, given that their maximum is their parent's
-    (Kool et al. 2019, appendix B.3, in the numerically stable form).
+    The result is the sibling's perturbed log probability, given that the siblings' maximum is their
+    parent's (Kool et al. 2019, appendix B.3, in the numerically stable form).
     """
     if value >= highest:
         return maximum

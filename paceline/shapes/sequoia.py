@@ -1,8 +1,8 @@
 """The best fixed tree for given acceptance rates, by dynamic programming.
 
-Chen et al. 2024, Sequoia (arXiv 2402.12374): with ``p[r]`` the probability that the child of rank
-``r`` is the one accepted, a node is reached with the product of the rates along its path, and the
-tree of so many nodes with the highest sum of these is found exactly.
+Chen et al. 2024, Sequoia (arXiv 2402.12374): ``p[r]`` is the probability that the child of rank
+``r`` is accepted, and verification reaches a node with the product of the rates along its path.
+Dynamic programming finds the tree of a given size with the highest sum of these products.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Path = tuple[int, ...]
 def sequoia_paths(acceptance: tuple[float, ...], nodes: int, depth: int) -> tuple[Path, ...]:
     """The best tree of at most ``nodes`` nodes (the root not counted) and ``depth`` levels.
 
-    ``value[b][l][m]`` is the highest expected number of accepted nodes, with ``m`` nodes in at
-    most ``l`` levels below a node, spent on its children of rank ``b`` and after (Sequoia's
-    ``T[m][l][b]``, counted from the other end, so that unused budget is a case like others).
+    ``value[b][l][m]`` is the highest expected number of accepted nodes if ``m`` nodes, in at most
+    ``l`` levels below a node, are spent on its children from rank ``b`` on (Sequoia's
+    ``T[m][l][b]``, counted from the other end, so that unused budget needs no special case).
 
     Args:
-        acceptance: probability that each rank is accepted; ranks beyond it are not used.
+        acceptance: probability that each rank is accepted; further ranks are not used.
 
     Returns:
-        Paths of ranks, the most probable ones first, each after its parent's.
+        Paths of ranks, the most probable first, each after its parent's.
     """
     ranks = len(acceptance)
     value = np.zeros((ranks + 1, depth + 1, nodes + 1))
-    # Nodes given to the child of this rank, itself included.
+    # Nodes given to the child of this rank and below it, the child included.
     spent = np.zeros((ranks, depth + 1, nodes + 1), np.int64)
     for level in range(1, depth + 1):
         for rank in reversed(range(ranks)):
             for m in range(1, nodes + 1):
-                # y nodes to this child (1 of them for itself), m - y to its later siblings.
+                # Of m nodes, y go to this child (1 of them is itself), m - y to later siblings.
                 gain = acceptance[rank] * (1.0 + value[0, level - 1, :m])
                 totals = gain + value[rank + 1, level, m - 1 :: -1]
                 best = int(totals.argmax())
@@ -68,12 +68,12 @@ def expected_accepted(paths: Iterable[Path], acceptance: Sequence[float]) -> flo
 def rank_acceptance(
     rounds: Iterable[tuple[IndexArray, Sequence[int]]], ranks: int
 ) -> tuple[float, ...]:
-    """How often each rank was the accepted one, of the times that a child of this rank was there.
+    """How often the child of each rank was accepted, relative to how often it was drafted.
 
     Args:
-        rounds: ``(parent_indices, accepted path)`` of drafts whose siblings are in rank order,
-            as ``outcome.draft.parent_indices, outcome.path``.
-        ranks: entries of the result; a rank that was never seen counts as never accepted.
+        rounds: ``(parent_indices, accepted path)`` of drafts whose siblings are in rank order, for
+            example ``outcome.draft.parent_indices, outcome.path``.
+        ranks: length of the result; a rank that was never drafted has rate 0.
     """
     seen, accepted = np.zeros(ranks), np.zeros(ranks)
     for parents, path in rounds:
@@ -90,11 +90,12 @@ def best_size(
     target_seconds: Mapping[int, float],
     max_depth: int,
 ) -> tuple[int, int]:
-    """Nodes and depth with the least time for each token on this hardware.
+    """Number of nodes and depth of the tree that takes the least time per token on this hardware.
 
     Args:
-        draft_seconds: for each level of the tree.
-        target_seconds: of a forward over so many nodes; a key for each size to consider.
+        draft_seconds: seconds to draft one level of the tree.
+        target_seconds: seconds of a target forward, by number of nodes; its keys are the sizes to
+            consider.
     """
     sizes = [(nodes, depth) for nodes in target_seconds for depth in range(1, max_depth + 1)]
 

@@ -1,8 +1,8 @@
-"""Trees of a fixed form, written down as the ranks of their nodes.
+"""Trees of a fixed form, given as the ranks of their nodes.
 
 The sparse trees of Medusa, Cai et al. 2024 (arXiv 2401.10774) and the static tree of Token
-Recycling, Luo et al. 2024 (arXiv 2408.08696). The templates that ship are made here, by best-first
-choice from assumed acceptance rates, with the sizes that the papers give.
+Recycling, Luo et al. 2024 (arXiv 2408.08696). This module makes the built-in templates: it chooses
+nodes best first from assumed acceptance rates, with the sizes that the papers give.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The node with path ``(i1, .., id)`` is the ``i1``-th candidate, then the ``i2``-th, ...
+    """The path ``(i1, .., id)`` leads to the ``i1``-th candidate, then to its ``i2``-th, ...
 
     Attributes:
-        paths: every node once, from 0 in each place, a parent before its children, the most
-            useful ones first: a smaller budget takes the first of those that are not too deep.
+        paths: every node once, with ranks from 0 on, parents before their children, the most
+            useful nodes first: a smaller budget takes the first ones that are not too deep.
 
     Raises:
-        InvalidArgument: the paths are no tree.
+        InvalidArgument: the paths do not form a tree.
     """
 
     paths: tuple[Path, ...]
@@ -92,7 +92,7 @@ def _path(tree: TreeBuilder, node: int) -> Path:
 
 @lru_cache(maxsize=256)
 def _children(paths: tuple[Path, ...], depth: int, nodes: int) -> Mapping[Path, list[int]]:
-    """Ranks of the children of each inner node, within a budget."""
+    """Ranks of the children of each inner node within a budget, by the node's path."""
     result: dict[Path, list[int]] = {}
     for path in [path for path in paths if len(path) <= depth][:nodes]:
         result.setdefault(path[:-1], []).append(path[-1])
@@ -105,8 +105,8 @@ def best_first(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[Path,
     """The tree of ``nodes`` nodes with the highest expected accepted length.
 
     Args:
-        acceptance: for each depth, the probability of each rank to be the right one,
-            non-increasing in the rank and at most 1.
+        acceptance: for each depth, the probability that each rank is the right one:
+            non-increasing in the rank, and at most 1.
     """
     paths: list[Path] = []
     heap: list[tuple[float, Path]] = [(-acceptance[0][0], (0,))]
@@ -122,18 +122,18 @@ def best_first(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[Path,
 
 
 def by_widths(widths: Sequence[int], ranks: int) -> tuple[Path, ...]:
-    """A tree with so many nodes at each level, the ones with the lowest sum of ranks."""
+    """A tree with the given number of nodes at each level, those with the lowest sums of ranks."""
     levels: list[list[Path]] = [[()]]
     for width in widths:
         children = [(*path, rank) for path in levels[-1] for rank in range(ranks)]
         levels.append(sorted(children, key=lambda path: (sum(path), path))[:width])
     found = [path for level in levels[1:] for path in level]
-    # A level of a path costs as much as a rank: its parent comes before it.
+    # A level counts as much as a rank, so parents come before their children.
     return tuple(sorted(found, key=lambda path: (sum(path) + len(path), path)))
 
 
-# Four heads whose first guess is right 60, 50, 42 and 36 % of the time, each further guess half as
-# often as the one before.
+# Four heads: their first guesses are right 60, 50, 42 and 36 % of the time, each further guess half
+# as often as the one before.
 _HEADS = [[first * 0.5**rank for rank in range(10)] for first in (0.60, 0.50, 0.42, 0.36)]
 
 TEMPLATES: Mapping[str, tuple[Path, ...]] = {

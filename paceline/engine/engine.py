@@ -157,10 +157,7 @@ class Engine:
         return self.intake.refusal(method)
 
     def cancel(self, session_id: str) -> bool:
-        """End a session now, and free its KV memory and drafter state before returning.
-
-        Returns False if no such session runs.
-        """
+        """End a session and free its KV memory and drafter state now; False if none has the id."""
         session = self.sessions.get(session_id)
         if session is None:
             return False

@@ -6,12 +6,13 @@ Coupled sampling draws the token at position ``i`` as
 
 where the noise is a pure function of (seed, position, token id). The draw is exact (the Gumbel-max
 trick) and reproducible with any drafter, tree, batch or crash, because nothing but the position
-decides the noise. A drafter that knows the seed proposes with the same noise and is then accepted
-almost as often as an optimal coupling allows (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+decides the noise. A drafter that knows the seed drafts with the same noise, and its tokens are then
+accepted almost as often as an optimal coupling allows (Daliri, Musco, Suresh 2024, arXiv
+2408.07978).
 
-All of it runs on one row of logits at a time, so that a row's result cannot depend on what is
-computed beside it, and from operations that give the same bits on every processor
-(:mod:`paceline.exact_math`), in C where the kernels are and in NumPy otherwise.
+Everything here processes one row of logits at a time, so a row's result cannot depend on what is
+computed beside it, and uses operations that give the same bits on every processor
+(:mod:`paceline.exact_math`): in C with the kernels, otherwise in NumPy.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
 class Salt:
-    """Independent noise streams of one seed. ``TARGET`` is the one that coupled sampling shares."""
+    """Independent noise streams of one seed. Coupled sampling shares ``TARGET`` with drafters."""
 
     TARGET = 0
     DRAFT = 1  # a drafter that must not share the target's noise (rejection sampling)
@@ -77,20 +78,20 @@ class SamplingParams:
         min_p: drop tokens less likely than ``min_p`` times the most likely one.
         repetition_penalty: divide positive and multiply negative logits of tokens that already
             occur in prompt or output (Keskar et al. 2019, arXiv 1909.05858); 1 is off.
-        frequency_penalty: taken from a token's logit for each time that the output has it already,
-            in [-2, 2]; below 0 it is added.
-        presence_penalty: taken once, if the output has the token at all, in [-2, 2].
-        logit_bias: token id -> number added to its logit.
+        frequency_penalty: subtracted from a token's logit once for each time that the output
+            already has the token, in [-2, 2]; a negative penalty raises the logit.
+        presence_penalty: subtracted once if the output already has the token, in [-2, 2].
+        logit_bias: token id -> number to add to its logit.
         stop: strings that end the generation; the text ends before the first of them.
-        stop_token_ids: tokens that end the generation; the token itself is kept in the ids.
-        seed: noise of coupled sampling; equal seeds give equal tokens.
-        max_tokens: number of tokens to generate at most.
-        ignore_eos: go on after the model's end-of-sequence token.
-        logprobs: also give the log-probability of each token, and those of so many most likely
-            ones, as the target has them before any of the parameters above; None: give none.
-        json_schema, regex, grammar: at most one of them, and the output has to fit it: a JSON
+        stop_token_ids: tokens that end the generation; the token itself stays in the ids.
+        seed: seed for the noise of coupled sampling; equal seeds give equal tokens.
+        max_tokens: most tokens to generate.
+        ignore_eos: continue after the model's end-of-sequence token.
+        logprobs: also return the log-probability of each token and those of this many most likely
+            tokens, from the target's logits before any of the parameters above; None: return none.
+        json_schema, regex, grammar: at most one of them, which the output must match: a JSON
             schema, a regular expression, or a grammar in Lark's or GBNF's notation
-            (:mod:`paceline.constraints`). The generation ends where nothing may follow.
+            (:mod:`paceline.constraints`). The generation ends when nothing may follow.
     """
 
     temperature: float = 0.0
@@ -156,7 +157,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """Which of the constraints there is, and its text."""
+        """The kind of the constraint and its text; None without one."""
         return next(((n, t) for n in CONSTRAINTS if (t := getattr(self, n)) is not None), None)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -168,23 +169,23 @@ class SamplingParams:
 
     @property
     def depends_on_history(self) -> bool:
-        """True when a row's processing needs the tokens before it."""
+        """True if processing a row of logits needs the tokens before it."""
         return self.repetition_penalty != 1.0 or self.penalizes_output
 
     @property
     def penalizes_output(self) -> bool:
-        """True when a row's processing needs to know where the output begins."""
+        """True if processing a row of logits needs to know where the output begins."""
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def is_plain_argmax(self) -> bool:
-        """True when the token is the argmax of the raw logits."""
+        """True if each token is the argmax of the raw logits."""
         plain = not self.logit_bias and not self.depends_on_history and self.constraint is None
         return self.temperature == 0 and plain
 
     @property
     def keeps_all_tokens(self) -> bool:
-        """True when no token is left out for being unlikely."""
+        """True if sampling leaves out no unlikely tokens."""
         return self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -200,13 +201,13 @@ class SamplingParams:
 def process_logits(
     logits: Row, params: SamplingParams, history: list[int], prompt_length: int = 0
 ) -> Row:
-    """Penalties and bias: what changes the argmax.  # [vocab_size] float32
+    """Apply penalties and bias, which can change the argmax.  # [vocab_size] float32
 
     Args:
         logits: raw logits of one position; not modified.
         params: the request's parameters.
         history: every token before this position, prompt included.
-        prompt_length: tokens of ``history`` that are the prompt.
+        prompt_length: how many tokens of ``history`` are the prompt.
     """
     if not params.depends_on_history and not params.logit_bias:
         return logits
@@ -228,7 +229,7 @@ def process_logits(
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of a token, and the most likely tokens in its place, best first."""
+    """The log-probability of a token, and the most likely tokens at its position, best first."""
 
     token_id: int
     logprob: float
@@ -236,11 +237,11 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
-    """What the model itself says about a token.
+    """The model's own log-probability of a token, and of the most likely ones.
 
     Args:
-        logits: raw, of the token's position.
-        count: of the most likely tokens.
+        logits: the raw logits of the token's position.
+        count: how many of the most likely tokens to return.
     """
     scores = logits.astype(np.float64)
     total = weights64(scores)[1]
@@ -256,7 +257,7 @@ def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
 
 
 def scaled_scores(logits: Row, params: SamplingParams) -> Probs:
-    """Processed logits over temperature, with everything outside top-k/p/min-p at -inf.
+    """Processed logits over temperature; tokens outside top-k, top-p or min-p get -inf.
 
     # [vocab_size] float64. ``params.temperature`` must be above 0.
     """
@@ -275,7 +276,7 @@ def scaled_scores(logits: Row, params: SamplingParams) -> Probs:
     return scores
 
 
-_OFTEN_ENOUGH = 1024  # most likely tokens that hold top_p more often than not
+_OFTEN_ENOUGH = 1024  # number of most likely tokens whose mass usually reaches top_p
 
 
 def _most_likely(scores: Probs, top_p: float) -> npt.NDArray[np.int64]:
@@ -300,7 +301,7 @@ def _softmax(scores: Probs) -> Probs:
 
 
 def probabilities(logits: Row, params: SamplingParams) -> Probs:
-    """The distribution that a sampler would draw from.  # [vocab_size] float64, sums to 1
+    """The distribution that a sampler draws from.  # [vocab_size] float64, sums to 1
 
     At temperature 0 it is a point mass on the argmax.
     """
@@ -335,7 +336,7 @@ _BELOW_1 = 1.0 - 2.0**-53
 
 
 def uniform(seed: int, position: int, token_id: int, salt: int) -> float:
-    """One uniform number in (0, 1) from the same family of streams as :func:`gumbel`."""
+    """A uniform number in (0, 1) from the same family of streams as :func:`gumbel`."""
     bits = _mix((_stream(seed, position, salt) + token_id * _GOLDEN) & _MASK) >> 11
     return min((bits + 0.5) * 2.0**-53, _BELOW_1)  # the last half rounds up to 1
 
@@ -347,7 +348,7 @@ def _token_counters(vocab_size: int) -> npt.NDArray[np.uint64]:
 
 
 def _gumbel(counters: npt.NDArray[np.uint64], stream: int) -> Probs:
-    """What noise.c computes, where it cannot be loaded."""
+    """The noise of noise.c in NumPy, for when that cannot be loaded."""
     bits = counters + np.uint64(stream)
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(_MIX1)
@@ -369,8 +370,8 @@ def gumbel(seed: int, position: int, vocab_size: int, salt: int = Salt.TARGET) -
     """Standard Gumbel noise for every token id at a position.  # [vocab_size] float64
 
     Value ``v`` is ``-log(-log(uniform(seed, position, v, salt)))`` with
-    :func:`~paceline.exact_math.log64`, so it depends on nothing else, and the noise for a subset of
-    the vocabulary is the subset of the noise, bit for bit.
+    :func:`~paceline.exact_math.log64` and depends on nothing else. So the noise for a subset of the
+    vocabulary is the subset of the noise, bit for bit.
     """
     stream, library = _stream(seed, position, salt), exact_math.native()
     if library is not None:
@@ -381,7 +382,7 @@ def gumbel(seed: int, position: int, vocab_size: int, salt: int = Salt.TARGET) -
 def gumbel_at(
     seed: int, position: int, token_ids: npt.NDArray[np.int64], salt: int = Salt.TARGET
 ) -> Probs:
-    """What :func:`gumbel` gives to these token ids.  # [len(token_ids)] float64"""
+    """The noise of :func:`gumbel` for these token ids.  # [len(token_ids)] float64"""
     stream, library = _stream(seed, position, salt), exact_math.native()
     if library is not None:
         return library.gumbel_at(stream, token_ids)
@@ -392,7 +393,7 @@ def perturbed_argmax(scores: Probs, seed: int, position: int, salt: int = Salt.T
     """``argmax(scores + gumbel(seed, position, .))``; ties go to the lowest token id.
 
     Args:
-        scores: unnormalised log-probabilities, -inf where excluded.  # [vocab_size] float64
+        scores: unnormalised log-probabilities; -inf excludes a token.  # [vocab_size] float64
     """
     library = exact_math.native()
     if library is not None:
@@ -403,7 +404,7 @@ def perturbed_argmax(scores: Probs, seed: int, position: int, salt: int = Salt.T
 
 
 def argmax_rows(logits: torch.Tensor) -> list[int]:
-    """The best token of each row, the lowest id where several are.  # [num_rows, vocab_size]"""
+    """The best token of each row, the lowest id of equals.  # logits: [num_rows, vocab_size]"""
     if logits.device.type == "cpu":  # NumPy's is vectorised: 11 instead of 210 us for 5 x 32,000
         best: list[int] = logits.numpy(force=True).argmax(-1).tolist()
     else:
@@ -412,7 +413,7 @@ def argmax_rows(logits: torch.Tensor) -> list[int]:
 
 
 def coupled_sample(logits: Row, params: SamplingParams, position: int) -> int:
-    """The token that the request's target has at ``position``, given processed logits.
+    """The token that the target generates at ``position``, given processed logits.
 
     ``position`` is the absolute position of the new token (the number of tokens before it).
     """
@@ -426,5 +427,5 @@ def coupled_sample(logits: Row, params: SamplingParams, position: int) -> int:
 
 
 def sample_from(probs: Probs, seed: int, position: int, salt: int) -> int:
-    """A token from ``probs`` with the noise stream ``salt``."""
+    """Draw a token from ``probs`` with the noise stream ``salt``."""
     return perturbed_argmax(log64(probs), seed, position, salt)

@@ -1,4 +1,4 @@
-"""One sequence: its tokens, its sampling parameters, its stop conditions, its statistics."""
+"""A session: one sequence with its tokens, sampling parameters, stop conditions and statistics."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 class SessionState(enum.Enum):
-    """A session is always in exactly one of these."""
+    """A session is always in exactly one of these states."""
 
-    WAITING = "waiting"  # not admitted yet: no KV memory reserved
-    PREFILLING = "prefilling"  # the prompt is being processed in chunks
-    DRAFTING = "drafting"  # a draft is being made, here or elsewhere
-    READY = "ready"  # a draft is there; the next step verifies it
+    WAITING = "waiting"  # not admitted: no KV memory reserved
+    PREFILLING = "prefilling"  # the target reads the prompt in chunks
+    DRAFTING = "drafting"  # a drafter makes a draft, in this or another process
+    READY = "ready"  # the next step can verify a draft
     VERIFYING = "verifying"
     FINISHED = "finished"
 
 
 @dataclass(slots=True)
 class SessionStatistics:
-    """Raw counters of one session; ratios are derived where they are shown.
+    """Raw counters of one session; properties derive the ratios.
 
-    ``accepted_by_depth[i]`` counts accepted drafted tokens at depth ``i + 1``,
+    ``accepted_by_depth[i]`` counts accepted drafted tokens at depth ``i + 1``, and
     ``drafted_by_depth[i]`` the rounds whose draft reached that depth.
     """
 
@@ -83,7 +83,7 @@ class SessionStatistics:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Committed tokens per target forward, ``next_token`` included (block efficiency)."""
+        """Committed tokens per target forward, ``next_token`` included (also: block efficiency)."""
         return self.num_tokens / self.num_target_forwards if self.num_target_forwards else 0.0
 
     @property
@@ -110,7 +110,7 @@ class SessionStatistics:
         """Counters and derived ratios, as the CLI prints them."""
         result = asdict(self)
         for name in asdict(self):
-            if name.endswith("_at"):  # moments are local to the process
+            if name.endswith("_at"):  # times that only this process's clock can read
                 del result[name]
         result["mean_accepted_length"] = self.mean_accepted_length
         result["acceptance_rate"] = self.acceptance_rate
@@ -119,7 +119,7 @@ class SessionStatistics:
 
 
 class Session:
-    """A sequence being generated. Owned by one engine; not thread-safe.
+    """A sequence that an engine generates. One engine owns it; not thread-safe.
 
     Attributes:
         session_id: unique in the engine.
@@ -127,10 +127,10 @@ class Session:
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
         prediction: tokens that the client expects as the output.
-        constraint: what the output has to fit, after the committed tokens.
-        method_name: of the plan that it began with; a lost drafter changes the plan.
-        traceparent: the trace that a drafter elsewhere takes part in; "" is none.
-        cache_scope: sessions begin with cached entries of sessions of the same scope only.
+        constraint: the output's constraint, advanced past the committed tokens.
+        method_name: the method that the session began with; losing the drafter changes the plan.
+        traceparent: W3C trace context for a drafter in another process; "" is none.
+        cache_scope: the session uses cached entries only of sessions with the same scope.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
     """
 
@@ -180,7 +180,7 @@ class Session:
         """Number of committed tokens, prompt included."""
         return len(self.token_ids)
 
-    # What the parts of its method read: see :class:`paceline.view.SessionView`.
+    # The members that the parts of a method read: see :class:`paceline.view.SessionView`.
 
     @property
     def drafter(self) -> str:
@@ -229,7 +229,7 @@ class Session:
 
     @property
     def text(self) -> str:
-        """Generated text, cut before a stop string; needs a tokenizer."""
+        """The generated text, cut before a stop string; empty without a tokenizer."""
         return self._text
 
     @property
@@ -246,10 +246,10 @@ class Session:
         return token in self._stop_ids
 
     def commit(self, token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Append tokens one by one, as AR would, and stop at the first stop condition.
+        """Append tokens one by one, as AR would, up to the first stop condition.
 
-        Returns the tokens that were really committed; sets ``finish_reason`` when one of them
-        ended the generation.
+        Returns the tokens that it committed; sets ``finish_reason`` if one of them ends the
+        generation.
         """
         committed = []
         for token in token_ids:
@@ -265,22 +265,22 @@ class Session:
         return tuple(committed)
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Begin after tokens of the output that another engine has committed.
+        """Continue an output whose first tokens another engine has committed.
 
-        Statistics count from here.
+        Statistics count only what follows.
 
         Raises:
-            InvalidArgument: the generation ends with them, or before.
+            InvalidArgument: the generation ends with these tokens, or before their end.
         """
         if len(self.commit(token_ids)) < len(token_ids) or self.finished:
             raise InvalidArgument(
                 "committed_token_ids", f"{len(token_ids)} tokens",
-                f"tokens after which the generation goes on (it ends: {self.finish_reason})",
+                f"tokens after which the generation continues (it ends: {self.finish_reason})",
             )  # fmt: skip
         self.stats.num_tokens = 0
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens after the first ``length`` (not below the prompt)."""
+        """Forget all tokens after the first ``length``, which must include the prompt."""
         output = self.token_ids[self.prompt_length : length]
         if self.constraint is not None:
             self.constraint.rewind(self.length - length)
@@ -291,7 +291,7 @@ class Session:
 
     @property
     def streamable_length(self) -> int:
-        """Characters of :attr:`text` that no stop string can still take back."""
+        """Number of characters of :attr:`text` that no stop string can still remove."""
         for size in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
             tail = self._text[-size:]
             if any(stop.startswith(tail) for stop in self.params.stop):
@@ -299,7 +299,7 @@ class Session:
         return len(self._text)
 
     def lose_drafter(self) -> None:
-        """Go on as AR: the drafter failed or cannot be reached. The statistics say so."""
+        """Continue as AR, because the drafter failed or cannot be reached; statistics record it."""
         from paceline.plan import AR_PLAN
 
         self.plan = AR_PLAN

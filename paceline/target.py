@@ -1,4 +1,4 @@
-"""The target: the model whose output counts, with one KV sequence for each session."""
+"""The target: the model whose tokens count, with one KV sequence for each session."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paceline.view import SessionView
 
 
 class Target(Protocol):
-    """What the loop and the engine ask of a target, wherever it is.
+    """What the loop and the engine require of a target, wherever its model is.
 
-    :class:`ModelTarget` has the model in this process and says what each of these does;
+    :class:`ModelTarget` has the model in this process and documents the members;
     :class:`paceline.rpc.remote_target.RemoteTarget` has it on a server.
     """
 
@@ -70,19 +70,19 @@ _STATES = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
 
 
 def _shareable(session: SessionView) -> bool:
-    """Whether all of its entries come from all layers."""
+    """Whether all layers compute all of the session's KV entries."""
     return session.target_depth is None
 
 
 class ModelTarget:
     """Verifies drafts with one packed forward for all sessions of a step.
 
-    The KV cache of a session holds its committed tokens but the last, which is computed together
+    A session's KV cache holds all its committed tokens but the last, which is computed together
     with the next draft.
 
     Attributes:
-        shares_prefixes: sessions begin with what earlier ones have left in the cache, where that is
-            the same to the last bit.
+        shares_prefixes: sessions begin with entries that earlier sessions have left in the prefix
+            cache, if those are the same to the last bit.
         batch_strategy: how the rows of a step are laid out (:mod:`paceline.batching`).
         num_padding: rows that ``pad`` added to fill a batch.
     """
@@ -93,9 +93,10 @@ class ModelTarget:
         self.batch_strategy: BatchStrategy = "ragged"
         self.num_padding = 0
         self._sequences: dict[str, KVSequence] = {}
-        # Entries that drafting with this model's own layers has made: (parent entry, token) -> it.
+        # Entries made by drafting with this model's own layers: (parent entry, token) -> entry.
         self._drafted: dict[str, dict[tuple[int, int], int]] = {}
-        self._entries: dict[str, list[int]] = {}  # of the rows being verified, where out of order
+        # Entries of the rows being verified, if they are not in the order of the nodes.
+        self._entries: dict[str, list[int]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -103,17 +104,17 @@ class ModelTarget:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model; 0 where the runner cannot run some of them alone."""
+        """Number of layers; 0 if the runner cannot run some of them alone."""
         return self.runner.config.num_layers if isinstance(self.runner, LlamaRunner) else 0
 
     @property
     def head_layers(self) -> float:
-        """Weight of the output layer in layers; 0 where ``num_layers`` is."""
+        """Size of the output layer, counted in layers; 0 if ``num_layers`` is 0."""
         return self.runner.config.head_layers if isinstance(self.runner, LlamaRunner) else 0.0
 
     @property
     def provides(self) -> frozenset[Need]:
-        """What drafters may want from this target."""
+        """The needs of drafters that this target can meet."""
         return self.runner.provides
 
     @property
@@ -126,26 +127,26 @@ class ModelTarget:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the model's numerics; the first use reads all weights."""
+        """The numerics fingerprint of the model; the first use reads all weights."""
         return self.runner.fingerprint
 
     @property
     def num_free(self) -> int:
-        """KV entries that no session uses."""
+        """Number of KV entries that no session uses."""
         return self.runner.num_free
 
     def open(self, session: SessionView) -> None:
         """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
         sequence = self._sequences[session.session_id] = self.runner.new_sequence()
-        # A drafter that reads what the target computes for the prompt has to see all of it.
+        # A drafter that reads the target's states for the prompt must see them for all of it.
         if self.prefixes is not None and _shareable(session) and not session.needs & _STATES:
             assert isinstance(self.runner, LlamaRunner)
             self.runner.adopt(sequence, session.token_ids[:-1], session.cache_scope)
 
     def close(self, session: SessionView) -> None:
-        """Free a session's KV entries; a session that is not open is ignored.
+        """Free a session's KV entries; ignores a session that is not open.
 
-        They stay in the prefix cache until their memory is needed, unless a step went wrong.
+        The entries stay in the prefix cache until their memory is needed, unless a step failed.
         """
         self._drafted.pop(session.session_id, None)
         self._entries.pop(session.session_id, None)
@@ -157,7 +158,7 @@ class ModelTarget:
 
     @property
     def prefixes(self) -> PrefixCache | None:
-        """The prefix cache, where there is one and it is used."""
+        """The prefix cache; None if the runner has none or it is switched off."""
         runner = self.runner
         return runner.prefixes if self.shares_prefixes and isinstance(runner, LlamaRunner) else None
 
@@ -168,7 +169,7 @@ class ModelTarget:
             self.runner.publish(sequence, tokens, session.cache_scope)
 
     def prefill_left(self, session: SessionView) -> int:
-        """Committed tokens that have no KV entry yet, without the last one."""
+        """Number of committed tokens without a KV entry, the last one not counted."""
         return session.length - 1 - self._sequences[session.session_id].length
 
     def verify(
@@ -181,14 +182,17 @@ class ModelTarget:
     ) -> list[Verification]:
         """One forward over the last committed token and all nodes of each draft.
 
-        Nodes that were drafted with this target's own first layers (:meth:`draft`) go on from
-        there. ``prefill`` names sessions whose next ``count`` prompt tokens are computed (and
-        committed to the KV cache) in the same forward, ``pseudo`` rows without tokens for each
-        session (see :class:`paceline.drafters.base.PseudoDrafter`).
+        Nodes that this target's own first layers have drafted (:meth:`draft`) continue from there.
+
+        Args:
+            prefill: sessions, each with the number of its next prompt tokens to compute (and commit
+                to the KV cache) in the same forward.
+            pseudo: for each session, rows without tokens (see
+                :class:`paceline.drafters.base.PseudoDrafter`).
 
         Returns:
-            One for each session, and then one for each of ``prefill``: without logits, with the
-            extras of its prompt tokens.
+            One verification for each session, then one for each entry of ``prefill``: without
+            logits, with the extras of its prompt tokens.
         """
         segments = []
         for session, count in prefill:
@@ -242,7 +246,7 @@ class ModelTarget:
         return found
 
     def _padded(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Each with as many rows as the longest, as far as there is memory for rows of nothing."""
+        """Pad each segment to as many rows as the longest has, as far as memory allows."""
         rows = [segment.num_rows for segment in segments]
         room = self.runner.num_free - sum(rows)
         result = []
@@ -257,24 +261,24 @@ class ModelTarget:
             parents = segment.parent_indices
             if parents is None:
                 parents = np.arange(-1, count - 1, dtype=np.int32)
-            nothing = np.full(more, -1, np.int32)  # beside the first row: it sees the prefix alone
+            padding = np.full(more, -1, np.int32)  # siblings of the first row: see only the prefix
             ids = np.concatenate([segment.token_ids, np.zeros(more, np.int64)])
-            result.append(Segment(segment.sequence, ids, np.concatenate([parents, nothing])))
+            result.append(Segment(segment.sequence, ids, np.concatenate([parents, padding])))
         return result
 
     def _segment(
         self, session: SessionView, draft: Draft, pseudo: PseudoTokens | None
     ) -> tuple[Segment, list[int] | None]:
-        """The last committed token and a draft as rows; where each of them is among the rows.
+        """The last committed token and a draft as rows, and the row of each of them.
 
-        The order is None where rows are in the order of the nodes.
+        The order is None if the rows are in the order of the nodes.
         """
         sequence = self._sequences[session.session_id]
         ids = np.concatenate([[session.token_ids[-1]], draft.token_ids])
         policy = session.target_depth
         layers = None if policy is None else layers_of(policy, session, 0, self.num_layers)
         if sequence.num_pending and not self._drafted.get(session.session_id):
-            self._forget_draft(session)  # nothing of it can go on
+            self._forget_draft(session)  # verification can continue none of its entries
         if not sequence.num_pending:
             parents = None
             if not is_chain(draft.parent_indices):
@@ -283,14 +287,14 @@ class ModelTarget:
             return Segment(sequence, ids, parents, layers=layers, pseudo=pseudo), None
         assert pseudo is None, "self-drafting has no pseudo tokens"
         known = dict(self._drafted.get(session.session_id, {}))
-        entries: list[int] = []  # of the last committed token and each node
+        entries: list[int] = []  # those of the last committed token and of each node
         resumed: list[int] = []
         new_rows: list[int] = []
         new_parents: list[int] = []
         above = [-1, *(draft.parent_indices + 1).tolist()]
         for row, (token, place) in enumerate(zip(ids.tolist(), above, strict=True)):
             parent = entries[place] if place >= 0 else -1
-            entry = known.pop((parent, token), None)  # once: two nodes may have the same path
+            entry = known.pop((parent, token), None)  # used once: two nodes may have the same path
             if entry is None:
                 entry = sequence.num_pending + len(new_rows)
                 new_rows.append(row)
@@ -323,16 +327,16 @@ class ModelTarget:
     ) -> tuple[torch.Tensor, list[list[int]]]:
         """Compute drafted tokens with some of the target's layers, its norm and its head.
 
-        Entries that the first layers alone have computed go on from there when they are verified:
-        no layer sees an accepted token twice.
+        If those are its first layers, verification continues their entries in the later layers, so
+        no layer computes an accepted token twice.
 
         Args:
-            steps: for each session pairs of an earlier entry and the token after it. The first
+            steps: for each session, pairs of an earlier entry and the token after it. The first
                 step of a round is ``(-1, the last committed token)``.
-            layers: for each session.
+            layers: the layers to use, for each session.
 
         Returns:
-            Logits after each token, sessions one after the other.  # [num_tokens, vocab_size]
+            Logits after each token, sessions one after another.  # [num_tokens, vocab_size]
             The entry of each token.
         """
         segments, entries = [], []
@@ -352,9 +356,9 @@ class ModelTarget:
         return self.runner.forward(segments).logits, entries
 
     def exit_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """What the norm and the head make of the states after any layer.
+        """Apply the norm and the head to the states after any layer.
 
-        Only where :attr:`num_layers` is not 0.
+        Only valid if :attr:`num_layers` is not 0.
 
         Args:
             states: # [num_rows, hidden_size]
@@ -372,10 +376,10 @@ class ModelTarget:
         exit_layer: int,
         stop_below: FloatArray | None = None,
     ) -> list[IntArray] | None:
-        """Chains by argmax with the first layers, in one call; None where the runner cannot.
+        """Draft argmax chains with the first layers in one call; None if the runner cannot.
 
         Args:
-            stop_below: a chain ends after a token whose probability is less than this.
+            stop_below: a chain ends after a token with a probability below this.
                 # [num_tokens, num_sessions]
 
         Returns:
@@ -392,7 +396,7 @@ class ModelTarget:
         tokens = runner.greedy_chain(sequences, last, num_tokens, exit_layer, stop_below)
         chains = [chain[chain >= 0] for chain in tokens.T]
         for session, begin, chain in zip(sessions, last, chains, strict=True):
-            # Every token but the last has an entry, which follows the one before.
+            # Every token but the last has an entry; entries follow one another.
             self._drafted[session.session_id] = {
                 (entry - 1, token): entry
                 for entry, token in enumerate([*begin, *chain[:-1].tolist()])
@@ -400,7 +404,7 @@ class ModelTarget:
         return chains
 
     def _forget_draft(self, session: SessionView) -> None:
-        """Free what was drafted for a round that did not come to be verified."""
+        """Free the entries of a draft that was not verified."""
         self._drafted.pop(session.session_id, None)
         sequence = self._sequences[session.session_id]
         if sequence.num_pending:
@@ -409,8 +413,8 @@ class ModelTarget:
     def truncate(self, session: SessionView, length: int) -> None:
         """Forget everything after the first ``length`` committed tokens.
 
-        Call it before the session's own tokens are cut. The last token that stays is computed
-        again with the next draft.
+        Call it before cutting the session's own tokens. The last remaining token is computed again
+        with the next draft.
         """
         self._forget_draft(session)
         sequence = self._sequences[session.session_id]

@@ -1,4 +1,4 @@
-"""The next length from running averages of how many tokens were drafted and accepted.
+"""Takes the length from running averages of how many tokens were drafted and accepted.
 
 ADL, the adaptive draft length of DiffuSpec (Li et al. 2025, arXiv 2510.02358).
 """
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from paceline.view import SessionView
 
 RHO = 0.5  # weight of the newest round in the averages
-GROWTH = 10  # tokens beyond the accepted average while drafts are accepted whole
+GROWTH = 10  # tokens to add to the accepted average while drafts are accepted whole
 
 
 class AdaptiveDraftLength:
-    """As long as what was accepted on average; longer while drafts are accepted whole.
+    """Drafts one token more than the accepted average; far more while drafts are accepted whole.
 
     Args:
         rho: weight of the newest round.
-        growth: added where the accepted average reaches the generated one.
+        growth: tokens to add, instead of one, when the accepted average reaches the drafted one.
     """
 
     needs: frozenset[Need] = frozenset()

@@ -1,4 +1,4 @@
-"""What a length controller is."""
+"""The interface of length controllers, and what several of them share."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ T = TypeVar("T")
 class ConfidenceStop:
     """Ends the draft when the drafter's highest probability is below ``threshold``.
 
-    Kernels that draft whole chains know this rule.
+    Kernels that draft whole chains implement this rule, too.
 
     Attributes:
-        shortest: depth before which no draft ends.
-        threshold: may change from round to round; 0 never ends a draft.
+        shortest: least depth at which a draft may end.
+        threshold: may change between rounds; 0 never ends a draft.
     """
 
     wants_hidden = False
@@ -57,15 +57,15 @@ class LengthController(Protocol):
     """Decides how much to draft. One instance for each session; a depth of 0 is legal.
 
     Attributes:
-        stop_rule: ends a draft of an expanding drafter early, on the machine that drafts; None
-            where the length is known before drafting begins.
+        stop_rule: ends an expanding drafter's draft early, on the machine that drafts; None if the
+            length is known before drafting begins.
     """
 
     stop_rule: StopRule | None
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it wants from the target's next forward, beside what the drafter wants."""
+        """What the controller needs from the target's next forward, beyond the drafter's needs."""
         ...
 
     def budget(self, session: SessionView, load: Load) -> Budget:
@@ -76,30 +76,30 @@ class LengthController(Protocol):
         """Learn from a round: what became of the draft, and what it cost.
 
         Args:
-            draft_seconds: until the draft was there, wherever it was made; 0 where that was so as
-                soon as it was wanted.
-            verify_seconds: the forward that verified it, together with its batch mates' drafts.
+            draft_seconds: how long the session waited for the draft, wherever it was made; 0 if it
+                had arrived before it was needed.
+            verify_seconds: the forward that verified it, together with the batch's other drafts.
         """
         ...
 
 
 def depth_ahead(controller: LengthController, usual: int) -> int:
-    """Depth of a draft that is made before the answer to the one before has come.
+    """Depth of a draft that is made ahead, before the answer to the last draft has come.
 
     Args:
-        usual: for controllers that do not have ``ahead``, which tells it.
+        usual: the depth for controllers without an attribute ``ahead``.
     """
     return int(getattr(controller, "ahead", usual))
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
-    """Between which depths a controller chooses.
+    """The depths between which a controller chooses.
 
     Attributes:
-        start: ``num_speculative_tokens``: where a controller that moves step by step begins.
-        shortest, longest: depths that it may choose, 0 <= shortest <= longest.
-        nodes: node budget of the row; chains take as many nodes as they are deep.
+        start: ``num_speculative_tokens``: first depth of a controller that moves step by step.
+        shortest, longest: bounds of the depth, 0 <= shortest <= longest.
+        nodes: the method's node budget; chains take as many nodes as they are deep.
         is_tree: whether drafts may have more nodes than levels.
     """
 
@@ -114,12 +114,12 @@ class LengthBounds:
         return max(self.shortest, min(self.longest, int(depth)))
 
     def budget(self, depth: int) -> Budget:
-        """A budget of this depth; a tree may use all of its nodes at any depth."""
+        """The budget for this depth; a tree may use all of its nodes at any depth."""
         return Budget(depth, self.nodes if self.is_tree else depth)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Node budgets that a controller may choose from, the largest first; chains have one."""
+        """The node budgets that a controller chooses from, the largest first; chains have one."""
         if not self.is_tree:
             return (self.nodes,)
         least = min(2, self.nodes)
@@ -131,16 +131,17 @@ class LengthContext:
     """What an engine tells the length controllers of its sessions.
 
     Attributes:
-        profile: measured costs of this machine, where there are any.
-        measure: finds or measures them when a controller first asks; None where there are none.
+        profile: measured costs of this machine, if known.
+        measure: finds or measures the costs when a controller first asks; returns None if it
+            cannot.
         heads: folder with the trained heads of this pair of models; None: the demo pair's.
-        vocab_size: of the target; 0 where it is not known.
-        target_hidden_size, drafter_hidden_size: width of the models; 0 where it is not known.
-        num_layers: of the target; 0 where its layers cannot be had one by one.
-        head_layers: weight of its output layer, in layers.
-        shadow_share: what part of the time that a shadow draft of a session takes its round waits
-            for: 1 where drafts are made on the spot, 0 elsewhere; None: there are no such drafts.
-        exit_logits: what the target's norm and head make of the states after a layer.
+        vocab_size: the target's; 0: unknown.
+        target_hidden_size, drafter_hidden_size: widths of the models; 0: unknown.
+        num_layers: the target's layers; 0 if its layers cannot run one by one.
+        head_layers: size of the target's output layer, counted in layers.
+        shadow_share: the share of a shadow draft's time for which its session's round waits: 1 if
+            this process makes drafts, 0 if another one does; None: no shadow drafts are possible.
+        exit_logits: the target's norm and head, applied to the states after a layer.
             # [num_rows, hidden_size] -> [num_rows, vocab_size]
     """
 
@@ -158,14 +159,14 @@ class LengthContext:
 
     @property
     def costs(self) -> RoundCosts | None:
-        """What forwards and drafts cost here; the first to ask may wait until it is measured."""
+        """What forwards and drafts cost here; the first call may wait for the measurement."""
         return self.profile or self.measure()
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value that all controllers of this engine with an equal ``key`` share.
 
-        The least recently wanted of more than ``MAX_SHARED`` values is forgotten: sessions that
-        hold it go on with it, later ones start anew.
+        Beyond ``MAX_SHARED`` values, the least recently used one is forgotten: sessions that hold
+        it keep it, later ones start anew.
         """
         if key not in self._shared:
             self._shared[key] = make()
@@ -178,17 +179,20 @@ class LengthContext:
 
 MAX_SHARED = 64
 
-COST_MEMORY = 0.9  # of seconds, for each step
-TRY_SHARE = 0.02  # of the time, which tries may take while drafting does not pay
+COST_MEMORY = 0.9  # factor by which the weight of older seconds shrinks at each step
+TRY_SHARE = 0.02  # share of the time that tries may take while drafting does not pay
 
 
 def rounds_for_a_try(lost: float, ar: float, share: float = TRY_SHARE) -> float:
-    """Rounds without a draft that pay for a try which loses ``lost`` seconds; ``ar``: of each."""
+    """Number of AR rounds, of ``ar`` seconds each, that pay for a try that loses ``lost`` seconds.
+
+    Tries may take the ``share`` of the time.
+    """
     return max(0.0, lost) / ar / share
 
 
 class Line:
-    """A straight line through recent points ``(depth, seconds)``, older ones counting less."""
+    """A straight line through recent points ``(depth, seconds)``; older ones count less."""
 
     def __init__(self) -> None:
         self.weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -196,8 +200,8 @@ class Line:
     def add(self, depth: float, seconds: float) -> None:
         """Learn a point.
 
-        One far above the line (another process had the machine) counts as twice the line; one far
-        below says that the points so far were disturbed, and outweighs them.
+        A point far above the line (another process had the machine) counts as twice the line; one
+        far below shows that the points so far were disturbed, and outweighs them.
         """
         memory = COST_MEMORY
         if self.weight:
@@ -216,14 +220,14 @@ class Line:
         return first + slope * depth
 
     def fit(self, origin: float | None = None, least_spread: float = 0.0) -> tuple[float, float]:
-        """Seconds at depth 0 and for each token.
+        """Seconds at depth 0, and seconds for each token.
 
-        While only one depth is known, the line starts at ``origin`` seconds, or else at half of
-        the known ones: a hopeful guess about deeper drafts, which the first of them puts right.
+        While only one depth is known, the line starts at ``origin`` seconds, or else at half of the
+        known seconds: an optimistic guess about deeper drafts, which the first of them corrects.
 
         Args:
-            least_spread: of the known depths (their standard deviation); the less there is of it,
-                the more of the slope is that guess.
+            least_spread: standard deviation of the known depths that would make them reliable; the
+                further they are below it, the more that guess decides the slope.
         """
         x, y = self._x / self.weight, self._y / self.weight
         if x == 0:
@@ -240,12 +244,12 @@ class Line:
 
 
 def top_probability(scores: npt.NDArray[np.floating[Any]]) -> float:
-    """Highest probability of a softmax over ``scores``."""
+    """The highest probability of a softmax over ``scores``."""
     return 1.0 / weights64(scores.astype(np.float64))[1]
 
 
 def sigmoid(x: Any) -> Any:
-    """Logistic function, elementwise, without overflow."""
+    """The logistic function, elementwise, without overflow."""
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
@@ -253,7 +257,7 @@ def load_head(context: LengthContext, kind: str) -> dict[str, FloatArray]:
     """The weights of a trained controller, by name.
 
     Raises:
-        InvalidArgument: there are none for this pair, or they were trained for another one.
+        InvalidArgument: this pair of models has none, or they were trained for another pair.
     """
     from paceline.demo import HEADS_DIR
 

@@ -1,9 +1,9 @@
-"""One draft length for the whole batch, which follows its luckiest session.
+"""One draft length for the whole batch, set by the session that accepted most.
 
-BASS, Qian et al. 2024 (arXiv 2404.15778), section 3.2: after a step in which some session
-accepted its whole draft the length grows by 2 (up to the cap); otherwise it shrinks by
-``ceil(length / 10) + s``, where ``s`` is 1 if the step before it shrank as well, but not below
-the most tokens that a session accepted.
+BASS, Qian et al. 2024 (arXiv 2404.15778), section 3.2: after a step in which any session accepted
+its whole draft, the length grows by 2 (up to the cap). Otherwise it shrinks by
+``ceil(length / 10) + s``, where ``s`` is 1 if the step before shrank it as well, but not below the
+most tokens that a session accepted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ START = 7
 
 
 class BatchLength:
-    """The length that all sessions of a step share, and what became of the step.
+    """The length that all sessions of a step share, and the step's accepted tokens.
 
-    A step is known by its :class:`Load`: the loop asks for all budgets of a step with the same one.
+    The :class:`Load` identifies a step: the loop asks for all budgets of a step with the same one.
     """
 
     def __init__(self, bounds: LengthBounds) -> None:
@@ -35,7 +35,7 @@ class BatchLength:
         self._accepted: list[int] = []
 
     def length_for(self, load: Load) -> int:
-        """The length of the step with this load; a new step first learns from the last."""
+        """The length for the step with this load; a new step first learns from the last one."""
         if load is not self._load:
             self._load = load
             if self._accepted:
@@ -44,7 +44,7 @@ class BatchLength:
         return self.depth
 
     def observe(self, num_accepted: int) -> None:
-        """A session's draft of the current length was verified."""
+        """Record how many tokens of a session's draft were accepted."""
         self._accepted.append(num_accepted)
 
     def _move(self, most: int) -> None:

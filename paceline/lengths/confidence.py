@@ -1,4 +1,4 @@
-"""Stop drafting after a token that the drafter itself does not believe in.
+"""Stops drafting after a token of which the drafter itself is not confident.
 
 The successor of DISCO (Mamou et al. 2024, arXiv 2405.04304) in transformers:
 ``assistant_confidence_threshold``, 0.4 there.
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Confidence:
-    """Always the longest draft, ended early by :class:`ConfidenceStop`.
+    """Always asks for the longest draft, which :class:`ConfidenceStop` ends early.
 
-    Only chains have single tokens to stop after; other drafts keep their full depth.
+    Only chains can stop after a single token; other drafts keep their full depth.
     """
 
     needs: frozenset[Need] = frozenset()

@@ -1,11 +1,11 @@
-"""Choose the exit layer and the speculation length of a self-drafting target, round by round.
+"""Chooses the exit layer and the speculation length of a self-drafting target, round by round.
 
 DEL, Entezari Zarch, Gao, Jiang, Annavaram 2025 (arXiv 2504.05598). Verification computes every
 layer of the drafted tokens anyway. The shared norm and head turn the states after a layer into its
-*shadow token*, the one that an exit there would have drafted; how often it is the target's token
-is the layer's acceptance rate. With it the next round takes the exit and the length with the most
-tokens per loaded layer (TPL), and the draft ends early where the exit is unsure of a token (dynamic
-draft exiting).
+*shadow token*, the token that an exit there would have drafted. How often it equals the target's
+token is the layer's acceptance rate. From these rates, the next round takes the exit layer and the
+length with the most tokens per loaded layer (TPL). The draft ends early when the exit layer is
+unsure of a token (dynamic draft exiting).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
     from paceline.view import SessionView
 
-DECAY = 0.9  # weight of a round whose shadow tokens are looked at relative to the next one
-COMMON_DECAY = 0.99  # the same, for what all sessions of an engine know
+DECAY = 0.9  # weight of a watched round (one whose shadow tokens are computed) relative to the next
+COMMON_DECAY = 0.99  # the same, for the rates that all sessions of an engine share
 DEEPEST_EXIT = 0.6  # share of the layers
-NUM_EXITS = 6  # each costs a head for every verified token, so not all layers are watched
-# Shadow tokens cost a head for each exit: after so many rounds only every so many are looked at.
+NUM_EXITS = 6  # each runs the head for every verified token, so not all layers are watched
+# Shadow tokens run the head for each exit: the first WATCH_ALL rounds are watched, and then one of
+# WATCH_EVERY.
 WATCH_ALL, WATCH_EVERY = 4, 4
-COST_MEMORY = 0.99  # of seconds, for each round
-PRIOR_WEIGHT = 1.0  # tokens that the first guess of an acceptance rate counts as
+COST_MEMORY = 0.99  # factor by which the weight of older seconds shrinks in each round
+PRIOR_WEIGHT = 1.0  # weight of the first guess of an acceptance rate, in tokens
 
 Floats = npt.NDArray[np.float64]
 
@@ -47,12 +48,12 @@ def tokens_per_layer(
 
     Args:
         acceptance: rate a of each exit, in [0, 1].  # [num_exits]
-        num_layers: L, what a verification loads.
-        head_layers: weight of the output layer in layers, which every exit loads as well. The
-            paper leaves it out; in a small model it is most of a shallow exit.
+        num_layers: L, the layers that a verification loads.
+        head_layers: size of the output layer, counted in layers; every exit loads it as well. The
+            paper leaves it out, but in a small model it is most of a shallow exit's cost.
 
     Returns:
-        # [longest + 1, num_exits] tokens for each layer that is loaded
+        # [longest + 1, num_exits] tokens for each loaded layer
     """
     depth = np.arange(longest + 1)[:, None]
     tokens = np.cumsum(np.asarray(acceptance, np.float64) ** depth, axis=0)
@@ -71,7 +72,7 @@ def best_exit(
 ) -> tuple[int, int]:
     """The exit and the length in [shortest, longest] with the highest TPL.
 
-    Of equal ones the shortest draft, and then the first exit.
+    Among equals, the shortest draft wins, then the first exit.
     """
     values = tokens_per_layer(acceptance, exit_layers, num_layers, longest, head_layers)[shortest:]
     depth, place = np.unravel_index(int(values.argmax()), values.shape)
@@ -81,7 +82,7 @@ def best_exit(
 def evenly_spread(num_layers: int, count: int = NUM_EXITS) -> tuple[int, ...]:
     """Up to ``count`` exits at even distances in the first part of the model.
 
-    An exit beyond that costs most of a verification for each drafted token.
+    With a later exit, each drafted token would cost most of a verification.
     """
     places = {round(i * DEEPEST_EXIT * num_layers / count) for i in range(1, count + 1)}
     return tuple(sorted(place for place in places if 1 <= place < num_layers))
@@ -91,7 +92,8 @@ class Rates:
     """Decayed sums of how often the exits were right.
 
     Args:
-        guess: acceptance of each exit, which counts as ``PRIOR_WEIGHT`` tokens.  # [num_exits]
+        guess: first guess of each exit's acceptance rate, weighing ``PRIOR_WEIGHT`` tokens.
+            # [num_exits]
     """
 
     def __init__(self, guess: Floats, decay: float) -> None:
@@ -100,7 +102,7 @@ class Rates:
         self._accepted = PRIOR_WEIGHT * guess
 
     def observe(self, right: Floats, count: int) -> None:
-        """So many of ``count`` shadow tokens were right at each exit.  # [num_exits]"""
+        """Learn that ``right`` of ``count`` shadow tokens were right.  # right: [num_exits]"""
         self._weight = self._decay * self._weight + count
         self._accepted = self._decay * self._accepted + right
 
@@ -112,25 +114,25 @@ class Rates:
 
 
 class LayerCosts:
-    """What a verification costs, in layers of drafting: measured, for all sessions of an engine.
+    """The cost of a verification in drafting layers, measured over all sessions of an engine.
 
     Args:
-        layers: the first guess, and the paper's number: all layers of the model.
+        layers: the first guess, which is the paper's number: all layers of the model.
     """
 
     def __init__(self, layers: float) -> None:
         self._guess = layers
-        # Decayed sums over rounds: drafting layers, their seconds; verifications, their seconds.
+        # Decayed sums over rounds: drafting layers and their seconds, verifications and theirs.
         self._sums = np.zeros(4)
 
     @property
     def verification(self) -> float:
-        """In layers of drafting."""
+        """Cost of a verification, in drafting layers."""
         layers, draft, count, verify = self._sums
         return float((verify / count) / (draft / layers)) if draft and verify else self._guess
 
     def observe(self, layers: float, draft_seconds: float, verify_seconds: float) -> None:
-        """A round that drafted with so many layers in all."""
+        """Learn from a round whose drafting ran ``layers`` layers in all."""
         known_layers, draft, count, verify = self._sums
         if count:  # far above the average: another process had the machine
             draft_seconds = min(draft_seconds, 3 * layers * draft / known_layers)
@@ -140,15 +142,15 @@ class LayerCosts:
 
 
 class Del:
-    """The exit layer and the length with the most tokens per layer, for this session's text.
+    """Takes the exit layer and the length with the most tokens per layer for this session's text.
 
-    Without a model whose layers can be had one by one there is no exit, and every round is AR.
+    If the target's layers cannot run one by one, it has no exits, and every round is AR.
 
     Args:
-        exit_layers: the exits to choose from; None: evenly spread ones.
+        exit_layers: the exit layers to choose from; None: evenly spread ones.
 
     Attributes:
-        exit_layers: those that are watched.
+        exit_layers: the exit layers that it watches.
     """
 
     def __init__(
@@ -159,23 +161,23 @@ class Del:
         self._exit_logits = context.exit_logits
         self.exit_layers = tuple(exit_layers or evenly_spread(context.num_layers))
         self._temperature = 0.0
-        # An exit is the more often right the later it is.
+        # Later exits are right more often.
         guess = np.asarray(self.exit_layers, np.float64) / max(1, context.num_layers)
-        # A session begins with what the engine's sessions before it found.
+        # A session begins with the rates that the engine's earlier sessions have found.
         self._common = context.shared(("del", self.exit_layers), lambda: Rates(guess, COMMON_DECAY))
         self._rates = Rates(self._common.values, DECAY)
-        # Of the wrong shadow tokens of each exit that was taken: sum of confidences, number.
+        # For the wrong shadow tokens of each exit taken so far: sum of confidences, and number.
         self._confidence = np.zeros((2, len(self.exit_layers)))
         self._rounds = self._asked = 0
-        self._choice: tuple[int, int] | None = None  # until other rates are known
+        self._choice: tuple[int, int] | None = None  # valid until the rates change
         self._costs = context.shared(("del", bounds), lambda: LayerCosts(context.num_layers))
-        self._taken = 0  # place of the exit of this round
+        self._taken = 0  # index of this round's exit
         self._stop = ConfidenceStop(bounds.shortest, 0.0)
         self.stop_rule: StopRule | None = self._stop
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Layer states in the rounds whose shadow tokens are looked at."""
+        """Layer states, in watched rounds."""
         number = self._rounds + 1
         watched = number <= WATCH_ALL or number % WATCH_EVERY == 0
         return frozenset({Need.LAYER_STATES}) if watched else frozenset()
@@ -202,11 +204,12 @@ class Del:
         return Budget(budget.depth, budget.nodes, exit_layer if depth else None)
 
     def stop_threshold(self, exit_layer: int) -> float:
-        """How confident an exit is of its wrong tokens, on average; 0 while unknown.
+        """The mean confidence of an exit in its wrong tokens; 0 while unknown.
 
-        Halfway to its right tokens is too eager: a draft ends that would have gone on right, and
-        a forward of the target costs as much as several drafted tokens. 0 as well above
-        temperature 0, where a confidence is not that of the argmax.
+        A threshold halfway to the confidence in right tokens is too eager: it ends drafts that
+        would have continued correctly, and a target forward costs as much as several drafted
+        tokens. Above temperature 0 it is 0 as well, because confidence there is not that of the
+        argmax.
         """
         total, count = self._confidence[:, self.exit_layers.index(exit_layer)]
         return 0.0 if self._temperature or not count else float(total / count)
@@ -215,21 +218,21 @@ class Del:
         """Compare the shadow tokens of every exit with the target's, along the accepted path.
 
         Above temperature 0 no shadow token is drawn: the overlap of the two distributions is the
-        chance that a draw would be accepted.
+        probability that a draw would be accepted.
         """
         drafted = outcome.draft.num_nodes
-        if drafted and drafted == self._asked:  # where a draft was stopped, its steps are not known
+        if drafted and drafted == self._asked:  # the steps of a draft that ended early are unknown
             loaded = drafted * (self.exit_layers[self._taken] + self._head_layers)
             self._costs.observe(loaded, draft_seconds, verify_seconds)
-        looked_at = bool(self.needs)
+        watched_round = bool(self.needs)
         self._rounds += 1
-        if not looked_at:  # states may be there because others in the batch want them
+        if not watched_round:  # other sessions of the batch may have asked for the states
             return
         verification = outcome.verification
         states = verification.extras.get(Need.LAYER_STATES)
         if states is None or self._exit_logits is None or not self.exit_layers:
             return
-        # Beyond the first rejected token the context is wrong.
+        # After the first rejected token, the context is wrong.
         rows = [0, *(node + 1 for node in outcome.path)]
         target = verification.logits[rows]  # [rows, vocab]
         layers = [exit_layer - 1 for exit_layer in self.exit_layers]
@@ -249,7 +252,7 @@ class Del:
         self._common.observe(found, len(rows))
 
     def _learn_confidence(self, confidence: Floats, right: Floats) -> None:
-        """How sure the round's exit was of each shadow token.  # both [rows]"""
+        """Learn how confident the round's exit was of its wrong shadow tokens.  # both [rows]"""
         wrong = 1.0 - right
         self._confidence *= DECAY
         self._confidence[:, self._taken] += confidence @ wrong, wrong.sum()

@@ -1,7 +1,7 @@
-"""A classifier decides after each drafted token whether to go on.
+"""A classifier decides after each drafted token whether to continue.
 
-DISCO, Mamou et al. 2024 (arXiv 2405.04304): features are the drafter's top probability and its
-entropy, and the token's place in the draft. Here it is a logistic regression.
+DISCO, Mamou et al. 2024 (arXiv 2405.04304). The features are the drafter's top probability, its
+entropy, and the token's place in the draft. Here the classifier is a logistic regression.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def features(step: DraftStep) -> FloatArray:
     shifted = scores - scores.max()
     weights = np.exp(shifted)
     total = float(weights.sum())
-    # A score of -inf has no weight, and adds nothing.
+    # A score of -inf has no weight and adds nothing; 0 * -inf would be nan.
     mean = float(weights @ np.where(weights > 0, shifted, 0.0)) / total
     entropy = math.log(total) - mean
     return np.array([1.0 / total, entropy, math.log(step.depth)], np.float32)
@@ -59,7 +59,7 @@ class ClassifierStop:
 
 
 class Disco:
-    """Always the longest draft, ended early by :class:`ClassifierStop`."""
+    """Always asks for the longest draft, which :class:`ClassifierStop` ends early."""
 
     needs: frozenset[Need] = frozenset()
 

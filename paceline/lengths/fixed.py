@@ -1,4 +1,4 @@
-"""The same speculation length in every round."""
+"""Drafts the same speculation length in every round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class FixedLength:
-    """Always ``num_speculative_tokens`` deep, ``node_budget`` nodes wide in all."""
+    """Always asks for ``num_speculative_tokens`` levels and ``node_budget`` nodes."""
 
     needs: frozenset[Need] = frozenset()
     stop_rule: StopRule | None = None

@@ -1,13 +1,13 @@
-"""The length with the most committed tokens per second, 0 included.
+"""Takes the length with the most committed tokens per second; length 0 is AR.
 
 SmartSpec, Liu et al. 2024 (arXiv 2406.14066): goodput = expected tokens of a round / its seconds.
-Expected tokens come from a moving average of acceptance at each depth. Seconds come from what was
-measured on this machine when the models were loaded (:mod:`paceline.profile`), corrected by the
-rounds as they go by; where nothing was measured, they are learnt from the rounds alone. Sessions of
-an engine learn together what a round costs and what acceptance to expect at first.
+A moving average of acceptance at each depth gives the expected tokens. The seconds come from
+measurements on this machine when the models were loaded (:mod:`paceline.profile`), and every round
+corrects them; without measurements, they are learnt from the rounds alone. The sessions of an
+engine share what they learn about a round's costs and about the acceptance to expect at first.
 
 :class:`Goodput` chooses the length itself. :class:`WhilePays` lets another controller choose, and
-drafts nothing while its drafts are expected to give fewer tokens per second than AR.
+drafts nothing while that controller's drafts promise fewer tokens per second than AR.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ if TYPE_CHECKING:
 
 Costs = Callable[[int, Load], float]  # seconds of a round with drafts of this depth
 
-PRIOR_ACCEPTANCE = 0.7  # before anything was drafted; soon outweighed
-PRIOR_WEIGHT = 2.0  # in tokens
-HALF_MISSES = 1.0 / 0.85  # a tree of half the nodes misses so many times as often, until tried
-MEMORY = 0.95  # of acceptance, for each round that drafted: about the last 20 count
-AR_MEMORY = 0.8  # of how seconds differ from measured ones
-LOW_OF = 6  # rounds
-FRESH = 8  # rounds that draft, for which it is known what rounds without a draft take
-SURPRISE = 1.4
-CATCH_UP = 4  # rounds without a draft that a drafter makes up for at no cost worth counting
-# While drafting does not pay, it is tried again after a pause (in rounds), which doubles each
+PRIOR_ACCEPTANCE = 0.7  # expected before anything was drafted; soon outweighed
+PRIOR_WEIGHT = 2.0  # weight of that expectation, in tokens
+HALF_MISSES = 1.0 / 0.85  # how many times as often a tree of half the nodes misses, until tried
+MEMORY = 0.95  # decay of acceptance in each round that drafted: about the last 20 count
+AR_MEMORY = 0.8  # decay of the ratio of observed to measured seconds in rounds without a draft
+LOW_OF = 6  # of how many rounds the lowest value counts
+FRESH = 8  # rounds with drafts after which the cost of rounds without a draft counts as outdated
+SURPRISE = 1.4  # factor by which costs must change for a round without a draft to be worth seeing
+CATCH_UP = 4  # rounds without a draft for which a drafter catches up at negligible cost
+# While drafting does not pay, it is tried again after a pause (in rounds). The pause doubles each
 # time and is long enough for the tries to take no more than their share of the time.
 TRY_DEPTH, TRY_ROUNDS = 2, 2
 FIRST_PAUSE, LONGEST_PAUSE = 2, 16
-LEAST_GAIN = 1.01  # of drafting over AR: what is expected is not known better
-# While drafting does not pay, drafts are made all the same now and then, and judged by the tokens
-# that AR commits: far cheaper than a try. They have a share of the time, too.
+LEAST_GAIN = 1.01  # required gain of drafting over AR: estimates are no more accurate than this
+# While drafting does not pay, shadow drafts are still made now and then and judged by the tokens
+# that AR commits, which is far cheaper than a try. They get a share of the time, too.
 SHADOW_SHARE = 0.03
-SHADOW_LEAST = 0.05  # what one costs at least, in rounds without a draft: others may need that time
-SHADOW_MEMORY = 0.9  # of acceptance, for each of their tokens: they look for a change
-FAR_APART = 2.0  # tokens: depths of drafts that tell well what a token costs
-# A batch size begins with so many steps without drafts; more follow at doubling intervals.
-# Where costs were measured, only the latter do.
+SHADOW_LEAST = 0.05  # least cost of one, in rounds without a draft: it may delay other sessions
+SHADOW_MEMORY = 0.9  # decay of acceptance for each of their tokens: they look for a change
+FAR_APART = 2.0  # tokens: drafts whose depths differ so much show well what a token costs
+# Each batch size begins with AR_SAMPLES steps without drafts; more follow at doubling intervals.
+# If costs were measured, only the latter happen.
 AR_SAMPLES = 2
-STEADY_STEPS = 2  # short drafts that an engine begins with: one alone may have been disturbed
+STEADY_STEPS = 2  # short drafts that an engine begins with: a single one may be disturbed
 AR_INTERVALS = 16, 128
-HOPELESS_SHARE = 0.005
-UNLIKELY = 0.002
-READ_LEAST = 32  # tokens that a drafter has to read at once, to tell what reading costs
-HORIZON = 128  # tokens over which a drafter has to earn what it costs to read a text first
-RECONSIDER = 8  # rounds without a draft after which the costs are looked at again
+HOPELESS_SHARE = 0.005  # share of the time for tries if not even perfect drafts would pay
+UNLIKELY = 0.002  # probability of reaching a depth below which the depth is not considered
+READ_LEAST = 32  # tokens that a drafter must read at once to show what reading costs
+HORIZON = 128  # tokens within which a drafter must earn back the cost of reading a text first
+RECONSIDER = 8  # rounds without a draft after which the costs are computed again
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
     """Committed tokens of a round that drafts ``depth`` tokens, the target's own included.
 
     Args:
-        acceptance: chance that depth ``i + 1`` is accepted when depth ``i`` was; the last one
-            holds for all deeper ones.
+        acceptance: probability that depth ``i + 1`` is accepted, given that depth ``i`` was; the
+            last entry holds for all greater depths.
     """
     total = reached = 1.0
     for level in range(depth):
@@ -87,7 +87,7 @@ def best_length(
 ) -> int:
     """The depth in ``[shortest, longest]`` with the highest goodput; the smallest of equals."""
     best, highest = shortest, -1.0
-    tokens = reached = 1.0  # as expected_tokens, one depth after the other
+    tokens = reached = 1.0  # as in expected_tokens, one depth after another
     for depth in range(longest + 1):
         if depth:
             reached *= acceptance[min(depth, len(acceptance)) - 1]
@@ -103,7 +103,7 @@ class AcceptanceEstimate:
     """Moving acceptance rate of each depth, given that the depth before was accepted.
 
     Args:
-        prior: expected rate of a token as long as nothing is known.
+        prior: gives the expected rate of a token while nothing is known.
     """
 
     def __init__(self, longest: int, prior: Callable[[], float], memory: float = MEMORY) -> None:
@@ -113,7 +113,7 @@ class AcceptanceEstimate:
         self._hit = [0.0] * longest
 
     def observe(self, asked: int, accepted: int, memory: float | None = None) -> None:
-        """A round that asked for ``asked`` tokens; those that were not drafted count as wrong."""
+        """Learn from a round that asked for ``asked`` tokens; undrafted ones count as wrong."""
         memory = memory or self._memory
         for level in range(len(self._tried)):
             self._tried[level] *= memory
@@ -127,7 +127,7 @@ class AcceptanceEstimate:
         return self._shrunk(sum(self._hit), sum(self._tried), self._prior())
 
     def rates(self) -> list[float]:
-        """Rate of each depth; where few tokens were tried, near the mean."""
+        """Rate of each depth; near the mean for depths at which few tokens were tried."""
         mean = self.mean()
         return [self._shrunk(h, t, mean) for h, t in zip(self._hit, self._tried, strict=True)]
 
@@ -139,17 +139,17 @@ class AcceptanceEstimate:
 class Sizes:
     """The acceptance rates of drafts with different node budgets, the largest first.
 
-    Those that were not tried take after the one that was tried last: drafts of fewer nodes miss
-    more often.
+    The rate of an untried size is estimated from the size that was tried last: drafts with fewer
+    nodes miss more often.
 
     Args:
-        prior: expected rate of a token, by size, as long as nothing is known.
+        prior: gives the expected rate of a token, by size, while nothing is known.
     """
 
     def __init__(
         self, longest: int, count: int, prior: Callable[[int], float], memory: float = MEMORY
     ) -> None:
-        self._last: int | None = None  # the size that was tried last
+        self._last: int | None = None  # the size tried last
         self._prior = prior
         self._each = [
             AcceptanceEstimate(longest, lambda size=size: self._guess(size), memory)  # type: ignore[misc]
@@ -160,7 +160,7 @@ class Sizes:
         return self._each[size]
 
     def observe(self, size: int, asked: int, accepted: int, memory: float | None = None) -> None:
-        """As :meth:`Acceptance.observe`."""
+        """As :meth:`AcceptanceEstimate.observe`."""
         self._each[size].observe(asked, accepted, memory)
         self._last = size
 
@@ -172,7 +172,7 @@ class Sizes:
 
 
 class _Batch:
-    """What rounds cost at one batch size: without drafts, drafting, verifying drafts."""
+    """Costs of rounds at one batch size: rounds without drafts, drafting, verifying drafts."""
 
     def __init__(self, interval: int) -> None:
         self.ar = Line()
@@ -183,16 +183,16 @@ class _Batch:
 
 
 class _Step:
-    """The sessions of one step, known by the :class:`Load` that the loop asks with."""
+    """The sessions of one step; the :class:`Load` that the loop asks with identifies it."""
 
     def __init__(self, load: Load, measures_ar: bool) -> None:
         self.load = load
         self.measures_ar = measures_ar
         self.asked: list[Budget] = []
-        self.steady = True  # no drafter has to catch up with a prompt or a pause first
-        self.behind = 0  # tokens that drafters have to read before they draft
+        self.steady = True  # no drafter must first catch up with a prompt or a pause
+        self.behind = 0  # tokens that drafters must read before they draft
         self.has_shadow = False
-        self.first = ""  # of its sessions
+        self.first = ""  # id of its first session
         self.recorded = False
 
     @property
@@ -201,7 +201,7 @@ class _Step:
 
 
 class _Low:
-    """The lowest of the last few values: others may have had the machine during some of them."""
+    """The lowest of the last few values: other work on the machine may have raised some of them."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=LOW_OF)
@@ -218,36 +218,36 @@ class _Low:
 
 
 class _Measured:
-    """Seconds of a verification, as measured when the models were loaded and as rounds go by."""
+    """Seconds of a verification: measured when the models were loaded, corrected by the rounds."""
 
     def __init__(self, profile: RoundCosts) -> None:
         self._profile = profile
-        # By batch size and tokens of each session; asked for every length of every round.
+        # By batch size and tokens of each session; kept because every length of a round needs them.
         self._by_tokens: dict[int, list[float]] = defaultdict(list)
-        # Observed over measured seconds: of rounds without a draft, since texts are longer than the
-        # measured context, caches colder, and others use the machine; and by how much more those
-        # with a draft differ, since a drafter may be at work meanwhile. Only rounds without a draft
-        # tell whether it is the machine that has changed.
+        # Observed over measured seconds. _drift: in rounds without a draft, where texts are longer
+        # than the measured context, caches are colder, and other work uses the machine. _beyond: by
+        # what further factor rounds with a draft differ, as a drafter may work at the same time.
+        # Only rounds without a draft show whether the machine has changed.
         self._drift, self._beyond = 1.0, 1.0
-        self._seen = 1.0  # both, when a round without a draft was last seen
+        self._seen = 1.0  # their product when a round without a draft was last seen
         self._since_ar = FRESH + 1  # rounds that drafted since then
         self._num_drafted = 0
-        self._ratios = _Low(), _Low()  # without and with a draft
-        self._measures_anew = False  # what rounds without a draft take
+        self._ratios = _Low(), _Low()  # in rounds without and with a draft
+        self._measures_anew = False  # whether rounds without a draft are being measured anew
 
     @property
     def wants_ar(self) -> bool:
-        """Whether costs have changed so much that a round without a draft should be seen."""
+        """Whether costs have changed so much that a round without a draft is worth observing."""
         moved = self._drift * self._beyond / self._seen
         return self._since_ar > FRESH and not 1.0 / SURPRISE < moved < SURPRISE
 
     def verify(self, tokens: float, batch: int, drafts: bool) -> float:
-        """Of ``tokens`` tokens of each session of a batch."""
+        """Seconds to verify ``tokens`` tokens of each session of a batch."""
         seconds = self._measured(tokens, batch) * self._drift
         return seconds * self._beyond if drafts else seconds
 
     def observe(self, tokens: float, batch: int, drafts: bool, seconds: float) -> None:
-        """A verification took so long."""
+        """Learn from a verification that took ``seconds``."""
         if seconds <= 0:
             return
         stale = self._since_ar > FRESH
@@ -266,7 +266,7 @@ class _Measured:
             return
         both = self._drift * self._beyond
         self._drift = _moved(self._drift, ratio, 0.0 if stale else AR_MEMORY)
-        if stale and self._num_drafted:  # what was taken for the drafts' is the machine's
+        if stale and self._num_drafted:  # the change was the machine's, not the drafts'
             self._beyond = both / self._drift
         self._since_ar, self._seen, self._measures_anew = 0, self._drift * self._beyond, False
 
@@ -278,17 +278,17 @@ class _Measured:
 
 
 def _moved(value: float, new: float, memory: float) -> float:
-    """A moving average that one disturbed round does not move far."""
+    """The next value of a moving average; one disturbed round moves it little."""
     return memory * value + (1.0 - memory) * min(new, 4.0 * value)
 
 
 class Learnt:
-    """What the sessions of an engine that speculate alike have learnt together.
+    """What the sessions of an engine with equal speculation configs have learnt together.
 
     Args:
         sizes: node budgets of drafts, the largest first.
         profile: measured costs of this machine.
-        method: of the catalogue: whether the profile knows what its drafts cost.
+        method: name in the catalogue; tells whether the profile covers its drafts.
     """
 
     def __init__(
@@ -308,25 +308,27 @@ class Learnt:
         self._profile = profile if profile and method in profile.methods else None
         self.knows_drafting = self._profile is not None
         self._drafts = _Low()
-        self._drift = Line()  # seconds of drafts over what was measured
+        self._drift = Line()  # observed over measured seconds of drafts
         self._drift.add(0, 1.0)
-        # Until a drafter has read a token of a text that it had not to draft for so far.
+        # Seconds for a drafter to read one token of a text for which it has not drafted yet.
         self.read_seconds = self._profile.read_seconds if self._profile else 0.0
         self._readings = _Low()
-        self.rounds_without = 0.0  # of all sessions, which pay for tries
-        self.shadow_rounds = 0.0  # and for shadow drafts
-        # What a round takes beside drafting and verifying: telling of its tokens, above all.
+        # Rounds without a draft, over all sessions, that are left to pay for tries and for shadow
+        # drafts.
+        self.rounds_without = 0.0
+        self.shadow_rounds = 0.0
+        # Seconds of a round beside drafting and verifying, mostly to deliver its tokens.
         self.overhead = 0.0
         self._overheads = _Low()
-        self._last_round: tuple[str, float] = "", 0.0  # whose it was, and when it ended
-        self._waited = 1.0  # share of the drafts that were not there as soon as they were wanted
+        self._last_round: tuple[str, float] = "", 0.0  # its session, and when it ended
+        self._waited = 1.0  # share of the drafts that had not arrived when they were needed
         self._steady_steps = 0
-        # Of the nodes that were asked for, those that drafts had; and of the drafts that were asked
-        # for, those that were found: drafters that copy often have none.
+        # Nodes that drafts had, out of those asked for; and drafts that were found, out of those
+        # asked for: drafters that copy often find none.
         self._nodes = self._asked_nodes = PRIOR_WEIGHT * max(1, longest)
         self._found = self._asked = PRIOR_WEIGHT
         self._ar_interval = AR_INTERVALS[self.measured is not None]
-        # By the power of two that the batch size is below: few enough to be learnt soon.
+        # By the next power of two above the batch size: few enough classes to learn soon.
         self._batches: dict[int, _Batch] = defaultdict(lambda: _Batch(self._ar_interval))
         self._step: _Step | None = None
         self._fitted: tuple[Load | None, float, float, float] = None, 0.0, 0.0, 0.0
@@ -347,7 +349,7 @@ class Learnt:
     def record(
         self, step: _Step, outcome: Outcome, draft_seconds: float, verify_seconds: float
     ) -> None:
-        """The cost of a step, told by the first of its sessions, whose outcome is given."""
+        """Record the cost of a step. The first of its sessions calls this, with its own outcome."""
         if step.recorded:
             return
         step.recorded = True
@@ -355,7 +357,7 @@ class Learnt:
         batch = self._batches[_size(step.load)]
         deepest, nodes = step.deepest, outcome.draft.num_nodes
         if self.measured is not None:
-            if len(step.asked) > 1:  # of the others only what they asked for is known
+            if len(step.asked) > 1:  # for the other sessions, only what they asked for is known
                 others = sum(budget.nodes for budget in step.asked[1:])
                 nodes += round(self.found * self._fill * others)
             sessions = max(len(step.asked), step.load.num_running)
@@ -369,10 +371,10 @@ class Learnt:
         if step.steady and not self.knows_drafting:
             self._steady_steps += 1
             if self._steady_steps == 1:
-                batch.draft = Line()  # what it held was a first guess
+                batch.draft = Line()  # it held only a first guess
             self.knows_drafting = self._steady_steps >= STEADY_STEPS
         if step.has_shadow:
-            pass  # the two kinds of drafts cannot be told apart
+            pass  # the seconds of shadow drafts and others cannot be told apart
         elif draft_seconds == 0.0:
             self._waited *= MEMORY
         elif step.steady or not batch.draft.weight or draft_seconds < batch.draft.at(deepest):
@@ -388,14 +390,14 @@ class Learnt:
         batch.verify.add(mean, verify_seconds)
 
     def _see_overhead(self, step: _Step, seconds: float) -> None:
-        """What a round took beside its own seconds, where the session had the round before, too."""
+        """Learn what a round took beyond ``seconds``, if its session had the last round, too."""
         (session_id, ended), now = self._last_round, time.perf_counter()
         self._last_round = step.first, now
         if step.first == session_id:
             self.overhead = self._overheads.add(max(0.0, now - ended - seconds))
 
     def observe(self, asked: Budget, size: int, num_nodes: int, num_accepted: int) -> None:
-        """What became of a session's draft."""
+        """Learn from the outcome of a session's draft."""
         found = num_nodes > 0
         self._found = MEMORY * self._found + found
         self._asked = MEMORY * self._asked + 1.0
@@ -415,7 +417,7 @@ class Learnt:
         return self._nodes / self._asked_nodes if self._asked_nodes else 1.0
 
     def costs(self, nodes: Callable[[int], int]) -> Costs:
-        """Seconds of a round by depth and load, for drafts with so many nodes at a depth."""
+        """Seconds of a round by depth and load; ``nodes`` gives the nodes of a draft by depth."""
         measured = self.measured
         if measured is None:
             return self.seconds
@@ -432,51 +434,51 @@ class Learnt:
         return seconds
 
     def draft_seconds(self, depth: int, load: Load) -> float:
-        """Until a draft is there: learnt, or else measured; unknown, it is hoped to be free."""
-        if self._drafting[0] is not load:  # asked for every depth
+        """Seconds to wait for a draft: learnt or measured; 0 while unknown, so that it is tried."""
+        if self._drafting[0] is not load:  # computed once: it is needed for every depth
             self._drafting = load, *self._draft_line(load)
         _, first, slope = self._drafting
         return self._waited * (first + slope * depth)
 
     def _draft_line(self, load: Load) -> tuple[float, float]:
-        """Seconds until a draft is there: of any, and for each of its tokens."""
+        """Seconds until a draft arrives: for any draft, and for each of its tokens."""
         if self._profile is not None:
             batch, drift = max(1, load.num_running), self._drift.at(0)
             one, more = self._profile.draft(1, batch), self._profile.draft(1 + _SPAN, batch)
             slope = drift * (more - one) / _SPAN
             return drift * one - slope, slope
         if not self.knows_drafting:
-            return 0.0, 0.0  # one draft alone may have been disturbed
+            return 0.0, 0.0  # a single draft may have been disturbed
         known = self._nearest(_size(load), lambda batch: batch.draft)
         return known.draft.fit(least_spread=FAR_APART) if known is not None else (0.0, 0.0)
 
     def seconds(self, depth: int, load: Load) -> float:
-        """Expected seconds of a round where nothing was measured; an unknown batch size takes
-        after the nearest known one."""
-        if self._fitted[0] is not load:  # asked for every depth of every session of a step
+        """Expected seconds of a round if nothing was measured. An unknown batch size uses the
+        nearest known one."""
+        if self._fitted[0] is not load:  # computed once for all depths and sessions of a step
             self._fitted = load, *self._fit(_size(load))
         _, ar, first, slope = self._fitted
         return first + slope * depth if depth else ar
 
     def _fit(self, size: int) -> tuple[float, float, float]:
-        """Seconds of a round without a draft; of one with a draft: at depth 0, for each token."""
+        """Seconds of a round without a draft; of one with a draft: at depth 0, and per token."""
         ar = self._nearest(size, lambda batch: batch.ar)
         ar_seconds = ar.ar.at(0) if ar else 1.0
         near = self._nearest(size, lambda batch: batch.draft)
         if near is None:
-            return ar_seconds, ar_seconds, 0.0  # drafting is free until it was tried
+            return ar_seconds, ar_seconds, 0.0  # drafting counts as free until it is tried
         origin = near.ar.at(0) if near.ar.weight else None
         scale = ar_seconds / origin if ar and origin else 1.0
         verify, draft = near.verify.fit(origin), near.draft.fit()
         return ar_seconds, scale * verify[0] + draft[0], scale * verify[1] + draft[1]
 
     def _nearest(self, size: int, line: Callable[[_Batch], Line]) -> _Batch | None:
-        """The batch size nearest to ``size`` for which ``line`` is known."""
+        """The costs of the batch size nearest to ``size`` for which ``line`` is known."""
         known = [s for s, batch in self._batches.items() if line(batch).weight]
         return self._batches[min(known, key=lambda s: abs(s - size))] if known else None
 
 
-_SPAN = 3  # depths between which a draft's cost for each token is read off a profile
+_SPAN = 3  # difference of the depths from which a profile gives a draft's cost per token
 
 
 def _size(load: Load) -> int:
@@ -484,7 +486,7 @@ def _size(load: Load) -> int:
 
 
 class _Sharing:
-    """Decides between drafting and AR with what the sessions of an engine have learnt together."""
+    """Decides between drafting and AR, with what the sessions of an engine learn together."""
 
     def __init__(
         self,
@@ -504,20 +506,20 @@ class _Sharing:
         self._acceptance = Sizes(bounds.longest, len(sizes), lambda size: learnt.of(size).mean())
         self._step: _Step | None = None
         self._asked = Budget(0, 0)
-        self._size = 0  # which of the sizes was asked for
+        self._size = 0  # index of the size that was asked for
         self._has_drafted = False
         self._rounds_without = self._unread = 0
         self._shadow: ShadowDraft | None = None
         self._shadow_share = context.shadow_share
         self._pause = FIRST_PAUSE
         self._tries_left = 0
-        # What tries would cost, in rounds without a draft, and at which load and how many of those
-        # rounds ago that was reckoned; nothing has changed much since.
+        # What tries would cost, in rounds without a draft; and when that was computed, by load and
+        # number of those rounds. It holds until one of them changes.
         self._price = 0.0
-        self._reckoned: tuple[int, int] | None = None
+        self._priced_at: tuple[int, int] | None = None
 
     def _ask(self, budget: Budget, session: SessionView, step: _Step) -> Budget:
-        """The step takes note of what it was asked for."""
+        """Note in the step what this session asks for; returns the budget."""
         depth = max(0, min(budget.depth, session.remaining - 1))
         step.first = step.first or session.session_id
         self._asked = Budget(depth, budget.nodes if depth else 0)
@@ -533,24 +535,24 @@ class _Sharing:
         return budget
 
     def _behind(self, session: SessionView) -> int:
-        """Tokens that the drafter has to read before it drafts; 0 for few."""
+        """Tokens that the drafter must read before it drafts; 0 if they are few."""
         if not self._has_drafted:
             return session.length
         return self._unread if self._unread > CATCH_UP else 0
 
     def _earns(self, session: SessionView, expected: float, spent: float, ar: float) -> bool:
-        """Whether rounds of so many tokens and seconds save time, with what the drafter reads
-        first; ``ar``: seconds without a draft."""
+        """Whether rounds of ``expected`` tokens and ``spent`` seconds save time against rounds of
+        ``ar`` seconds without a draft, although the drafter must first read what it missed."""
         saved = (ar - LEAST_GAIN * spent / expected) * min(session.remaining, HORIZON)
         return saved > 0 and saved >= self._learnt.read_seconds * self._behind(session)
 
-    def _reckon(
+    def _price_try(
         self, session: SessionView, load: Load, costs: Costs, short: int, longest: int
     ) -> None:
-        """Drafts do not pay: what it would cost to try ``short`` ones.
+        """Compute what it costs to try drafts of depth ``short`` while drafts do not pay.
 
-        Where not even drafts that are accepted whole would pay, tries have a smaller share of the
-        time: all that they may find is that verification costs less than was measured.
+        If not even fully accepted drafts would pay, tries get a smaller share of the time: they can
+        only reveal that verification costs less than measured.
         """
         learnt, ar = self._learnt, costs(0, load)
         lost = TRY_ROUNDS * (costs(short, load) - ar) + learnt.read_seconds * self._behind(session)
@@ -559,10 +561,10 @@ class _Sharing:
         )
         share = TRY_SHARE if hopeful else HOPELESS_SHARE
         self._price = rounds_for_a_try(lost, ar, share)
-        self._reckoned = self._moment(load)
+        self._priced_at = self._moment(load)
 
     def _found_nothing(self, load: Load, seconds: float) -> None:
-        """A try goes on until there is a draft, as long as its time is paid for."""
+        """Continue a try that found no draft, as long as AR rounds have paid for its time."""
         if self._tries_left:
             learnt = self._learnt
             ar = learnt.costs(lambda depth: depth)(0, load)
@@ -571,7 +573,7 @@ class _Sharing:
                 self._tries_left = 0
 
     def _rates(self, size: int) -> list[float]:
-        """Acceptance by depth; an empty draft has nothing that could be accepted."""
+        """Acceptance by depth; empty drafts count as rejected at the first depth."""
         rates = self._acceptance.of(size).rates()
         if rates:
             rates[0] *= self._learnt.found
@@ -581,8 +583,10 @@ class _Sharing:
         return load.num_running, self._rounds_without // RECONSIDER
 
     def _next_shadow(self, session: SessionView, load: Load, wanted: Budget) -> ShadowDraft | None:
-        """A draft like ``wanted`` to judge the drafter by; None while one is under way or its time
-        is not paid for."""
+        """A shadow draft like ``wanted``, to judge the drafter by.
+
+        None while one is under way, or until AR rounds have paid for its time.
+        """
         depth = min(wanted.depth, session.remaining - 1)
         share = None if self._shadow is not None or depth < 1 else self._shadow_share(session)
         if share is None:
@@ -597,10 +601,10 @@ class _Sharing:
         return ShadowDraft(session.length, Budget(depth, wanted.nodes))
 
     def _judge_shadow(self, session: SessionView) -> None:
-        """Learn from a shadow draft, token by token, as AR commits what it should have been.
+        """Learn from a shadow draft, token by token, by comparing it with what AR commits.
 
-        A token that follows the same context is drafted with the same chance wherever the draft
-        began, so each stands for a draft of one token.
+        After the same context, a token is drafted with the same probability wherever the draft
+        began, so each token counts as a draft of one token.
         """
         shadow = self._shadow
         if shadow is None:
@@ -614,17 +618,17 @@ class _Sharing:
         for _ in range(num_right - shadow.num_judged):
             self._acceptance.observe(self._size, 1, 1, SHADOW_MEMORY)
         if num_right > shadow.num_judged:
-            shadow.num_judged, self._reckoned = num_right, None
+            shadow.num_judged, self._priced_at = num_right, None
         if num_right == len(tokens) < depth:
-            return  # right so far
+            return  # right so far, and not complete yet
         self._shadow, nodes = None, shadow.draft.num_nodes
         self._learnt.observe(shadow.budget, self._size, nodes, num_right)
         if num_right < min(depth, nodes):
             self._acceptance.observe(self._size, 1, 0, SHADOW_MEMORY)
-        self._reckoned = None
+        self._priced_at = None
 
     def _tries(self) -> bool:
-        """Whether to try a draft although it does not pay."""
+        """Whether to try a draft although drafting does not pay."""
         if not self._tries_left:
             if self._rounds_without < self._pause or self._learnt.rounds_without < self._price:
                 return False
@@ -636,7 +640,7 @@ class _Sharing:
         """As :meth:`paceline.lengths.base.LengthController.observe`."""
         step, asked = self._step, self._asked
         if step is None:
-            return  # this round's draft was not asked for
+            return  # the round verified a draft that this controller did not ask for
         self._step = None
         self._learnt.record(step, outcome, draft_seconds, verify_seconds)
         if asked.depth == 0:
@@ -645,7 +649,7 @@ class _Sharing:
             self._learnt.rounds_without += 1 / len(step.asked)
             self._learnt.shadow_rounds += 1 / len(step.asked)
             return
-        self._has_drafted, self._reckoned = True, None
+        self._has_drafted, self._priced_at = True, None
         self._rounds_without = self._unread = 0
         self._learnt.observe(asked, self._size, outcome.draft.num_nodes, outcome.num_accepted)
         if not outcome.draft.num_nodes:
@@ -654,14 +658,14 @@ class _Sharing:
         self._acceptance.observe(self._size, asked.depth, outcome.num_accepted)
         if self._tries_left:
             self._tries_left -= 1
-            if outcome.num_accepted >= asked.depth:  # go on as long as that lasts
+            if outcome.num_accepted >= asked.depth:  # continue while drafts are accepted whole
                 self._tries_left, self._pause = max(1, self._tries_left), FIRST_PAUSE
             elif not self._tries_left:
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
 def _reach(rates: Sequence[float]) -> int:
-    """The depth beyond which drafts are hardly ever accepted: not worth a look."""
+    """The depth beyond which drafts are hardly ever accepted, so that none need be considered."""
     reached = 1.0
     for depth, rate in enumerate(rates):
         reached *= rate
@@ -671,9 +675,9 @@ def _reach(rates: Sequence[float]) -> int:
 
 
 class Goodput(_Sharing):
-    """Chooses anew in every round; tries a short draft now and then while drafting does not pay.
+    """Chooses the length anew in every round; tries short drafts now and then if none pay.
 
-    Trees also have the number of nodes that gives the most, of a few.
+    For trees, it also chooses the best of a few node budgets.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -685,7 +689,7 @@ class Goodput(_Sharing):
         super().__init__("goodput", bounds, bounds.sizes, config, context)
 
     def budget(self, session: SessionView, load: Load) -> Budget:
-        """Depth for this round; see :func:`best_length`."""
+        """Budget for this round; see :func:`best_length`."""
         step = self._step = self._learnt.step(load)
         self._judge_shadow(session)
         depth, shadow = self._choose(session, load, step), None
@@ -709,19 +713,22 @@ class Goodput(_Sharing):
         if learnt.measured is None and not learnt.knows_drafting:
             return max(1, bounds.shortest)
         short = min(TRY_DEPTH, bounds.longest)
-        if self._reckoned == self._moment(load):
+        if self._priced_at == self._moment(load):
             return short if self._tries() else 0
         depth = self._best(session, load)
         if depth == 0:
             self._size = len(self._sizes) - 1
             costs = learnt.costs(lambda depth: self._nodes(self._size, depth))
-            self._reckon(session, load, costs, short, min(bounds.longest, bounds.nodes))
+            self._price_try(session, load, costs, short, min(bounds.longest, bounds.nodes))
             return short if self._tries() else 0
         self._tries_left = 0
         return depth
 
     def _best(self, session: SessionView, load: Load) -> int:
-        """The depth with the highest goodput, for the size that has it; 0 where none gains."""
+        """The depth with the highest goodput over all sizes; ``shortest`` if none gains.
+
+        Sets ``_size``.
+        """
         bounds, learnt = self._bounds, self._learnt
         chosen, highest, gains = 0, -1.0, True
         for size, nodes in enumerate(self._sizes if learnt.measured else self._sizes[:1]):
@@ -742,14 +749,14 @@ class Goodput(_Sharing):
 
 
 class WhilePays(_Sharing):
-    """Another controller, as long as its drafts give more tokens per second than AR.
+    """Lets another controller choose while its drafts give more tokens per second than AR.
 
-    While they do not, the other one is not told of rounds and wants nothing of the target; its
-    drafts are tried again as :class:`Goodput` tries its own. A draft that was made ahead of its
-    time, without being asked for, is verified whatever this says.
+    While they do not, that controller observes no rounds and needs nothing from the target; its
+    drafts are tried again as :class:`Goodput` tries its own. A draft that was made ahead, without
+    being asked for, is verified in any case.
 
     Args:
-        inner: the controller that a row has by default.
+        inner: the method's default controller.
     """
 
     def __init__(
@@ -766,16 +773,16 @@ class WhilePays(_Sharing):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The inner controller's, in rounds that draft."""
+        """The inner controller's needs, in rounds that draft."""
         return self._inner.needs if self._drafts else frozenset()
 
     @property
     def ahead(self) -> int:
-        """As the inner controller's; see :func:`paceline.lengths.base.depth_ahead`."""
+        """The inner controller's depth; see :func:`paceline.lengths.base.depth_ahead`."""
         return depth_ahead(self._inner, self._bounds.start)
 
     def budget(self, session: SessionView, load: Load) -> Budget:
-        """The inner controller's, a shorter one where only that pays, or none."""
+        """The inner controller's budget, a smaller one if only that pays, or none."""
         step = self._step = self._learnt.step(load)
         self._judge_shadow(session)
         budget = wanted = self._inner.budget(session, load)
@@ -793,13 +800,13 @@ class WhilePays(_Sharing):
         return self._ask(budget, session, step)
 
     def _depth(self, session: SessionView, wanted: Budget, load: Load, step: _Step) -> int:
-        """How much of what the inner controller wants is drafted."""
+        """The depth to draft, at most what the inner controller wants."""
         learnt = self._learnt
         if step.measures_ar:
             return 0
         if learnt.measured is None and not learnt.knows_drafting:
             return wanted.depth
-        if self._reckoned != self._moment(load):
+        if self._priced_at != self._moment(load):
             costs = learnt.costs(lambda depth: wanted.nodes if depth == wanted.depth else depth)
             rates, shorter = self._rates(0), 0
             if not self._bounds.is_tree and wanted.exit_layer is None:
@@ -809,7 +816,7 @@ class WhilePays(_Sharing):
                 if depth and self._earns(session, expected, costs(depth, load), costs(0, load)):
                     self._tries_left = 0
                     return depth
-            self._reckon(session, load, costs, min(wanted.depth, TRY_DEPTH), wanted.depth)
+            self._price_try(session, load, costs, min(wanted.depth, TRY_DEPTH), wanted.depth)
         return min(wanted.depth, TRY_DEPTH) if self._tries() else 0
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Two more after a draft that was accepted whole, one fewer otherwise.
+"""Drafts two tokens more after a draft that was accepted whole, otherwise one fewer.
 
 The schedule `heuristic` of assisted generation in transformers (Gante 2023,
 huggingface.co/blog/assisted-generation).
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Heuristic:
-    """Starts at ``bounds.start``; a round without a draft changes nothing."""
+    """Starts at ``bounds.start``; a round without a draft does not change the length."""
 
     needs: frozenset[Need] = frozenset()
     stop_rule: StopRule | None = None

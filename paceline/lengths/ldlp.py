@@ -1,4 +1,4 @@
-"""The length is predicted before drafting begins, from what the target was thinking.
+"""Predicts the length before drafting begins, from the target's hidden state.
 
 AdaEAGLE, Zhang et al. 2024 (arXiv 2412.18910): the Lightweight Draft Length Predictor is a
 three-layer MLP over the target's last hidden state and the embedding of the last token.
@@ -20,7 +20,7 @@ NUM_LAYERS = 3
 
 
 class LengthHead:
-    """ReLU layers whose last one gives the number of tokens to draft.
+    """An MLP with ReLU that gives the number of tokens to draft.
 
     Args:
         weights: ``embedding`` [vocab, e], the target's embedding projected to few numbers, and
@@ -34,7 +34,7 @@ class LengthHead:
         ]
 
     def __call__(self, hidden: FloatArray, token_id: int) -> float:
-        """Tokens worth drafting after ``token_id``, which ``hidden`` [hidden_size] predicted."""
+        """Number of tokens to draft after ``token_id``, which ``hidden`` [hidden_size] gave."""
         x = np.concatenate([hidden, self._embedding[token_id]])
         for i, (weight, bias) in enumerate(self._layers):
             x = weight @ x + bias
@@ -44,9 +44,9 @@ class LengthHead:
 
 
 class LengthPredictor:
-    """Predicts after every round how long the next draft should be.
+    """Predicts the next draft's length after every round.
 
-    The first round of a session has no hidden state yet and drafts ``bounds.start`` tokens.
+    A session's first round has no hidden state yet and drafts ``bounds.start`` tokens.
     """
 
     needs = frozenset({Need.HIDDEN_STATES})
@@ -65,7 +65,7 @@ class LengthPredictor:
             return
         states = outcome.verification.extras.get(Need.HIDDEN_STATES)  # [num_nodes + 1, hidden]
         if states is None:
-            return  # a target that gives none: every draft is as long as the first
+            return  # without hidden states, every draft is as long as the first
         row = outcome.path[-1] + 1 if outcome.path else 0
         hidden: FloatArray = states[row].float().cpu().numpy()
         predicted = self._head(hidden, outcome.next_token)

@@ -1,9 +1,9 @@
-"""Pre-verify and post-verify: draft and target at work at the same time.
+"""Pre-verify and post-verify: drafter and target work at the same time.
 
-PEARL, Liu et al. 2024 (arXiv 2408.11850). After a rejection the target verifies without a draft
-while the drafter makes the next one, so that the draft's *first* token is checked before the rest
-is even there (pre-verify). While everything is accepted, the target verifies one draft and the
-drafter makes the next (post-verify), and runs may exceed gamma.
+PEARL, Liu et al. 2024 (arXiv 2408.11850). After a rejection, the target runs a round without a
+draft while the drafter makes the next one. This checks the draft's *first* token before the rest of
+the draft exists (pre-verify). While everything is accepted, the target verifies one draft as the
+drafter makes the next (post-verify), so more than gamma tokens in a row may be accepted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Pearl:
-    """Asks for no draft where one has to be waited for, and for ``gamma`` tokens ahead.
+    """Asks for no draft when the round would wait for it; drafts ahead have ``gamma`` tokens.
 
-    A draft that was made ahead on a right guess is verified whatever this says. So it is asked at
-    the start and after a rejection: both mean pre-verify. Where the target is in this process, it
-    cannot verify while drafts are made, and every draft has ``gamma`` tokens.
+    The target verifies a draft made ahead on a right guess without asking this controller. So the
+    loop asks only at the start and after a rejection, and both mean pre-verify. A target in this
+    process cannot verify while drafts are made; then every draft has ``gamma`` tokens.
 
     Attributes:
         ahead: gamma, the depth of drafts that are made while the target verifies.
@@ -33,10 +33,10 @@ class Pearl:
     def __init__(self, gamma: int, nodes: int) -> None:
         self.ahead = gamma
         self._nodes = nodes
-        self._works_beside = True  # until a round says otherwise
+        self._works_beside = True  # drafter and target at once, until a round shows otherwise
 
     def budget(self, session: SessionView, load: Load) -> Budget:
-        """No draft (pre-verify), or gamma tokens where nothing can be drafted ahead."""
+        """No draft (pre-verify), or gamma tokens if drafting ahead is impossible."""
         if self._works_beside:
             return Budget(0, 0)
         return Budget(self.ahead, self._nodes)

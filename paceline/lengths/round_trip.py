@@ -1,11 +1,11 @@
-"""The length with the most tokens per second where the target is a round trip away.
+"""Takes the length with the most tokens per second if the target is a network round trip away.
 
 A draft of ``d`` tokens that is made while nothing is under way costs drafting, the round trip and
-verification one after the other. One that was made and sent ahead costs the longer of drafting and
-verification, as a pipeline does; that needs the whole draft before it, and the guess about the
-target's own token, to be right. All four quantities are measured as rounds go by. Without a round
-trip this is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066); the cost of rounds that
-overlap is that of PEARL (Liu et al. 2024, arXiv 2408.11850).
+verification, one after the other. A draft that is made and sent ahead costs the longer of drafting
+and verification, like a pipeline; this requires that the whole draft before it and the guess of the
+target's own token are right. The controller measures all four quantities from the rounds. Without a
+round trip this is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066); the cost of
+overlapping rounds is PEARL's (Liu et al. 2024, arXiv 2408.11850).
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from paceline.types import Budget, Load, Need, Outcome, StopRule
 if TYPE_CHECKING:
     from paceline.view import SessionView
 
-MEMORY = 0.9  # of seconds, for each round
-ACCEPTANCE_MEMORY = 0.97  # for each drafted token
+MEMORY = 0.9  # factor by which the weight of older seconds shrinks in each round
+ACCEPTANCE_MEMORY = 0.97  # the same for acceptance, for each drafted token
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
-SHORTEST = 1e-6  # seconds of a verification
-TRY_EVERY = 16  # rounds without a draft, at least, until a short one is tried again
-TRY_DEPTH = 2  # also of the first draft, before anything is known
+SHORTEST = 1e-6  # least seconds of a verification
+TRY_EVERY = 16  # least number of rounds without a draft before a short one is tried again
+TRY_DEPTH = 2  # depth of such a try, and of the first draft, before anything is known
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTripCosts:
-    """Seconds.
+    """Costs in seconds.
 
     Attributes:
-        draft: for each drafted token.
-        verify_first, verify_each: the target's part of a round, without a draft and for each token.
-        travel: there and back.
-        overlaps: the next draft is made and sent while the answer travels.
+        draft: drafting one token.
+        verify_first, verify_each: the target's part of a round: without a draft, and what each
+            drafted token adds.
+        travel: the way to the target and back.
+        overlaps: whether the next draft is made and sent while the answer travels.
     """
 
     draft: float
@@ -51,7 +52,7 @@ class RoundTripCosts:
     overlaps: bool = False
 
     def round(self, depth: int, acceptance: float) -> float:
-        """Expected seconds from one round's tokens to the next one's."""
+        """Expected seconds between the tokens of one round and those of the next."""
         verify = self.verify_first + depth * self.verify_each
         in_turn = depth * self.draft + self.travel + verify
         if not self.overlaps or depth == 0:
@@ -68,7 +69,7 @@ def expected_tokens(acceptance: float, depth: int) -> float:
 
 
 def best_depth(acceptance: float, costs: RoundTripCosts, shortest: int, longest: int) -> int:
-    """The depth with the most expected tokens per second; of equals the smallest."""
+    """The depth with the most expected tokens per second; the smallest of equals."""
     return max(
         range(shortest, longest + 1),
         key=lambda depth: expected_tokens(acceptance, depth) / costs.round(depth, acceptance),
@@ -90,19 +91,19 @@ class _Mean:
 
 
 class _Seconds:
-    """What the rounds of all sessions took."""
+    """Seconds that the rounds of all sessions took."""
 
     def __init__(self) -> None:
-        self.draft = _Mean()  # for each token
+        self.draft = _Mean()  # of each token
         self.verify = Line()  # by depth
         self.travel = _Mean()
 
 
 class RoundTrip:
-    """Chooses anew in every round.
+    """Chooses the length anew in every round.
 
     Attributes:
-        ahead: depth of drafts that are made before an answer has come.
+        ahead: depth of drafts that are made ahead, before an answer has come.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -118,12 +119,12 @@ class RoundTrip:
 
     @property
     def acceptance(self) -> float:
-        """Recent chance that a drafted token is accepted when those before it were."""
+        """Recent probability that a drafted token is accepted, given that those before it were."""
         return self._accepted / self._tried
 
     @property
     def costs(self) -> RoundTripCosts | None:
-        """What was measured; None before the first draft."""
+        """The measured costs; None before the first draft."""
         known = self._seconds
         if not known.draft.known or not known.verify.weight:
             return None
@@ -151,7 +152,7 @@ class RoundTrip:
         depth = height(outcome.draft.parent_indices)
         if verdict is not None:
             if not verdict.verify_seconds:
-                return  # a server's own round in a stream: its draft and its time are not ours
+                return  # a round that the server made by itself: draft and time are its own
             verify_seconds = verdict.verify_seconds
             self._overlaps |= verdict.sent_ahead
             self._seconds.travel.add(verdict.travel_seconds)
@@ -160,7 +161,7 @@ class RoundTrip:
             self._rounds_without += 1
             return
         self._rounds_without = 0
-        if verdict is None or not verdict.sent_ahead:  # else it was drafted beside something else
+        if verdict is None or not verdict.sent_ahead:  # else drafting overlapped other work
             self._seconds.draft.add(draft_seconds / depth)
         tried = min(outcome.num_accepted + 1, depth)
         memory = ACCEPTANCE_MEMORY**tried

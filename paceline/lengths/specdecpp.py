@@ -1,10 +1,10 @@
-"""Stop drafting when it is likely enough that something was drafted that will be rejected.
+"""Stops drafting when a rejection in the draft is likely enough.
 
 SpecDec++, Huang, Guo, Wang 2024 (arXiv 2405.19715): the optimal policy of their decision process
-is a threshold on ``P(at least one rejection) = 1 - prod p_i``, where ``p_i`` is the chance that
-token ``i`` is accepted when the ones before it were. A small head on the draft model's hidden
-state predicts ``p_i``. It reads the state that the token was drafted from, so asking it costs no
-forward of the draft model.
+is a threshold on ``P(at least one rejection) = 1 - prod p_i``, where ``p_i`` is the probability
+that token ``i`` is accepted, given that the tokens before it were. A small head on the draft
+model's hidden state predicts ``p_i``. It reads the state that the token was drafted from, so it
+costs no forward of the draft model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.types import Budget, DraftStep, FloatArray, Load, Need, Outcome, S
 if TYPE_CHECKING:
     from paceline.view import SessionView
 
-Predictor = Callable[[DraftStep], float]  # chance that the step's token is accepted
+Predictor = Callable[[DraftStep], float]  # probability that the step's token is accepted
 
 NUM_BLOCKS = 3
 
@@ -46,10 +46,10 @@ class AcceptanceHead:
         self._out, self._bias = weights["out.weight"][0], float(weights["out.bias"][0])
 
     def __call__(self, step: DraftStep) -> float:
-        """Chance that the token is accepted when those before it were.
+        """Probability that the token is accepted, given that those before it were.
 
         Raises:
-            InvalidArgument: the drafter has no hidden states: it is no draft model.
+            InvalidArgument: the drafter has no hidden states, so it is not a draft model.
         """
         if step.hidden is None:
             raise InvalidArgument("length", "specdecpp", "a controller that needs no draft model")
@@ -79,7 +79,7 @@ class RejectionStop:
 
 
 class SpecDecPP:
-    """Always the longest draft, ended early by :class:`RejectionStop`."""
+    """Always asks for the longest draft, which :class:`RejectionStop` ends early."""
 
     needs: frozenset[Need] = frozenset()
 

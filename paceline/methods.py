@@ -7,7 +7,7 @@ for its new part and add a method here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -18,43 +18,50 @@ from paceline.acceptance.k_seq import KSeq
 from paceline.acceptance.rejection import RecursiveRejection, Rejection
 from paceline.acceptance.tolerance import Tolerance
 from paceline.acceptance.typical import Typical
-from paceline.config import SpeculationConfig
-from paceline.drafters.aded import Aded, TrigramTable
-from paceline.drafters.aggressive import AggressiveDecoding
-from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.combined import Combined
-from paceline.drafters.copyspec import CopySpec
-from paceline.drafters.jacobi import Jacobi
-from paceline.drafters.lookahead import Lookahead
-from paceline.drafters.predicted_outputs import MIN_MATCH, PredictedOutputs
-from paceline.drafters.prompt_lookup import PromptLookup
-from paceline.drafters.sam import SamDecoding
-from paceline.drafters.suffix import SuffixDecoding
-from paceline.errors import InvalidArgument
-from paceline.lengths.adl import AdaptiveDraftLength
-from paceline.lengths.base import LengthBounds, LengthContext, LengthController
-from paceline.lengths.bass import Bass
-from paceline.lengths.confidence import Confidence
-from paceline.lengths.del_ import Del
-from paceline.lengths.disco import Disco
-from paceline.lengths.fixed import FixedLength
-from paceline.lengths.goodput import Goodput, WhilePays
-from paceline.lengths.heuristic import Heuristic
-from paceline.lengths.ldlp import LengthPredictor
-from paceline.lengths.pearl import Pearl
-from paceline.lengths.round_trip import RoundTrip
-from paceline.lengths.specdecpp import SpecDecPP
-from paceline.models.exits import D3, SkipDecode, UnifiedLayerSkipping
-from paceline.shapes.base import Shape
-from paceline.shapes.confidence import ConfidenceTree
-from paceline.shapes.dyspec import DySpec
-from paceline.shapes.iid import IndependentSequences
-from paceline.shapes.kary import Kary, chain
-from paceline.shapes.rsd_c import BranchingVector
-from paceline.shapes.rsd_s import StochasticBeam
-from paceline.shapes.sequoia import sequoia_paths
-from paceline.shapes.template import TEMPLATES, Template
-from paceline.types import DepthPolicy, Need
+from paceline.drafters.aded import ADED
+from paceline.drafters.aggressive import AGGRESSIVE
+from paceline.drafters.base import Drafter, DrafterContext, DrafterPart
+from paceline.drafters.combined import COMBINED
+from paceline.drafters.copyspec import COPYSPEC, COPYSPEC_OR_DRAFT_MODEL
+from paceline.drafters.jacobi import GAUSS_SEIDEL, HYBRID_JACOBI, JACOBI
+from paceline.drafters.lookahead import LOOKAHEAD
+from paceline.drafters.predicted_outputs import (
+    PREDICTED_OUTPUTS,
+    PREDICTED_OUTPUTS_OR_DRAFT_MODEL,
+)
+from paceline.drafters.prompt_lookup import PROMPT_LOOKUP
+from paceline.drafters.rasd import RASD
+from paceline.drafters.s2d import S2D_PART
+from paceline.drafters.sam import SAM, SAM_OR_TOKEN_RECYCLING
+from paceline.drafters.self_drafter import EARLY_EXIT, FEWER_LAYERS
+from paceline.drafters.staged import STAGED
+from paceline.drafters.stand import STAND
+from paceline.drafters.suffix import SUFFIX, SUFFIX_OR_DRAFT_MODEL
+from paceline.knobs import HasKnobs, Knob, Knobs
+from paceline.lengths.adl import ADL
+from paceline.lengths.base import LengthPart
+from paceline.lengths.bass import BASS
+from paceline.lengths.confidence import CONFIDENCE
+from paceline.lengths.del_ import DEL
+from paceline.lengths.disco import DISCO
+from paceline.lengths.fixed import FIXED
+from paceline.lengths.goodput import GOODPUT
+from paceline.lengths.heuristic import HEURISTIC
+from paceline.lengths.ldlp import LDLP
+from paceline.lengths.pearl import PEARL
+from paceline.lengths.round_trip import ROUND_TRIP
+from paceline.lengths.specdecpp import SPECDECPP
+from paceline.models.exits import D3_PART, SKIPDECODE, UNIFIED, PolicyPart
+from paceline.shapes.base import BRANCHING, DRAFT_SUPPORT, ShapePart
+from paceline.shapes.confidence import CONFIDENCE as CONFIDENCE_TREE
+from paceline.shapes.dyspec import DYSPEC
+from paceline.shapes.iid import IID
+from paceline.shapes.kary import CHAIN, KARY
+from paceline.shapes.rsd_c import RSD_C
+from paceline.shapes.rsd_s import RSD_S
+from paceline.shapes.sequoia import RANK_ACCEPTANCE, sequoia_paths
+from paceline.shapes.template import TEMPLATE, Template
+from paceline.types import Need
 
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel
@@ -69,8 +76,8 @@ class Method:
         paper: title, year and arXiv id.
         drafter, shape, acceptance, length: names of the four parts; shape is None for a lookup
             drafter, which finds whole drafts by itself.
-        defaults: default values of the method's knobs; it has no other knobs than these and
-            ``COMMON_KNOBS``.
+        defaults: values of knobs where the method's differ from its parts'. It has the knobs of
+            its parts, and those that every method has.
         needs: what the drafter needs from the target.
         optional_needs: those of ``needs`` without which the drafter still works, but learns less.
         uses: names of other drafters that the drafter consists of.
@@ -101,6 +108,17 @@ class Method:
     engine: Literal["paceline", "vllm"] = "paceline"
 
     @property
+    def knob_defaults(self) -> dict[str, Any]:
+        """The knobs of its drafter and depth policy with the method's defaults."""
+        # An engine's caller may bring a drafter that the catalogue does not list.
+        parts: list[DrafterPart | PolicyPart] = [DRAFTER_PARTS.get(self.drafter, DrafterPart())]
+        if self.depth_policy is not None:
+            parts.append(DEPTH_POLICIES[self.depth_policy])
+        return {knob.name: knob.default for part in parts for knob in part.knobs} | dict(
+            self.defaults
+        )
+
+    @property
     def lossless(self) -> bool:
         whole = self.depth_policy is None or self.drafter != "none"
         return whole and ACCEPTANCE_RULES[self.acceptance].lossless
@@ -122,9 +140,8 @@ class Method:
         }
 
 
-# With the defaults of their knobs. Every method that uses a rule has the rule's knobs.
 ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
-    rule.name: rule
+    rule.name: rule  # with the defaults of its knobs
     for rule in (
         Coupled(),
         Greedy(),
@@ -137,149 +154,68 @@ ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
     )
 }
 
-# How often the first, second, ... candidate of the demo pair's draft model is right.
-RANK_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04, 0.02, 0.01)
-
-SHAPES: Mapping[str, Callable[[SpeculationConfig], Shape]] = {
-    "chain": lambda config: chain(),
-    "kary": lambda config: Kary(config.branching or 2),
-    "template": lambda config: Template(template_paths(config.template)),
-    "confidence": lambda config: ConfidenceTree(config.branching or 4),
-    "sequoia": lambda config: Template(
-        sequoia_paths(
-            config.rank_acceptance or RANK_ACCEPTANCE,
-            config.node_budget or 1,
-            config.num_speculative_tokens or 1,
-        )
+SHAPES: Mapping[str, ShapePart] = {
+    "chain": CHAIN,
+    "kary": KARY,
+    "template": TEMPLATE,
+    "confidence": CONFIDENCE_TREE,
+    "sequoia": ShapePart(
+        make=lambda knobs: Template(
+            sequoia_paths(
+                knobs[RANK_ACCEPTANCE], knobs.node_budget or 1, knobs.num_speculative_tokens or 1
+            )
+        ),
+        nodes=lambda knobs, depth: 3 * depth,
+        knobs=(RANK_ACCEPTANCE,),
     ),
-    "dyspec": lambda config: DySpec(config.branching or 4),
-    "rsd_c": lambda config: BranchingVector(config.branching_vector or (2, 2, 1)),
-    "rsd_s": lambda config: StochasticBeam(config.branching or 3),
-    "iid": lambda config: IndependentSequences(config.branching or 3),
+    "dyspec": DYSPEC,
+    "rsd_c": RSD_C,
+    "rsd_s": RSD_S,
+    "iid": IID,
 }
 
-# The knobs of each shape with their defaults. All have ``branching`` (a chain ignores it).
-SHAPE_KNOBS: Mapping[str, Mapping[str, Any]] = {
-    "chain": {},
-    "kary": {"branching": 2},
-    "template": {"template": "token_recycling_80"},
-    "confidence": {"branching": 4},
-    "sequoia": {"rank_acceptance": RANK_ACCEPTANCE},
-    "dyspec": {"branching": 4},
-    "rsd_c": {"branching_vector": (2, 2, 1)},
-    "rsd_s": {"branching": 3},
-    "iid": {"branching": 3},
+LENGTHS: Mapping[str, LengthPart] = {
+    "fixed": FIXED,
+    "goodput": GOODPUT,
+    "heuristic": HEURISTIC,
+    "confidence": CONFIDENCE,
+    "bass": BASS,
+    "adl": ADL,
+    "disco": DISCO,
+    "specdecpp": SPECDECPP,
+    "ldlp": LDLP,
+    "round_trip": ROUND_TRIP,
+    "pearl": PEARL,
+    "del": DEL,
 }
-
-
-def template_paths(named: str | tuple[tuple[int, ...], ...] | None) -> tuple[tuple[int, ...], ...]:
-    """The paths of a built-in template, given its name, or the given paths themselves."""
-    named = named or "token_recycling_80"
-    if not isinstance(named, str):
-        return named
-    if named not in TEMPLATES:
-        allowed = f"{', '.join(sorted(TEMPLATES))}, or a list of paths of ranks"
-        raise InvalidArgument("template", named, allowed)
-    return TEMPLATES[named]
-
-
-# The knobs of each controller with their defaults; it has no others. ``length_max`` None stands for
-# the method's ``num_speculative_tokens``.
-LENGTH_KNOBS: Mapping[str, Mapping[str, Any]] = {
-    "fixed": {},
-    "goodput": {"length_min": 0, "length_max": None},
-    "heuristic": {"length_min": 1, "length_max": 32},
-    "confidence": {"length_min": 1, "length_max": 20, "stop_threshold": 0.4},
-    "bass": {"length_min": 1, "length_max": 32},
-    "adl": {"length_min": 2, "length_max": 30},
-    "disco": {"length_min": 1, "length_max": 20, "stop_threshold": 0.5},
-    "specdecpp": {"length_min": 2, "length_max": 20, "stop_threshold": 0.7},
-    "ldlp": {"length_min": 1, "length_max": 20},
-    "round_trip": {"length_min": 0, "length_max": None},
-    "pearl": {},
-    "del": {"length_min": 0, "length_max": None, "exit_layers": None},
-}
-
-LENGTHS: Mapping[str, Callable[[SpeculationConfig, LengthContext], LengthController]] = {
-    "fixed": lambda config, _: FixedLength(
-        config.num_speculative_tokens or 0, config.node_budget or 0
-    ),
-    "goodput": lambda config, context: Goodput(length_bounds(config), config, context),
-    "heuristic": lambda config, _: Heuristic(length_bounds(config)),
-    "confidence": lambda config, _: Confidence(length_bounds(config), config.stop_threshold or 0.0),
-    "bass": lambda config, context: Bass(length_bounds(config), config, context),
-    "adl": lambda config, _: AdaptiveDraftLength(length_bounds(config)),
-    "disco": lambda config, context: Disco(
-        length_bounds(config), config.stop_threshold or 0.0, context
-    ),
-    "specdecpp": lambda config, context: SpecDecPP(
-        length_bounds(config), config.stop_threshold or 0.0, context
-    ),
-    "ldlp": lambda config, context: LengthPredictor(length_bounds(config), context),
-    "round_trip": lambda config, context: RoundTrip(length_bounds(config), context),
-    "pearl": lambda config, _: Pearl(config.num_speculative_tokens or 0, config.node_budget or 0),
-    "del": lambda config, context: Del(length_bounds(config), config.exit_layers, context),
-}
-
-
-# Controllers that stop drafting by themselves where AR is faster, or whose length is fixed. The
-# others, where they are a method's default, are asked only while drafts pay (lengths/goodput.py).
-UNGUARDED = frozenset({"fixed", "goodput", "round_trip"})
-
-
-def while_pays(
-    controller: LengthController, config: SpeculationConfig, context: LengthContext
-) -> LengthController:
-    """The controller, but asked only while its drafts give more tokens per second than AR."""
-    return WhilePays(controller, length_bounds(config), config, context)
-
-
-def length_bounds(config: SpeculationConfig) -> LengthBounds:
-    """The depths that the controller of a resolved config chooses between."""
-    longest = config.num_speculative_tokens or 0 if config.length_max is None else config.length_max
-    return LengthBounds(
-        start=config.num_speculative_tokens or 0,
-        shortest=config.length_min or 0,
-        longest=longest,
-        nodes=config.node_budget or 0,
-        is_tree=config.shape not in (None, "chain")
-        or (config.node_budget or 0) > max(config.num_speculative_tokens or 0, longest),
-    )
-
 
 # Which layers compute a token, by its place among the generated ones.
-DEPTH_POLICIES: Mapping[str, Callable[[SpeculationConfig], DepthPolicy]] = {
-    "unified": lambda config: UnifiedLayerSkipping(config.speedup_ratio or 1.0),
-    "skipdecode": lambda config: SkipDecode(config.min_layers or 0.0, config.max_layers or 1.0),
-    "d3": lambda config: D3(config.depth_decay or 1.0, config.min_layers or 0.0),
+DEPTH_POLICIES: Mapping[str, PolicyPart] = {
+    "unified": UNIFIED,
+    "skipdecode": SKIPDECODE,
+    "d3": D3_PART,
 }
 
-# Drafters that compute with torch are imported when the first one is made: a process that only
-# reads the catalogue (client, gateway, command line) starts a second sooner without torch.
+# No part imports torch before it is made: a process that only reads the catalogue (client, gateway,
+# command line) starts a second sooner without it.
 
 
-def _with_head(kind: str) -> Callable[[DrafterContext], Drafter]:
+def _with_head(kind: str) -> DrafterPart:
     def make(context: DrafterContext) -> Drafter:
         from paceline.drafters.head import HeadDrafter
 
         return HeadDrafter(context.head(kind))
 
-    return make
+    return DrafterPart(make=make, replay="tree")
 
 
-def _with_pseudo_tokens(kind: str) -> Callable[[DrafterContext], Drafter]:
+def _with_pseudo_tokens(kind: str) -> DrafterPart:
     def make(context: DrafterContext) -> Drafter:
         from paceline.drafters.pseudo import PseudoTokenDrafter
 
         return PseudoTokenDrafter(context.head(kind))
 
-    return make
-
-
-def _of_target(context: DrafterContext) -> Drafter:
-    from paceline.drafters.self_drafter import SelfDrafter
-
-    return SelfDrafter(context.target)
+    return DrafterPart(make=make)
 
 
 def _token_recycling(context: DrafterContext) -> Drafter:
@@ -288,58 +224,34 @@ def _token_recycling(context: DrafterContext) -> Drafter:
     return TokenRecycling(context.vocab_size)
 
 
-def _stand(context: DrafterContext) -> Drafter:
-    from paceline.drafters.stand import NGramTable, Stand
-
-    return Stand(NGramTable(context.vocab_size))
-
-
-def _staged(context: DrafterContext) -> Drafter:
-    from paceline.drafters.staged import Staged
-
-    return Staged(context)
-
-
-def _rasd(context: DrafterContext) -> Drafter:
-    from paceline.drafters.rasd import Rasd
-
-    return Rasd(context)
-
-
-def _s2d(context: DrafterContext) -> Drafter:
-    from paceline.drafters.s2d import S2D
-
-    return S2D(context)
-
-
 def _omnidraft(context: DrafterContext) -> Drafter:
     from paceline.drafters.omnidraft import OmniDraft
 
     return OmniDraft(cast("DraftModel", context.drafter("draft_model")))
 
 
-# Drafters that an engine makes itself, for the first request that uses them. Its caller gives it
-# the others (a draft model, a client).
-DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
-    "prompt_lookup": lambda context: PromptLookup(),
-    "suffix": lambda context: SuffixDecoding(),
-    "suffix_or_draft_model": lambda context: SuffixDecoding(context.drafter("draft_model")),
-    "sam": lambda context: SamDecoding(),
-    "sam_or_token_recycling": lambda context: SamDecoding(context.drafter("token_recycling")),
-    "copyspec": lambda context: CopySpec(),
-    "copyspec_or_draft_model": lambda context: CopySpec(context.drafter("draft_model")),
-    "predicted_outputs": lambda context: PredictedOutputs(),
-    "predicted_outputs_or_draft_model": lambda context: PredictedOutputs(
-        context.drafter("draft_model")
-    ),
-    "lookahead": lambda context: Lookahead(),
-    "jacobi": lambda context: Jacobi("whole"),
-    "gauss_seidel": lambda context: Jacobi("blocks"),
-    "hybrid_jacobi": lambda context: Jacobi("hybrid"),
-    "aggressive": lambda context: AggressiveDecoding(),
-    "token_recycling": _token_recycling,
-    "stand": _stand,
-    "aded": lambda context: Aded(TrigramTable()),
+DRAFTER_PARTS: Mapping[str, DrafterPart] = {
+    "none": DrafterPart(),
+    "client": DrafterPart(),
+    "vllm": DrafterPart(),
+    "draft_model": DrafterPart(replay="prefix"),
+    "prompt_lookup": PROMPT_LOOKUP,
+    "suffix": SUFFIX,
+    "suffix_or_draft_model": SUFFIX_OR_DRAFT_MODEL,
+    "sam": SAM,
+    "sam_or_token_recycling": SAM_OR_TOKEN_RECYCLING,
+    "copyspec": COPYSPEC,
+    "copyspec_or_draft_model": COPYSPEC_OR_DRAFT_MODEL,
+    "predicted_outputs": PREDICTED_OUTPUTS,
+    "predicted_outputs_or_draft_model": PREDICTED_OUTPUTS_OR_DRAFT_MODEL,
+    "lookahead": LOOKAHEAD,
+    "jacobi": JACOBI,
+    "gauss_seidel": GAUSS_SEIDEL,
+    "hybrid_jacobi": HYBRID_JACOBI,
+    "aggressive": AGGRESSIVE,
+    "token_recycling": DrafterPart(make=_token_recycling),
+    "stand": STAND,
+    "aded": ADED,
     "medusa": _with_head("medusa"),
     "blockwise": _with_head("blockwise"),
     "hydra": _with_head("hydra"),
@@ -352,17 +264,59 @@ DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "moa": _with_head("moa"),
     "ppd": _with_pseudo_tokens("ppd"),
     "hidden_transfer": _with_pseudo_tokens("hidden_transfer"),
-    "early_exit": _of_target,
-    "fewer_layers": _of_target,
-    "staged": _staged,
-    "rasd": _rasd,
-    "s2d": _s2d,
-    "combined": lambda context: Combined(context.drafter),
+    "early_exit": EARLY_EXIT,
+    "fewer_layers": FEWER_LAYERS,
+    "staged": STAGED,
+    "rasd": RASD,
+    "s2d": S2D_PART,
+    "combined": COMBINED,
     # Wraps a draft model with the target's tokenizer; the caller gives the engine any other.
-    "omnidraft": _omnidraft,
+    "omnidraft": DrafterPart(make=_omnidraft),
+}
+
+# The drafters that an engine makes itself, for the first request that uses them. Its caller gives
+# it the others (a draft model, a client).
+DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
+    name: part.make for name, part in DRAFTER_PARTS.items() if part.make is not None
 }
 
 COMMON_KNOBS = frozenset({"method", "acceptance", "length", "allow_lossy"})
+# Every method has these, too, with defaults of its own.
+SIZE_KNOBS = frozenset({"num_speculative_tokens", "node_budget"})
+
+
+def _all_knobs() -> Iterator[Knob[Any]]:
+    yield from (BRANCHING, DRAFT_SUPPORT)
+    parts: tuple[HasKnobs, ...] = (
+        *SHAPES.values(),
+        *LENGTHS.values(),
+        *ACCEPTANCE_RULES.values(),
+        *DEPTH_POLICIES.values(),
+        *DRAFTER_PARTS.values(),
+    )
+    for part in parts:
+        yield from part.knobs
+
+
+def _collect(knobs: Iterable[Knob[Any]]) -> Mapping[str, Knob[Any]]:
+    """The knobs by name.
+
+    Raises:
+        ValueError: two parts declare a knob of one name differently.
+    """
+    found: dict[str, Knob[Any]] = {}
+    for knob in knobs:
+        first = found.setdefault(knob.name, knob)
+        if knob.name in Knobs.model_fields or not first.is_same(knob):
+            raise ValueError(
+                f"knob {knob.name!r} is declared twice, with another type, bounds or help: share "
+                "one declaration, and change the default with `but`"
+            )
+    return found
+
+
+KNOBS: Mapping[str, Knob[Any]] = _collect(_all_knobs())
+"""The knobs of all parts; those that every method has are fields of :class:`Knobs`."""
 
 METHODS: Mapping[str, Method] = {
     method.name: method
@@ -385,7 +339,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 8},
         ),
         Method(
             name="pearl",
@@ -395,7 +349,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="pearl",
-            defaults={"num_speculative_tokens": 5, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 5},
         ),
         Method(
             name="omnidraft",
@@ -405,7 +359,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 8},
             uses=("draft_model",),
         ),
         Method(
@@ -416,7 +370,7 @@ METHODS: Mapping[str, Method] = {
             shape="kary",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 4, "node_budget": 14, "branching": 2},
+            defaults={"num_speculative_tokens": 4, "node_budget": 14},
         ),
         Method(
             name="draft_model_confidence",
@@ -426,7 +380,7 @@ METHODS: Mapping[str, Method] = {
             shape="confidence",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 5, "node_budget": 8, "branching": 4},
+            defaults={"num_speculative_tokens": 5, "node_budget": 8},
         ),
         Method(
             name="sequoia",
@@ -446,7 +400,7 @@ METHODS: Mapping[str, Method] = {
             shape="dyspec",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 6, "node_budget": 10, "branching": 4},
+            defaults={"num_speculative_tokens": 6, "node_budget": 10},
         ),
         Method(
             name="speculative_sampling",
@@ -457,12 +411,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="rejection",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 4,
-                "node_budget": None,
-                "branching": None,
-                "draft_support": 64,
-            },
+            defaults={"num_speculative_tokens": 4},
         ),
         Method(
             name="rsd_c",
@@ -472,12 +421,7 @@ METHODS: Mapping[str, Method] = {
             shape="rsd_c",
             acceptance="recursive_rejection",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": None,
-                "node_budget": None,
-                "branching_vector": (2, 2, 1, 1),
-                "draft_support": 64,
-            },
+            defaults={"branching_vector": (2, 2, 1, 1)},
         ),
         Method(
             name="rsd_s",
@@ -487,12 +431,7 @@ METHODS: Mapping[str, Method] = {
             shape="rsd_s",
             acceptance="recursive_rejection",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 4,
-                "node_budget": None,
-                "branching": 3,
-                "draft_support": 64,
-            },
+            defaults={"num_speculative_tokens": 4},
         ),
         Method(
             name="spectr",
@@ -502,12 +441,7 @@ METHODS: Mapping[str, Method] = {
             shape="iid",
             acceptance="k_seq",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 4,
-                "node_budget": None,
-                "branching": 3,
-                "draft_support": 64,
-            },
+            defaults={"num_speculative_tokens": 4},
         ),
         Method(
             name="block_verification",
@@ -518,12 +452,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="block",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 4,
-                "node_budget": None,
-                "branching": None,
-                "draft_support": 64,
-            },
+            defaults={"num_speculative_tokens": 4},
         ),
         Method(
             name="typical_acceptance",
@@ -533,13 +462,7 @@ METHODS: Mapping[str, Method] = {
             shape="kary",
             acceptance="typical",
             length="fixed",
-            defaults={
-                "num_speculative_tokens": 4,
-                "node_budget": 14,
-                "branching": 2,
-                "typical_epsilon": 0.09,
-                "typical_delta": 0.3,
-            },
+            defaults={"num_speculative_tokens": 4, "node_budget": 14},
         ),
         Method(
             name="prompt_lookup",
@@ -550,12 +473,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 10,
-                "node_budget": None,
-                "ngram_max": 3,
-                "ngram_min": 1,
-            },
+            defaults={"num_speculative_tokens": 10},
         ),
         Method(
             name="suffix_decoding",
@@ -565,14 +483,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 24,
-                "node_budget": None,
-                "use_tree": False,
-                "draft_per_match": 1.0,
-                "draft_offset": 0,
-                "min_token_prob": 0.1,
-            },
+            defaults={"num_speculative_tokens": 24},
         ),
         Method(
             name="suffix_decoding_tree",
@@ -582,14 +493,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 24,
-                "node_budget": 32,
-                "use_tree": True,
-                "draft_per_match": 1.0,
-                "draft_offset": 0,
-                "min_token_prob": 0.1,
-            },
+            defaults={"num_speculative_tokens": 24, "node_budget": 32, "use_tree": True},
         ),
         Method(
             name="suffix_decoding_hybrid",
@@ -599,16 +503,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 24,
-                "node_budget": None,
-                "use_tree": False,
-                "draft_per_match": 1.0,
-                "draft_offset": 0,
-                "min_token_prob": 0.1,
-                "min_score": 3.0,
-                "fallback_depth": 6,
-            },
+            defaults={"num_speculative_tokens": 24},
             uses=("draft_model",),
         ),
         Method(
@@ -620,13 +515,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 60,
-                "node_budget": None,
-                "min_match": 5,
-                "corpus_bias": 5,
-                "draft_per_match": 4.0,
-            },
+            defaults={"num_speculative_tokens": 60},
         ),
         Method(
             name="sam_token_recycling",
@@ -637,15 +526,7 @@ METHODS: Mapping[str, Method] = {
             shape="template",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 40,
-                "node_budget": 24,
-                "template": "token_recycling_80",
-                "min_match": 5,
-                "corpus_bias": 5,
-                "draft_per_match": None,
-                "fallback_depth": 6,
-            },
+            defaults={"num_speculative_tokens": 40, "node_budget": 24},
             needs=frozenset({Need.TREE_LOGITS}),
             uses=("token_recycling",),
         ),
@@ -657,11 +538,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 10,
-                "node_budget": None,
-                "min_match": 3,
-            },
+            defaults={"num_speculative_tokens": 10},
         ),
         Method(
             name="copyspec_draft_model",
@@ -671,12 +548,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 10,
-                "node_budget": None,
-                "min_match": 3,
-                "fallback_depth": 5,
-            },
+            defaults={"num_speculative_tokens": 10},
             uses=("draft_model",),
         ),
         Method(
@@ -689,7 +561,6 @@ METHODS: Mapping[str, Method] = {
             length="confidence",
             defaults={
                 "num_speculative_tokens": 15,
-                "node_budget": None,
                 "length_max": 15,
                 "stop_threshold": 0.2,
                 "min_match": 6,
@@ -706,11 +577,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 16,
-                "node_budget": None,
-                "min_match": MIN_MATCH,
-            },
+            defaults={"num_speculative_tokens": 16},
             reads_prediction=True,
         ),
         Method(
@@ -721,12 +588,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 16,
-                "node_budget": None,
-                "min_match": MIN_MATCH,
-                "fallback_depth": 5,
-            },
+            defaults={"num_speculative_tokens": 16},
             uses=("draft_model",),
             reads_prediction=True,
         ),
@@ -739,14 +601,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="tolerance",
             length="fixed",
-            defaults={
-                "num_speculative_tokens": 10,
-                "node_budget": None,
-                "ngram_max": 3,
-                "ngram_min": 1,
-                "tolerance_beta": 5,
-                "tolerance_tau": 3.0,
-            },
+            defaults={"num_speculative_tokens": 10, "tolerance_beta": 5, "tolerance_tau": 3.0},
         ),
         Method(
             name="lookahead",
@@ -756,14 +611,6 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": None,
-                "node_budget": None,
-                "window_size": 7,
-                "ngram_size": 5,
-                "pool_guesses": 7,
-                "pool_from_prompt": True,
-            },
             needs=frozenset({Need.TREE_LOGITS}),
             makes_trees=True,
         ),
@@ -776,7 +623,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 16, "node_budget": None},
+            defaults={"num_speculative_tokens": 16},
             needs=frozenset({Need.TREE_LOGITS}),
         ),
         Method(
@@ -788,7 +635,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 4, "node_budget": None},
+            defaults={"num_speculative_tokens": 4},
             needs=frozenset({Need.TREE_LOGITS}),
         ),
         Method(
@@ -800,11 +647,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 4,
-                "node_budget": None,
-                "parallel_tokens": None,
-            },
+            defaults={"num_speculative_tokens": 4},
             needs=frozenset({Need.TREE_LOGITS}),
         ),
         Method(
@@ -816,12 +659,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 32,
-                "node_budget": None,
-                "ngram_max": 4,
-                "ngram_min": 1,
-            },
+            defaults={"num_speculative_tokens": 32},
         ),
         Method(
             name="token_recycling",
@@ -832,11 +670,7 @@ METHODS: Mapping[str, Method] = {
             shape="template",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 6,
-                "node_budget": 24,
-                "template": "token_recycling_80",
-            },
+            defaults={"num_speculative_tokens": 6, "node_budget": 24},
             needs=frozenset({Need.TREE_LOGITS}),
             optional_needs=frozenset({Need.TREE_LOGITS}),
         ),
@@ -849,7 +683,7 @@ METHODS: Mapping[str, Method] = {
             shape="sequoia",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 6, "node_budget": 8, "ngram_max": 3},
+            defaults={"num_speculative_tokens": 6, "node_budget": 8},
             needs=frozenset({Need.TREE_LOGITS}),
         ),
         Method(
@@ -861,7 +695,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 5, "node_budget": 64, "search_iterations": 50},
+            defaults={"num_speculative_tokens": 5, "node_budget": 64},
         ),
         Method(
             name="staged",
@@ -872,14 +706,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 6,
-                "node_budget": 12,
-                "branching": None,
-                "stage_tokens": 4,
-                "ngram_max": 4,
-                "ngram_min": 2,
-            },
+            defaults={"num_speculative_tokens": 6, "node_budget": 12},
             uses=("draft_model",),
         ),
         Method(
@@ -891,12 +718,7 @@ METHODS: Mapping[str, Method] = {
             shape="confidence",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 6,
-                "node_budget": 10,
-                "branching": 4,
-                "prune_threshold": 0.01,
-            },
+            defaults={"num_speculative_tokens": 6, "node_budget": 10},
             uses=("draft_model",),
         ),
         Method(
@@ -907,12 +729,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "drafters": ("prompt_lookup", "draft_model"),
-                "num_speculative_tokens": 6,
-                "node_budget": 16,
-                "branching": None,
-            },
+            defaults={"num_speculative_tokens": 6, "node_budget": 16},
             uses=("prompt_lookup", "draft_model"),
         ),
         Method(
@@ -923,12 +740,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 3,
-                "node_budget": None,
-                "branching": None,
-                "exit_layer": None,
-            },
+            defaults={"num_speculative_tokens": 3},
             needs=frozenset({Need.SHARED_MODEL}),
         ),
         Method(
@@ -939,7 +751,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="del",
-            defaults={"num_speculative_tokens": 8, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 8},
             needs=frozenset({Need.SHARED_MODEL}),  # in some rounds also what its controller needs
         ),
         Method(
@@ -950,13 +762,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 6,
-                "node_budget": None,
-                "branching": None,
-                "exit_layers": None,
-                "exit_threshold": 0.6,
-            },
+            defaults={"num_speculative_tokens": 6},
             uses=("draft_model",),
         ),
         Method(
@@ -967,12 +773,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 3,
-                "node_budget": None,
-                "branching": None,
-                "speedup_ratio": 2.0,
-            },
+            defaults={"num_speculative_tokens": 3},
             needs=frozenset({Need.SHARED_MODEL}),
             depth_policy="unified",
         ),
@@ -984,7 +785,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="fixed",
-            defaults={"num_speculative_tokens": 0, "node_budget": 0, "speedup_ratio": 2.0},
+            defaults={"num_speculative_tokens": 0, "node_budget": 0},
             needs=frozenset({Need.SHARED_MODEL}),
             depth_policy="unified",
         ),
@@ -996,13 +797,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 3,
-                "node_budget": None,
-                "branching": None,
-                "min_layers": 0.4,
-                "max_layers": 0.8,
-            },
+            defaults={"num_speculative_tokens": 3},
             needs=frozenset({Need.SHARED_MODEL}),
             depth_policy="skipdecode",
         ),
@@ -1014,12 +809,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="fixed",
-            defaults={
-                "num_speculative_tokens": 0,
-                "node_budget": 0,
-                "min_layers": 0.4,
-                "max_layers": 0.8,
-            },
+            defaults={"num_speculative_tokens": 0, "node_budget": 0},
             needs=frozenset({Need.SHARED_MODEL}),
             depth_policy="skipdecode",
         ),
@@ -1031,13 +821,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={
-                "num_speculative_tokens": 3,
-                "node_budget": None,
-                "branching": None,
-                "depth_decay": 0.99,
-                "min_layers": 0.4,
-            },
+            defaults={"num_speculative_tokens": 3},
             needs=frozenset({Need.SHARED_MODEL}),
             depth_policy="d3",
         ),
@@ -1049,12 +833,7 @@ METHODS: Mapping[str, Method] = {
             shape=None,
             acceptance="coupled",
             length="fixed",
-            defaults={
-                "num_speculative_tokens": 0,
-                "node_budget": 0,
-                "depth_decay": 0.99,
-                "min_layers": 0.4,
-            },
+            defaults={"num_speculative_tokens": 0, "node_budget": 0},
             needs=frozenset({Need.SHARED_MODEL}),
             depth_policy="d3",
         ),
@@ -1078,7 +857,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 3, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 3},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="blockwise",
         ),
@@ -1126,7 +905,7 @@ METHODS: Mapping[str, Method] = {
             shape="chain",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 7, "node_budget": None, "branching": None},
+            defaults={"num_speculative_tokens": 7},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="eagle",
         ),
@@ -1138,7 +917,7 @@ METHODS: Mapping[str, Method] = {
             shape="confidence",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 5, "node_budget": 8, "branching": 4},
+            defaults={"num_speculative_tokens": 5, "node_budget": 8},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="eagle",
         ),
@@ -1150,7 +929,7 @@ METHODS: Mapping[str, Method] = {
             shape="confidence",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 5, "node_budget": 8, "branching": 4},
+            defaults={"num_speculative_tokens": 5, "node_budget": 8},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="fspad",
         ),
@@ -1186,7 +965,7 @@ METHODS: Mapping[str, Method] = {
             shape="confidence",
             acceptance="coupled",
             length="goodput",
-            defaults={"num_speculative_tokens": 6, "node_budget": 10, "branching": 4},
+            defaults={"num_speculative_tokens": 6, "node_budget": 10},
             needs=frozenset({Need.LAYER_STATES}),
             head="moa",
         ),

@@ -16,10 +16,9 @@ from paceline.config import SpeculationConfig
 from paceline.methods import (
     ACCEPTANCE_RULES,
     COMMON_KNOBS,
-    LENGTH_KNOBS,
+    KNOBS,
     LENGTHS,
     METHODS,
-    SHAPE_KNOBS,
     SHAPES,
     VLLM_METHODS,
     Method,
@@ -60,14 +59,15 @@ def knobs_of(method: Method) -> dict[str, Any]:
     """The knobs of a method beside the common ones, with the values that it uses by default."""
     given = SpeculationConfig(method=method.name, allow_lossy=not method.lossless)
     config = resolve(given).config
-    names = (config.overrides().keys() | method.defaults.keys()) - COMMON_KNOBS
+    # A knob of the default shape, rule and controller; the others of those stand with the parts.
+    names = (config.overrides().keys() | method.knob_defaults.keys()) - COMMON_KNOBS
     fields = SpeculationConfig.model_fields
     return {name: getattr(config, name) for name in fields if name in names}
 
 
 def markdown() -> str:
     """The whole document, ending with a newline."""
-    blocks = [_INTRODUCTION, *_overview(), *_methods(), *_knobs(), *_parts()]
+    blocks = [_INTRODUCTION, *_overview(), *_methods(), *_knobs(), *_parts(), *_searched()]
     return "\n".join(blocks).rstrip("\n") + "\n"
 
 
@@ -145,14 +145,27 @@ def _parts() -> Iterator[str]:
     yield "## Parts to choose from\n"
     yield "A method with a shape can use another shape, and every method can use any rule and"
     yield "controller that fits. Each part has knobs:\n"
-    tables: tuple[tuple[str, Iterable[str], Mapping[str, Mapping[str, Any]]], ...] = (
-        ("shape", SHAPES, SHAPE_KNOBS),
-        ("acceptance", ACCEPTANCE_RULES, {}),
-        ("length", LENGTHS, LENGTH_KNOBS),
-    )
-    for part, known, knobs in tables:
-        rows = ((f"`{name}`", _with_defaults(knobs.get(name, {}))) for name in sorted(known))
+    tables = (("shape", SHAPES), ("acceptance", ACCEPTANCE_RULES), ("length", LENGTHS))
+    for part, known in tables:
+        rows = (
+            (f"`{name}`", _with_defaults({knob.name: knob.default for knob in known[name].knobs}))
+            for name in sorted(known)
+        )
         yield _table((f"`{part}`", "its knobs"), rows)
+
+
+def _searched() -> Iterator[str]:
+    yield "## What a sweep tries by itself\n"
+    yield "A field of a sweep's `space` may have the value `auto`; it then stands for these values"
+    yield "([tuning](tuning.md)). A sweep varies other knobs over the values that its file lists.\n"
+    yield _table(
+        ("knob", "values for `auto`"),
+        (
+            (f"`{knob.name}`", ", ".join(map(_shown, knob.search)))
+            for knob in KNOBS.values()
+            if knob.search
+        ),
+    )
 
 
 def _with_defaults(knobs: Mapping[str, Any]) -> str:
@@ -162,10 +175,10 @@ def _with_defaults(knobs: Mapping[str, Any]) -> str:
 
 def _meaning(knob: str) -> str:
     field = SpeculationConfig.model_fields[knob]
-    return f"{field.description} {_bounds(field.metadata)}".strip()
+    return f"{field.description} {bounds_in_words(field.metadata)}".strip()
 
 
-def _bounds(metadata: Iterable[Any]) -> str:
+def bounds_in_words(metadata: Iterable[Any]) -> str:
     """The bounds in pydantic's annotations, in words: "At least 0, at most 64."."""
     forms = {
         "ge": "at least {}",

@@ -6,31 +6,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.acceptance.base import AcceptanceRule, knobs_of, with_knobs
-from paceline.config import MAX_NODES, SpeculationConfig
+from paceline.acceptance.base import AcceptanceRule, with_knobs
+from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import LengthContext, LengthController
+from paceline.knobs import MAX_NODES, Knob, Knobs
+from paceline.lengths.base import (
+    LENGTH_MAX,
+    LengthContext,
+    LengthController,
+    LengthPart,
+    length_bounds,
+)
+from paceline.lengths.goodput import WhilePays
 from paceline.methods import (
     ACCEPTANCE_RULES,
     COMMON_KNOBS,
     DEPTH_POLICIES,
-    LENGTH_KNOBS,
+    DRAFTER_PARTS,
     LENGTHS,
     METHODS,
-    SHAPE_KNOBS,
     SHAPES,
-    UNGUARDED,
+    SIZE_KNOBS,
     VLLM_METHODS,
     Method,
-    template_paths,
-    while_pays,
 )
-from paceline.shapes.base import Shape
-from paceline.shapes.rsd_c import BranchingVector
+from paceline.shapes.base import BRANCHING, DRAFT_SUPPORT, Shape, ShapePart
 from paceline.types import DepthPolicy, Need
-
-# Wide enough to lose little acceptance, narrow enough to send over a network; any width is exact.
-DRAFT_SUPPORT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Plan:
     def depth_policy(self) -> DepthPolicy | None:
         """Which of the target's layers compute a token; None unless the method has a policy."""
         name = self.method.depth_policy
-        return DEPTH_POLICIES[name](self.config) if name else None
+        return DEPTH_POLICIES[name].make(self.config) if name else None
 
     @property
     def target_depth(self) -> DepthPolicy | None:
@@ -86,10 +87,10 @@ class Plan:
         """
         name = self.config.length or self.method.length
         context = context or LengthContext()
-        controller = LENGTHS[name](self.config, context)
+        controller = LENGTHS[name].make(self.config, context)
         if not self.guarded:
             return controller
-        return while_pays(controller, self.config, context)
+        return WhilePays(controller, length_bounds(self.config), self.config, context)
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:
@@ -107,28 +108,20 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
         raise InvalidArgument("method", config.method, allowed)
     given = config.overrides()
     parts = _parts(method, given, catalogue)
-    # A method made of others has their knobs as well; its own defaults override theirs.
-    defaults = {key: value for each in (*parts, method) for key, value in each.defaults.items()}
+    defaults = _defaults(method, parts)
     length = given.get("length", method.length)
     _one_of("length", length, LENGTHS)
-    if length == "del" and method.drafter != "early_exit":
-        exits = sorted(m.name for m in catalogue.values() if m.drafter == "early_exit")
-        raise InvalidArgument(
-            "length",
-            length,
-            f"{', '.join(sorted(LENGTHS.keys() - {'del'}))}; 'del' chooses the exit layer of a "
-            f"target that drafts for itself: {', '.join(exits)}",
-        )
+    _check_drafter(length, method, catalogue)
     acceptance = given.get("acceptance", method.acceptance)
     _one_of("acceptance", acceptance, ACCEPTANCE_RULES)
     rule = ACCEPTANCE_RULES[acceptance]
-    rule_knobs = _rule_knobs(rule, method)
     shape_name = given.get("shape", method.shape)
-    if method.shape is not None:
+    shape_part = None
+    if shape_name is not None and method.shape is not None:
         _one_of("shape", shape_name, SHAPES)
-    # A method without a shape refuses the knob ``shape`` below, whatever its value.
-    shape_knobs = SHAPE_KNOBS.get(shape_name, {}) if shape_name else {}
-    known = _known_knobs(method, defaults, length, rule_knobs, shape_knobs)
+        shape_part = SHAPES[shape_name]
+    knobs = _part_knobs(method, LENGTHS[length], rule, shape_part)
+    known = _known_knobs(method, defaults, LENGTHS[length], knobs)
     for key in given:
         if key not in known:
             raise InvalidArgument(
@@ -140,28 +133,24 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
         "shape": method.shape,
         "acceptance": method.acceptance,
         "length": method.length,
-        **{key: value for key, value in LENGTH_KNOBS[length].items() if value is not None},
-        **shape_knobs,
-        **rule_knobs,
-        **{key: value for key, value in defaults.items() if value is not None},
+        **{knob.name: knob.default for knob in knobs if knob.default is not None},
+        **{key: value for key, value in defaults.items() if value is not None and key in known},
         **given,
     }
     rule = with_knobs(rule, values)
     _check_rule(rule, values, method, parts)
-    if "ngram_min" in values and values["ngram_min"] > values["ngram_max"]:
-        raise InvalidArgument(
-            "ngram_min", values["ngram_min"], f"<= ngram_max ({values['ngram_max']})"
-        )
-    if "window_size" in values:
-        _fit_lookahead(values)
-    if shape_name:
-        _fit_shape(values, given, method)
-    longest = _set_length_bounds(values, LENGTH_KNOBS[length])
-    values.setdefault("node_budget", _default_nodes(values, longest))
+    for each in (*parts, method):
+        part = DRAFTER_PARTS.get(each.drafter)
+        if part is not None and part.fit is not None:
+            part.fit(values)
+    if shape_part is not None:
+        _fit_shape(values, given, method, shape_part)
+    longest = _set_length_bounds(values, LENGTHS[length])
+    values.setdefault("node_budget", _default_nodes(values, longest, shape_part))
     resolved = SpeculationConfig.model_validate(values)
-    shape = SHAPES[shape_name](resolved) if shape_name else None
+    shape = shape_part.make(resolved) if shape_part is not None else None
     if shape is not None and rule.draws not in shape.draws:
-        fitting = [n for n, make in SHAPES.items() if rule.draws in make(resolved).draws]
+        fitting = [n for n, part in SHAPES.items() if rule.draws in part.make(resolved).draws]
         raise InvalidArgument(
             "shape",
             shape_name,
@@ -169,28 +158,47 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
             + ", ".join(sorted(fitting)),
         )
     chosen = not {"length", "length_min"}.isdisjoint(given)
-    guarded = method.lossless and length not in UNGUARDED and not chosen
+    guarded = method.lossless and LENGTHS[length].guarded and not chosen
     return Plan(resolved, method, shape, rule, parts, guarded)
 
 
-def _rule_knobs(rule: AcceptanceRule, method: Method) -> dict[str, Any]:
-    knobs = knobs_of(rule)
-    if rule.draws.needs_q and method.shape is not None:
-        knobs["draft_support"] = DRAFT_SUPPORT
-    return knobs
+def _defaults(method: Method, parts: Sequence[Method]) -> dict[str, Any]:
+    """The knobs of a method's drafters, with defaults.
+
+    A method made of others has their knobs as well; its own defaults override theirs.
+    """
+    return {key: value for m in (*parts, method) for key, value in m.knob_defaults.items()}
+
+
+def _check_drafter(length: str, method: Method, catalogue: Mapping[str, Method]) -> None:
+    """Check that the controller works with the method's drafter."""
+    drafters = LENGTHS[length].drafters
+    if drafters is None or method.drafter in drafters:
+        return
+    others = (n for n, p in LENGTHS.items() if p.drafters is None or method.drafter in p.drafters)
+    methods = sorted(m.name for m in catalogue.values() if m.drafter in drafters)
+    raise InvalidArgument(
+        "length",
+        length,
+        f"{', '.join(sorted(others))}; {length!r} {LENGTHS[length].why}: {', '.join(methods)}",
+    )
+
+
+def _part_knobs(
+    method: Method, length: LengthPart, rule: AcceptanceRule, shape: ShapePart | None
+) -> tuple[Knob[Any], ...]:
+    """The knobs of a method's parts other than its drafter."""
+    drawn = (DRAFT_SUPPORT,) if rule.draws.needs_q and method.shape is not None else ()
+    return (*length.knobs, *(shape.knobs if shape is not None else ()), *rule.knobs, *drawn)
 
 
 def _known_knobs(
-    method: Method,
-    defaults: Mapping[str, Any],
-    length: str,
-    rule_knobs: Mapping[str, Any],
-    shape_knobs: Mapping[str, Any],
+    method: Method, defaults: Mapping[str, Any], length: LengthPart, knobs: Sequence[Knob[Any]]
 ) -> frozenset[str]:
-    known = COMMON_KNOBS | LENGTH_KNOBS[length].keys() | rule_knobs.keys() | defaults.keys()
+    known = COMMON_KNOBS | SIZE_KNOBS | defaults.keys() | {knob.name for knob in knobs}
     if method.shape is not None:
-        known |= {"shape", "branching"} | shape_knobs.keys()
-    return frozenset(known)
+        known |= {"shape", BRANCHING.name}  # a shape without branching ignores it
+    return frozenset(known - {knob.name for knob in length.decides})
 
 
 def known_knobs(
@@ -205,18 +213,12 @@ def known_knobs(
     method = catalogue.get(given["method"])
     if method is None:
         return frozenset()
-    parts = _parts(method, given, catalogue)
-    defaults = {key: value for each in (*parts, method) for key, value in each.defaults.items()}
+    length = LENGTHS.get(given.get("length", method.length), LENGTHS["fixed"])
     rule = ACCEPTANCE_RULES.get(given.get("acceptance", method.acceptance))
-    length = given.get("length", method.length)
-    shape = given.get("shape", method.shape)
-    return _known_knobs(
-        method,
-        defaults,
-        length if length in LENGTH_KNOBS else "fixed",
-        _rule_knobs(rule, method) if rule is not None else {},
-        SHAPE_KNOBS.get(shape, {}) if shape else {},
-    )
+    shape = SHAPES.get(given.get("shape", method.shape)) if method.shape is not None else None
+    knobs = _part_knobs(method, length, rule or ACCEPTANCE_RULES[method.acceptance], shape)
+    defaults = _defaults(method, _parts(method, given, catalogue))
+    return _known_knobs(method, defaults, length, knobs)
 
 
 def _check_rule(
@@ -260,15 +262,16 @@ def _parts(
     method: Method, given: Mapping[str, Any], catalogue: Mapping[str, Method]
 ) -> tuple[Method, ...]:
     """The methods of the drafters that a method merges; () for a method without the knob."""
-    if "drafters" not in method.defaults:
+    defaults = method.knob_defaults
+    if "drafters" not in defaults:
         return ()
-    names = tuple(given.get("drafters", method.defaults["drafters"]))
+    names = tuple(given.get("drafters", defaults["drafters"]))
     by_drafter: dict[str, Method] = {}
     for each in catalogue.values():  # a drafter's first method says which knobs it has
         # A head reads the states of its own draft, so it cannot be part of another one.
         if (
             each.drafter not in ("none", "client")
-            and "drafters" not in each.defaults
+            and "drafters" not in each.knob_defaults
             and not each.head
         ):
             by_drafter.setdefault(each.drafter, each)
@@ -287,47 +290,40 @@ def _parts(
     return parts
 
 
-def _fit_shape(values: dict[str, Any], given: Mapping[str, Any], method: Method) -> None:
+def _fit_shape(
+    values: dict[str, Any], given: Mapping[str, Any], method: Method, shape: ShapePart
+) -> None:
     """Drop the method's values for other shapes than the chosen one; set a fixed tree's depth."""
-    shape = values["shape"]
-    if shape != method.shape:
-        for knob in {"node_budget", "branching"} - given.keys():
-            values.pop(knob, None)
-        values |= {k: v for k, v in SHAPE_KNOBS[shape].items() if k not in given}
-    for knob in set().union(*SHAPE_KNOBS.values()) - SHAPE_KNOBS[shape].keys():
-        values.pop(knob, None)
+    own = {knob.name for knob in shape.knobs}
+    if values["shape"] != method.shape:
+        for name in {"node_budget", BRANCHING.name} - given.keys():
+            values.pop(name, None)
+        values |= {knob.name: knob.default for knob in shape.knobs if knob.name not in given}
+    for part in SHAPES.values():
+        for knob in part.knobs:
+            if knob.name not in own:
+                values.pop(knob.name, None)
     # If only a fallback uses the shape, the method's depth is that of its copies.
-    if "num_speculative_tokens" not in given and "fallback_depth" not in values:
-        if shape == "rsd_c":
-            values["num_speculative_tokens"] = len(values["branching_vector"])
-        if shape == "template":
-            values["num_speculative_tokens"] = max(map(len, template_paths(values["template"])))
+    if shape.depth and "num_speculative_tokens" not in given and "fallback_depth" not in values:
+        values["num_speculative_tokens"] = shape.depth(_unchecked(values))
 
 
-def _default_nodes(values: Mapping[str, Any], depth: int) -> int:
+def _default_nodes(values: Mapping[str, Any], depth: int, shape: ShapePart | None) -> int:
     """Default node budget of a draft that is ``depth`` deep."""
-    shape, width = values["shape"], values.get("branching", 1)
-    if depth == 0:
-        return 0
-    if shape == "kary":
-        return int(min(64, sum(width**level for level in range(1, depth + 1))))
-    if shape == "template":
-        nodes = sum(len(path) <= depth for path in template_paths(values["template"]))
-    elif shape == "rsd_c":
-        nodes = BranchingVector(values["branching_vector"][:depth]).num_nodes
-    elif shape in ("rsd_s", "iid"):
-        nodes = width * depth
-    elif shape in ("confidence", "dyspec", "sequoia"):
-        nodes = 3 * depth
-    else:
-        nodes = depth
-    return int(min(MAX_NODES, nodes))
+    if depth == 0 or shape is None:
+        return depth
+    return min(MAX_NODES, shape.nodes(_unchecked(values), depth))
 
 
-def _set_length_bounds(values: dict[str, Any], knobs: Mapping[str, Any]) -> int:
+def _unchecked(values: Mapping[str, Any]) -> Knobs:
+    """Values of which each was checked alone, for parts that complete them."""
+    return SpeculationConfig.model_construct(None, **values)
+
+
+def _set_length_bounds(values: dict[str, Any], length: LengthPart) -> int:
     """Fill in the bounds between which the controller chooses; returns the upper one."""
     depth: int = values.get("num_speculative_tokens") or 0
-    if "length_max" not in knobs:
+    if LENGTH_MAX.name not in {knob.name for knob in length.knobs}:
         return depth
     if depth == 0:  # AR, whatever the controller
         values["length_min"] = values["length_max"] = 0
@@ -336,20 +332,6 @@ def _set_length_bounds(values: dict[str, Any], knobs: Mapping[str, Any]) -> int:
     if shortest > longest:
         raise InvalidArgument("length_min", shortest, f"<= length_max ({longest})")
     return longest
-
-
-def _fit_lookahead(values: dict[str, Any]) -> None:
-    """Set the depth and nodes that lookahead decoding needs for its window and pool."""
-    window, size, guesses = (values[k] for k in ("window_size", "ngram_size", "pool_guesses"))
-    nodes = (window + guesses) * (size - 1)
-    if nodes > MAX_NODES:
-        raise InvalidArgument(
-            "window_size",
-            window,
-            f"(window_size + pool_guesses) * (ngram_size - 1) <= {MAX_NODES}, got {nodes}",
-        )
-    values.setdefault("num_speculative_tokens", window + size - 2)
-    values.setdefault("node_budget", nodes)
 
 
 def _one_of(field_name: str, value: Any, known: Mapping[Any, Any]) -> None:

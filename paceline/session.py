@@ -16,8 +16,8 @@ from paceline.tree import height
 from paceline.types import DepthPolicy, Draws, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
     from paceline.constraints import Constraint
+    from paceline.knobs import Knobs
     from paceline.lengths.base import LengthContext, LengthController
     from paceline.plan import Plan
     from paceline.shapes.base import Shape
@@ -187,7 +187,7 @@ class Session:
         return self.plan.method.drafter
 
     @property
-    def config(self) -> SpeculationConfig:
+    def config(self) -> Knobs:
         return self.plan.config
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.types import DepthPolicy, Draws, Need, StopRule
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
+    from paceline.knobs import Knobs
     from paceline.sampling import SamplingParams
 
 
@@ -68,7 +68,7 @@ class SessionView(TokensView, Protocol):
         ...
 
     @property
-    def config(self) -> SpeculationConfig:
+    def config(self) -> Knobs:
         """Every knob of its method, filled in."""
         ...
 

@@ -16,6 +16,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.base import Drafter, at_once
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
+from paceline.knobs import Knobs
 from paceline.methods import METHODS, Method
 from paceline.plan import resolve
 from paceline.request import Request
@@ -93,9 +94,9 @@ class DeviceDrafter(Drafter):
         self._drafter = drafter
         self._target = target
 
-    def check_knobs(self, config: SpeculationConfig) -> None:
+    def check_knobs(self, knobs: Knobs) -> None:
         """As the drafter's own."""
-        self._drafter.check_knobs(config)
+        self._drafter.check_knobs(knobs)
 
     def open(self, session: SessionView) -> None:
         self._drafter.open(session)

@@ -1,7 +1,8 @@
 """Generate the Python stubs of ``rpc/proto`` into ``rpc/gen``: ``python -m paceline.rpc.generate``.
 
-A knob of :class:`paceline.config.SpeculationConfig` that the message ``Speculation`` lacks is added
-to it first, with the next number; fields that are there are never touched. ``--check`` writes
+The message ``Speculation`` is derived from :class:`paceline.config.SpeculationConfig`: a field for
+each knob, with its help as the comment. A field keeps its number for ever; a new knob gets the next
+one, and the number of a knob that is gone stays reserved. ``--check`` writes
 nothing and fails when the committed files are not what this would write.
 Needs ``grpcio-tools`` and ``mypy-protobuf`` (in the extra ``dev``).
 """
@@ -19,7 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from pydantic import BaseModel
+
 from paceline.config import SpeculationConfig
+from paceline.methods_table import bounds_in_words
 
 ROOT = Path(__file__).resolve().parent
 PROTO = ROOT / "proto"
@@ -28,6 +32,7 @@ COMMON = PROTO / "paceline" / "v1" / "common.proto"
 
 _SPECULATION = re.compile(r"message Speculation \{\n.*?\n\}\n", re.DOTALL)
 _FIELD = re.compile(r"^  (?:optional|repeated) \w+ (\w+) = (\d+);$", re.MULTILINE)
+_RESERVED = re.compile(r"^  reserved ([\d, ]+);$", re.MULTILINE)
 _SCALARS = {bool: "bool", int: "int32", float: "double", str: "string"}
 
 # protoc derives Python imports from proto paths, so `import "paceline/v1/common.proto"` becomes an
@@ -35,24 +40,29 @@ _SCALARS = {bool: "bool", int: "int32", float: "double", str: "string"}
 _IMPORT = re.compile(r"^(from|import) paceline\.v1\b", re.MULTILINE)
 
 
-def with_all_knobs(proto: str) -> str:
-    """``common.proto`` with a field for every knob that the message Speculation lacks."""
+def with_all_knobs(proto: str, schema: type[BaseModel] = SpeculationConfig) -> str:
+    """``common.proto`` with the message Speculation that ``schema`` asks for."""
     found = _SPECULATION.search(proto)
     if found is None:
         raise SystemExit(f"{COMMON} has no message Speculation")
     message = found.group()
-    present = {name: int(number) for name, number in _FIELD.findall(message)}
-    number = max(present.values(), default=0)
-    added = []
-    for name, field in SpeculationConfig.model_fields.items():
-        if name not in present:
-            number += 1
-            comment = textwrap.wrap(field.description or name, 95)
-            added += [f"  // {line}" for line in comment]
-            added.append(f"  {_proto_type(name, field.annotation)} {name} = {number};")
-    if not added:
-        return proto
-    return proto.replace(message, "\n".join([message.removesuffix("}\n").rstrip(), *added, "}\n"]))
+    numbers = {name: int(number) for name, number in _FIELD.findall(message)}
+    gone = {int(n) for line in _RESERVED.findall(message) for n in line.split(",")}
+    gone |= {numbers.pop(name) for name in numbers.keys() - schema.model_fields.keys()}
+    following = max({*numbers.values(), *gone}, default=0) + 1
+    for name in schema.model_fields:
+        if name not in numbers:
+            numbers[name] = following
+            following += 1
+    lines = ["message Speculation {"]
+    if gone:
+        lines.append(f"  reserved {', '.join(map(str, sorted(gone)))};")
+    for name, number in sorted(numbers.items(), key=lambda item: item[1]):
+        field = schema.model_fields[name]
+        text = f"{field.description or name} {bounds_in_words(field.metadata)}".strip()
+        lines += [f"  // {line}" for line in textwrap.wrap(text, 95)]
+        lines.append(f"  {_proto_type(name, field.annotation)} {name} = {number};")
+    return proto.replace(message, "\n".join([*lines, "}\n"]))
 
 
 def _proto_type(knob: str, annotation: Any) -> str:

@@ -17,6 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
+from paceline.knobs import Knobs
 from paceline.numerics import Fingerprint, check_mismatch, mismatch
 from paceline.rpc.gen.paceline.v1 import common_pb2
 from paceline.sampling import SamplingParams
@@ -117,7 +118,7 @@ def speculation_from_message(message: common_pb2.Speculation) -> SpeculationConf
     return parse_speculation({name: _list_in(value) for name, value in values.items()})
 
 
-def speculation_to_message(config: SpeculationConfig) -> common_pb2.Speculation:
+def speculation_to_message(config: Knobs) -> common_pb2.Speculation:
     """How to speculate, for the wire.
 
     A knob that can be a text or a list has a string field, which holds a list as JSON.

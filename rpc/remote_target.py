@@ -48,6 +48,7 @@ from paceline.errors import (
     ResourceExhausted,
     SessionNotFound,
 )
+from paceline.lengths.base import LENGTH_MAX
 from paceline.models.base import PseudoTokens
 from paceline.numerics import check_mismatch
 from paceline.rpc.client import open_channel
@@ -446,7 +447,7 @@ class _Link:
 
     def _draft_limits(self) -> common_pb2.Speculation:
         config = self.session.config
-        depth = max(config.num_speculative_tokens or 0, config.length_max or 0)
+        depth = max(config.num_speculative_tokens or 0, config[LENGTH_MAX] or 0)
         return speculation_to_message(
             SpeculationConfig(
                 method="client",

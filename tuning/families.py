@@ -15,8 +15,10 @@ budget and the static shape of the draft. There are three kinds of recordings:
     For drafters that make whole drafts: they are asked for a draft of every budget. Where another
     drafter drafts when they find nothing, its own recording says what.
 
-Rows that learn from what was drafted and rejected, rules that accept by chance and rules that are
-not lossless have no recording: :func:`why_not` says so.
+Which kind a drafter has, and which knobs change what a round costs, is declared beside the drafter
+(:class:`paceline.drafters.base.DrafterPart`, :class:`paceline.knobs.Knob`). Methods that learn from
+what was drafted and rejected, rules that accept by chance and rules that are not lossless have no
+recording: :func:`why_not` says so.
 """
 
 from __future__ import annotations
@@ -26,42 +28,45 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from paceline.config import SpeculationConfig
-from paceline.methods import METHODS, SHAPE_KNOBS, length_bounds
+from paceline.drafters.base import FALLBACK_DEPTH, RELAY_TOKENS
+from paceline.knobs import Knobs
+from paceline.lengths.base import length_bounds
+from paceline.methods import (
+    ACCEPTANCE_RULES,
+    DRAFTER_PARTS,
+    KNOBS,
+    LENGTHS,
+    METHODS,
+    SHAPES,
+    SIZE_KNOBS,
+)
+from paceline.models.exits import EXIT_LAYER
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
+from paceline.shapes.base import BRANCHING, DRAFT_SUPPORT
 from paceline.shapes.kary import chain
 from paceline.types import Budget
 
 Kind: TypeAlias = Literal["ranks", "order", "drafts"]
 
-# What one of these proposes after a token depends on the tokens before it, whether they are
-# committed or drafted.
-PREFIX_ONLY = frozenset({"draft_model", "early_exit", "s2d", "staged"})
-_EXPANDING = PREFIX_ONLY | {"fewer_layers"}  # and every head that shapes expand
-# Asking one of these twice gives the same draft, and nothing comes of a draft's rejection.
-_LOOKUP = frozenset(
-    {"prompt_lookup", "suffix", "sam", "copyspec", "aggressive", "predicted_outputs"}
-)
-_HYBRID = {  # lookups with a fallback: the methods that do either alone
-    "suffix_or_draft_model": ("suffix_decoding", "draft_model"),
-    "copyspec_or_draft_model": ("copyspec", "draft_model"),
-    "predicted_outputs_or_draft_model": ("predicted_outputs", "draft_model"),
-}
-COMPOSITE = frozenset({"rasd", "combined"})  # models take part, so every question costs
-REMEMBERING = frozenset({"suffix", "suffix_or_draft_model", "sam"}) | COMPOSITE
-_DYNAMIC = frozenset({"confidence", "dyspec", "rsd_s"})
+PREFIX_ONLY = frozenset(n for n, part in DRAFTER_PARTS.items() if part.replay == "prefix")
+COMPOSITE = frozenset(n for n, part in DRAFTER_PARTS.items() if part.replay == "composite")
+REMEMBERING = frozenset(n for n, part in DRAFTER_PARTS.items() if part.remembers)
 
-_LENGTH_KNOBS = frozenset(
-    {"num_speculative_tokens", "node_budget", "length", "length_min", "length_max",
-     "stop_threshold", "allow_lossy"}
-)  # fmt: skip
-SHAPING_KNOBS = frozenset({"shape", "branching"}.union(*SHAPE_KNOBS.values()))
-_RULE_KNOBS = frozenset({"acceptance", "draft_support"})
+_DRAFTER_KNOBS = frozenset(knob.name for part in DRAFTER_PARTS.values() for knob in part.knobs)
+_LENGTH_KNOBS = (
+    SIZE_KNOBS
+    | {"length", "allow_lossy"}
+    | {knob.name for part in LENGTHS.values() for knob in part.knobs}
+) - _DRAFTER_KNOBS
+SHAPING_KNOBS = frozenset({"shape", BRANCHING.name}).union(
+    knob.name for part in SHAPES.values() for knob in part.knobs
+)
+_RULE_KNOBS = frozenset({"acceptance", DRAFT_SUPPORT.name}).union(
+    knob.name for rule in ACCEPTANCE_RULES.values() for knob in rule.knobs
+)
 # Beside the drafter's own code and the size of a draft, what makes a round cheap or dear.
-_COST_KNOBS = frozenset(
-    {"shape", "exit_layers", "exit_threshold", "speedup_ratio", "min_layers", "max_layers",
-     "depth_decay", "drafters", "stage_tokens", "use_tree"}
-)  # fmt: skip
+_COST_KNOBS = frozenset({"shape"}).union(name for name, knob in KNOBS.items() if knob.costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +119,12 @@ def why_not(plan: Plan, params: SamplingParams) -> str | None:
         return None
     if params.temperature > 0 and rule.name != "coupled":
         return f"rule {rule.name!r} accepts by chance above temperature 0"
-    if plan.config.length not in ("fixed", "goodput"):
+    if not LENGTHS[str(plan.config.length)].replayable:
         return f"controller {plan.config.length!r} chooses lengths from what it sees"
-    if plan.config.relay_tokens:
+    if plan.config[RELAY_TOKENS]:
         return "what it copies behind a draft depends on where that ends"
-    names = {part.drafter for part in plan.parts} | {method.drafter}
-    replayable = _EXPANDING | _LOOKUP | _HYBRID.keys() | COMPOSITE
-    if any(name not in replayable for name in names) and not _is_head(plan):
+    drafters = [DRAFTER_PARTS[m.drafter] for m in (method, *plan.parts)]
+    if any(part.replay is None and part.halves is None for part in drafters):
         return "what it drafts depends on what was drafted before"
     return None
 
@@ -128,12 +132,6 @@ def why_not(plan: Plan, params: SamplingParams) -> str | None:
 def is_ar(plan: Plan) -> bool:
     """Whether a configuration never drafts."""
     return plan.method.drafter == "none" or plan.config.num_speculative_tokens == 0
-
-
-def _is_head(plan: Plan) -> bool:
-    """Whether a trained head drafts that a shape expands."""
-    method = plan.method
-    return method.head is not None and method.shape is not None
 
 
 def parts_of(plan: Plan) -> list[FamilyPart]:
@@ -146,46 +144,52 @@ def parts_of(plan: Plan) -> list[FamilyPart]:
     if config.length == "goodput":
         bounds = length_bounds(config)
         budgets = [bounds.budget(d) for d in range(max(1, bounds.shortest), bounds.longest + 1)]
-        if config.shape == "dyspec":  # a recording for each depth would cost too much
+        if _depth_changes_nodes(config):  # a recording for each depth would cost too much
             budgets = budgets[-1:]
     return [_part(plan, budget) for budget in budgets]
+
+
+def _depth_changes_nodes(config: Knobs) -> bool:
+    return config.shape is not None and SHAPES[config.shape].depth_changes_nodes
 
 
 def _part(plan: Plan, budget: Budget) -> FamilyPart:
     drafter, config = plan.method.drafter, plan.config
     kind: Kind = "drafts"
     dropped = set(_LENGTH_KNOBS)
-    if drafter in _HYBRID:
-        dropped |= SHAPING_KNOBS | {"fallback_depth"}
-    elif drafter in _EXPANDING or _is_head(plan):
+    part = DRAFTER_PARTS[drafter]
+    if part.halves is not None:
+        dropped |= SHAPING_KNOBS | {FALLBACK_DEPTH.name}
+    elif part.replay in ("prefix", "tree"):
         dropped |= SHAPING_KNOBS | _RULE_KNOBS
-        kind = "order" if config.shape in _DYNAMIC else "ranks"
+        kind = "order" if SHAPES[str(config.shape)].nodes_compete else "ranks"
         if kind == "order":
             dropped -= {"shape", "branching"}
     knobs = config.overrides()
     del knobs["method"]
     kept = {name: value for name, value in sorted(knobs.items()) if name not in dropped}
     told = {"drafter": drafter, "policy": plan.method.depth_policy, **kept}
-    if config.shape == "dyspec" and kind == "order":
-        told["depth"] = budget.depth  # which nodes a smaller tree has instead is not recorded
+    if _depth_changes_nodes(config) and kind == "order":
+        told["depth"] = budget.depth
     words = [f"{name}={json.dumps(value)}" for name, value in kept.items() if name != "acceptance"]
     family = Family(json.dumps(told), kind, " ".join([plan.method.name, *words]))
-    if drafter in _HYBRID:
-        return _hybrid(plan, budget, family)
+    if part.halves is not None:
+        return _hybrid(plan, budget, part.halves, family)
     dear = {name: value for name, value in kept.items() if name in _COST_KNOBS}
-    dear |= {"drafter": drafter, "own_exit": config.exit_layer is not None}  # or the default
+    dear |= {"drafter": drafter, "own_exit": config[EXIT_LAYER] is not None}  # or the default
     if kind == "ranks":
         dear["chain"] = plan.shape == chain()
     group = " ".join(f"{name}={json.dumps(value)}" for name, value in dear.items())
     return FamilyPart(family, plan, budget, plan, group)
 
 
-def _hybrid(plan: Plan, budget: Budget, family: Family) -> FamilyPart:
-    lookup, fallback = (METHODS[name] for name in _HYBRID[plan.method.drafter])
+def _hybrid(plan: Plan, budget: Budget, halves: tuple[str, str], family: Family) -> FamilyPart:
+    lookup, fallback = (METHODS[name] for name in halves)
     knobs = with_budget(plan, budget).overrides()
-    own = {name: knobs[name] for name in lookup.defaults.keys() & knobs.keys()}
+    read = SIZE_KNOBS | lookup.knob_defaults.keys()
+    own = {name: knobs[name] for name in read & knobs.keys()}
     timed = resolve(SpeculationConfig.model_validate({"method": lookup.name, **own}))
-    depth = min(budget.depth, plan.config.fallback_depth or budget.depth)
+    depth = min(budget.depth, plan.config[FALLBACK_DEPTH] or budget.depth)
     shaped = {name: value for name, value in knobs.items() if name in SHAPING_KNOBS}
     other = SpeculationConfig(
         method=fallback.name, length="fixed", num_speculative_tokens=depth,

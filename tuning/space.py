@@ -2,8 +2,9 @@
 
 Any field of ``SpeculationConfig`` may stand under ``space``, and ``topology`` and ``dtype`` beside
 them. A field is part of a point only where its method has that knob, so a flat list of fields is
-a conditional space: no exit layer for a lookup drafter. ``when`` adds conditions of one's own.
-AR is always a point.
+a conditional space: no exit layer for a lookup drafter. ``when`` adds conditions of one's own, and
+``auto`` stands for the values that the knob's part proposes (:class:`paceline.knobs.Knob`). AR is
+always a point.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paceline.deployments.config import ModelConfig, VllmConfig
 from paceline.deployments.engines.rows import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.loading import DTYPES
-from paceline.methods import METHODS
+from paceline.methods import KNOBS, METHODS
 from paceline.model_names import KNOWN_NAMES, pin_model
 from paceline.plan import known_knobs, resolve
 from paceline.rpc.draft_service import served_with
@@ -509,6 +510,11 @@ def _parse_choice(name: str, value: Any) -> Choice:
     numeric = False
     values: list[Any]
     place = f"space.{name}"
+    if value == "auto" and name in KNOBS:
+        value = list(KNOBS[name].search)
+        if not value:
+            declared = ", ".join(sorted(knob.name for knob in KNOBS.values() if knob.search))
+            raise InvalidArgument(place, "auto", f"a list of values; `auto` is for {declared}")
     if isinstance(value, Mapping):
         allowed = "a value, a list of values, {min, max, step} or {values}, and `when` beside them"
         unknown = value.keys() - {"min", "max", "step", "values", "when"}

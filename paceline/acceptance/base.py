@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from paceline.exact_math import sum64
+from paceline.knobs import Knob
 from paceline.sampling import (
     Probs,
     Row,
@@ -108,14 +109,15 @@ class PathLogits:
 class AcceptanceRule(Protocol):
     """A pure function of a draft, the target's logits and the seed.
 
-    A rule with knobs is a frozen dataclass. Its fields have the knobs' names in SpeculationConfig
-    and their defaults; see :func:`knobs_of`.
+    A rule with knobs is a frozen dataclass that has a field for each of them, with the knob's name
+    and default.
 
     Attributes:
         name: the rule's name in the catalogue.
         lossless: the output's distribution (for coupled and greedy: the output) is the target's.
         chain_only: the rule refuses drafts with more than one branch.
         draws: how the rule wants the children of a node to be chosen.
+        knobs: those that the rule reads.
     """
 
     name: str
@@ -123,24 +125,18 @@ class AcceptanceRule(Protocol):
     chain_only: bool
     draws: Draws
 
+    @property
+    def knobs(self) -> tuple[Knob[Any], ...]: ...
+
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         """The accepted path (node indices from the root down) and the target's next token."""
         ...
 
 
-def knobs_of(rule: AcceptanceRule) -> dict[str, Any]:
-    """The rule's values for its knobs, by their names in SpeculationConfig."""
-    if not is_dataclass(rule):
-        return {}
-    return {field.name: getattr(rule, field.name) for field in fields(rule)}
-
-
 def with_knobs(rule: AcceptanceRule, values: Mapping[str, Any]) -> AcceptanceRule:
-    """The same rule, with the values that ``values`` has for its knobs."""
-    if not is_dataclass(rule):
-        return rule
-    changed: AcceptanceRule = replace(rule, **{k: values[k] for k in knobs_of(rule) if k in values})
-    return changed
+    """The same rule, with the values that ``values`` has for its knobs, by their names."""
+    changes = {knob.name: values[knob.name] for knob in rule.knobs if knob.name in values}
+    return replace(cast("Any", rule), **changes) if changes else rule
 
 
 def exact_match(

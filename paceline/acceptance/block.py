@@ -27,6 +27,7 @@ class BlockVerification:
     lossless = True
     chain_only = True
     draws = Draws.WITH_REPLACEMENT
+    knobs = ()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature == 0:

@@ -20,6 +20,7 @@ class Coupled:
     lossless = True
     chain_only = False
     draws = Draws.COUPLED
+    knobs = ()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         return exact_match(draft, target, target.token)

@@ -31,6 +31,7 @@ class KSeq:
     lossless = True
     chain_only = False
     draws = Draws.WITH_REPLACEMENT
+    knobs = ()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature == 0:

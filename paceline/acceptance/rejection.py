@@ -20,6 +20,7 @@ class Rejection:
     lossless = True
     chain_only = True
     draws = Draws.WITH_REPLACEMENT
+    knobs = ()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature == 0:

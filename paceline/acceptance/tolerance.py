@@ -14,18 +14,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.acceptance.base import PathLogits
+from paceline.knobs import Knob
 from paceline.sampling import Probs, gumbel, scaled_scores
 from paceline.tree import children
 from paceline.types import Acceptance, Draft, Draws
+
+BETA = Knob[int](
+    "tolerance_beta", int, 1,
+    "The rule `tolerance` accepts a token among this many best ones; 1 is exact.",
+    ge=1, le=1000, search=(1, 3, 5),
+)  # fmt: skip
+TAU = Knob[float](
+    "tolerance_tau", float, 0.0,
+    "The rule `tolerance` accepts scores up to this far below the best; 0 is exact.",
+    ge=0.0, le=1e6, search=(1.0, 3.0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Walk down to the best child as long as it is within the tolerance."""
 
-    tolerance_beta: int = 1
-    tolerance_tau: float = 0.0
+    tolerance_beta: int = BETA.default
+    tolerance_tau: float = TAU.default
 
+    knobs = (BETA, TAU)
     name = "tolerance"
     lossless = False
     chain_only = False

@@ -14,18 +14,31 @@ import numpy as np
 
 from paceline.acceptance.base import PathLogits, exact_match
 from paceline.exact_math import exp_of, log64, log_of, sum64
+from paceline.knobs import Knob
 from paceline.sampling import Probs
 from paceline.tree import children, path_to
 from paceline.types import Acceptance, Draft, Draws
+
+EPSILON = Knob[float](
+    "typical_epsilon", float, 0.09,
+    "Upper limit of the probability that the rule `typical` requires (epsilon).",
+    ge=0.0, le=1.0, search=(0.05, 0.09, 0.2),
+)  # fmt: skip
+DELTA = Knob[float](
+    "typical_delta", float, 0.3,
+    "The rule `typical` requires a probability above this times exp(-entropy), up to epsilon.",
+    ge=0.0, le=1e6, search=(0.1, 0.3, 0.6),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Typical:
     """Accept tokens that are likelier than a threshold that depends on the entropy."""
 
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
+    typical_epsilon: float = EPSILON.default
+    typical_delta: float = DELTA.default
 
+    knobs = (EPSILON, DELTA)
     name = "typical"
     lossless = False
     chain_only = False

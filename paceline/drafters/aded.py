@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, DrafterPart
+from paceline.knobs import Knob
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
@@ -93,6 +94,12 @@ class _State:
         self.random = random.Random(seed)
 
 
+SEARCH_ITERATIONS = Knob[int](
+    "search_iterations", int, 50, "Iterations of ADED's tree search in each round.",
+    ge=1, le=1000, search=(20, 50, 100), costs=True,
+)  # fmt: skip
+
+
 class Aded(Drafter):
     """A token tree from a search over trigrams; deterministic for a request and a table."""
 
@@ -127,8 +134,7 @@ class Aded(Drafter):
         for trigram in zip(latest, latest[1:], latest[2:], strict=False):
             state.gains[trigram] = min(HIGHEST_WEIGHT, state.gains.get(trigram, 0.0) + GAIN)
         successors = SessionTable(self.table, state.gains)
-        iterations = session.config.search_iterations
-        assert iterations is not None  # resolved
+        iterations = session.config[SEARCH_ITERATIONS]
         root = search(
             (latest[-2], latest[-1]), successors, iterations, budget.depth - 1, state.random
         )
@@ -258,3 +264,6 @@ def _trie(paths: Sequence[tuple[int, ...]], budget: Budget) -> Draft:
         return EMPTY_DRAFT
     parents, tokens = zip(*index, strict=True)
     return Draft(np.array(tokens, np.int64), np.array(parents, np.int32))
+
+
+ADED = DrafterPart(make=lambda context: Aded(TrigramTable()), knobs=(SEARCH_ITERATIONS,))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import NGRAM_MAX, NGRAM_MIN, Drafter, DrafterPart, fit_ngrams
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class AggressiveDecoding(Drafter):
 def _lengths(session: SessionView) -> range:
     """Lengths of the n-grams that are looked for, longest first."""
     config = session.config
-    assert config.ngram_min is not None  # resolved
-    assert config.ngram_max is not None
-    return range(config.ngram_max, config.ngram_min - 1, -1)
+    return range(config[NGRAM_MAX], config[NGRAM_MIN] - 1, -1)
 
 
 def _follow(state: _State, token_ids: Sequence[int]) -> None:
@@ -96,3 +94,11 @@ def _find(state: _State, session: SessionView) -> int | None:
                 # Shorter n-grams occur wherever a longer one does, so they are ambiguous as well.
                 return end if end >= 0 else None
     return None
+
+
+AGGRESSIVE = DrafterPart(
+    make=lambda context: AggressiveDecoding(),
+    knobs=(NGRAM_MAX.but(4), NGRAM_MIN),
+    fit=fit_ngrams,
+    replay="lookup",
+)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from paceline.acceptance.base import PathLogits
+from paceline.errors import InvalidArgument
+from paceline.knobs import MAX_DEPTH, Knob, Knobs
 from paceline.lengths.base import ConfidenceStop
 from paceline.sampling import argmax_rows, coupled_sample
 from paceline.shapes.kary import chain
@@ -27,12 +30,78 @@ from paceline.types import (
 )
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
+    import torch
+
     from paceline.models.base import PseudoTokens
     from paceline.models.heads.base import Head
     from paceline.shapes.base import Expander, Shape
     from paceline.target import ModelTarget
     from paceline.view import SessionView
+
+
+NGRAM_MAX = Knob[int](
+    "ngram_max", int, 3, "Longest suffix of the context to look up.",
+    ge=1, le=16, search=(2, 3, 4, 5),
+)  # fmt: skip
+NGRAM_MIN = Knob[int](
+    "ngram_min", int, 1, "Shortest suffix that prompt lookup looks up.", ge=1, le=16, search=(1, 2)
+)
+MIN_MATCH = Knob[int](
+    "min_match", int, 3, "Copy only if at least this many last tokens have occurred before.",
+    ge=1, le=64, search=(2, 3, 5, 8),
+)  # fmt: skip
+DRAFT_PER_MATCH = Knob[float | None](
+    "draft_per_match", float, None, "Most drafted tokens for each token of the match (alpha).",
+    ge=0.0, le=64.0, search=(1.0, 2.0, 4.0),
+)  # fmt: skip
+FALLBACK_DEPTH = Knob[int | None](
+    "fallback_depth", int, None, "Draft depth of a copying drafter's fallback.",
+    ge=0, le=MAX_DEPTH, search=(3, 5, 8),
+)  # fmt: skip
+RELAY_TOKENS = Knob[int](
+    "relay_tokens", int, 0,
+    "Most tokens to copy behind a fallback's draft whose last tokens have occurred before.",
+    ge=0, le=MAX_DEPTH, search=(0, 4, 8),
+)  # fmt: skip
+
+
+def fit_ngrams(values: dict[str, Any]) -> None:
+    """Check the bounds of drafters that look up n-grams.
+
+    Raises:
+        InvalidArgument: the shortest is longer than the longest.
+    """
+    shortest, longest = values[NGRAM_MIN.name], values[NGRAM_MAX.name]
+    if shortest > longest:
+        raise InvalidArgument(NGRAM_MIN.name, shortest, f"<= {NGRAM_MAX.name} ({longest})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterPart:
+    """A drafter as the catalogue lists it.
+
+    Attributes:
+        make: the drafter, for the first request of an engine that uses it; None: the engine's
+            caller provides it (a draft model, a client).
+        knobs: those that the drafter reads, with its defaults.
+        fit: checks values of knobs that depend on one another, and sets those that follow from
+            them.
+        replay: how a simulation can repeat the drafter's drafts from a recording. ``prefix``: a
+            shape expands it, and what follows a token depends on the tokens before it alone,
+            committed or drafted. ``tree``: a shape expands it, and what follows a node depends on
+            the node's ancestors. ``lookup``: it makes whole drafts, asking twice gives the same
+            one, and a rejection changes nothing. ``composite``: like ``lookup``, but models take
+            part, so asking costs. None: what it drafts depends on what was drafted before.
+        remembers: it drafts from earlier sessions, too.
+        halves: of a lookup with a fallback, the methods that do either alone.
+    """
+
+    make: Callable[[DrafterContext], Drafter] | None = None
+    knobs: tuple[Knob[Any], ...] = ()
+    fit: Callable[[dict[str, Any]], None] | None = None
+    replay: Literal["prefix", "tree", "lookup", "composite"] | None = None
+    remembers: bool = False
+    halves: tuple[str, str] | None = None
 
 
 class Drafter(ABC):
@@ -62,7 +131,7 @@ class Drafter(ABC):
     shadows: bool = False
     copies: bool = False
 
-    def check_knobs(self, config: SpeculationConfig) -> None:  # noqa: B027
+    def check_knobs(self, knobs: Knobs) -> None:  # noqa: B027
         """Check the knobs that depend on the models that are loaded.
 
         Raises:
@@ -169,6 +238,16 @@ def grow(
         for i, draft in zip(members, grown, strict=True):
             drafts[i] = draft
     return drafts
+
+
+def padded(logits: torch.Tensor, padding: int) -> torch.Tensor:
+    """A draft model's logits with ``padding`` impossible tokens behind; a negative number cuts.
+
+    Models of one family often pad the same vocabulary to different sizes.
+    """
+    import torch.nn.functional as F
+
+    return F.pad(logits, (0, padding), value=-math.inf) if padding else logits
 
 
 def greedy_chain_depth(
@@ -313,7 +392,7 @@ class LookupDrafter(Drafter, Generic[State]):
         """A fallback's draft of full length, continued with the tokens found after it."""
         size = min(limit.depth, limit.nodes)
         room = min(budget.depth, budget.nodes) - size
-        room = min(room, session.config.relay_tokens or 0)
+        room = min(room, session.config[RELAY_TOKENS])
         if room <= 0 or draft.num_nodes < size or not is_chain(draft.parent_indices):
             return draft
         drafted = draft.token_ids.tolist()
@@ -335,7 +414,7 @@ class LookupDrafter(Drafter, Generic[State]):
 
 
 def _shallow(session: SessionView, budget: Budget) -> Budget:
-    depth = session.config.fallback_depth
+    depth = session.config[FALLBACK_DEPTH]
     return budget if depth is None else replace(budget, depth=min(budget.depth, depth))
 
 

@@ -16,12 +16,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import Drafter, at_once, part_outcome
+from paceline.drafters.base import Drafter, DrafterPart, at_once, part_outcome
+from paceline.knobs import Knob
 from paceline.tree import merge
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.view import SessionView
+
+
+DRAFTERS = Knob[tuple[str, ...]](
+    "drafters", tuple[str, ...], ("prompt_lookup", "draft_model"),
+    "Drafters whose trees `combined` merges, in the order in which they draft.",
+    max_length=8, costs=True,
+)  # fmt: skip
 
 
 class Combined(Drafter):
@@ -38,8 +46,7 @@ class Combined(Drafter):
         self._states: dict[str, dict[str, Draft]] = {}  # session -> part -> draft, in order
 
     def open(self, session: SessionView) -> None:
-        names = session.config.drafters
-        assert names is not None  # resolved
+        names = session.config[DRAFTERS]
         self._states[session.session_id] = dict.fromkeys(names, EMPTY_DRAFT)
         try:
             for name in names:
@@ -98,3 +105,11 @@ class Combined(Drafter):
             if turn < len(state):
                 groups.setdefault(list(state)[turn], []).append(i)
         return groups
+
+
+COMBINED = DrafterPart(
+    make=lambda context: Combined(context.drafter),
+    knobs=(DRAFTERS,),
+    replay="composite",
+    remembers=True,
+)

@@ -13,7 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import LookupDrafter
+from paceline.drafters.base import (
+    FALLBACK_DEPTH,
+    MIN_MATCH,
+    RELAY_TOKENS,
+    DrafterPart,
+    LookupDrafter,
+)
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
@@ -53,7 +59,7 @@ class CopySpec(LookupDrafter[FirstOccurrences]):
     finds_chains = True
 
     def start(self, session: SessionView) -> FirstOccurrences:
-        gamma = session.config.min_match
+        gamma = session.config[MIN_MATCH]
         assert gamma is not None  # resolved
         state = FirstOccurrences(gamma)
         state.find(session.token_ids)  # index the prompt now, so that all rounds cost the same
@@ -70,3 +76,11 @@ class CopySpec(LookupDrafter[FirstOccurrences]):
     ) -> list[int]:
         place = state.find(session.token_ids, drafted)
         return [] if place is None else (session.token_ids[place : place + room] + drafted)[:room]
+
+
+COPYSPEC = DrafterPart(make=lambda context: CopySpec(), knobs=(MIN_MATCH,), replay="lookup")
+COPYSPEC_OR_DRAFT_MODEL = DrafterPart(
+    make=lambda context: CopySpec(context.drafter("draft_model")),
+    knobs=(MIN_MATCH, FALLBACK_DEPTH.but(5), RELAY_TOKENS),
+    halves=("copyspec", "draft_model"),
+)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from paceline.drafters.base import Drafter, greedy_chain_depth, stop_below
+from paceline.drafters.base import Drafter, greedy_chain_depth, padded, stop_below
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.models.llama import LlamaRunner
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
@@ -182,7 +181,7 @@ class DraftModel(Drafter):
         self.last_hidden = result.beside_logits(Need.HIDDEN_STATES)
         logits = result.logits
         # A negative padding cuts.
-        return F.pad(logits, (0, self._padding), value=-torch.inf) if self._padding else logits
+        return padded(logits, self._padding)
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Keep the KV entries of accepted, expanded nodes; later calls compute the missing ones."""

@@ -15,14 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from paceline.config import MAX_DEPTH
-from paceline.drafters.base import Drafter, target_tokens
+from paceline.drafters.base import Drafter, DrafterPart, target_tokens
+from paceline.knobs import MAX_DEPTH, Knob
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
     from paceline.view import SessionView
 
 Blocks = Literal["whole", "blocks", "hybrid"]
+
+
+PARALLEL_TOKENS = Knob[int | None](
+    "parallel_tokens", int, None,
+    "Generated tokens that hybrid Jacobi decoding refines in blocks before it continues as AR; "
+    "default: the length of the prompt.",
+    ge=1,
+)  # fmt: skip
 
 
 class Jacobi(Drafter):
@@ -73,7 +81,7 @@ class Jacobi(Drafter):
         config = session.config
         size = (config.num_speculative_tokens or 0) + 1
         done = session.length - session.prompt_length
-        if self._blocks == "hybrid" and done >= (config.parallel_tokens or session.prompt_length):
+        if self._blocks == "hybrid" and done >= (config[PARALLEL_TOKENS] or session.prompt_length):
             return 0
         return size - done % size - 1
 
@@ -83,3 +91,8 @@ class Jacobi(Drafter):
             later = range(len(outcome.token_ids) - 1, outcome.draft.num_nodes)
             guesses = target_tokens(session, outcome, later) if later else []
             self._states[session.session_id] = guesses
+
+
+JACOBI = DrafterPart(make=lambda context: Jacobi("whole"))
+GAUSS_SEIDEL = DrafterPart(make=lambda context: Jacobi("blocks"))
+HYBRID_JACOBI = DrafterPart(make=lambda context: Jacobi("hybrid"), knobs=(PARALLEL_TOKENS,))

@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, DrafterPart
+from paceline.errors import InvalidArgument
+from paceline.knobs import MAX_NODES, Knob
 from paceline.sampling import argmax_rows
 from paceline.tree import merge
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
@@ -32,6 +34,44 @@ if TYPE_CHECKING:
     from paceline.view import SessionView
 
 _MAX_KEYS = 8192  # first tokens that a pool remembers
+
+
+WINDOW_SIZE = Knob[int](
+    "window_size", int, 7, "Columns of the window of lookahead decoding (W).",
+    ge=1, le=32, search=(5, 7, 10),
+)  # fmt: skip
+NGRAM_SIZE = Knob[int](
+    "ngram_size", int, 5, "Tokens in each n-gram of lookahead decoding (N).",
+    ge=2, le=16, search=(3, 5, 7),
+)  # fmt: skip
+POOL_GUESSES = Knob[int](
+    "pool_guesses", int, 7,
+    "N-grams that lookahead decoding keeps and tries for each first token (G).",
+    ge=0, le=64, search=(5, 7, 10),
+)  # fmt: skip
+POOL_FROM_PROMPT = Knob[bool](
+    "pool_from_prompt", bool, True,
+    "Put the prompt's n-grams into the pool of lookahead decoding.",
+    search=(False, True),
+)  # fmt: skip
+
+
+def fit_lookahead(values: dict[str, Any]) -> None:
+    """Set the depth and nodes that the window and the pool need.
+
+    Raises:
+        InvalidArgument: they need more nodes than a draft may have.
+    """
+    window, size, guesses = (values[k.name] for k in (WINDOW_SIZE, NGRAM_SIZE, POOL_GUESSES))
+    nodes = (window + guesses) * (size - 1)
+    if nodes > MAX_NODES:
+        raise InvalidArgument(
+            WINDOW_SIZE.name,
+            window,
+            f"(window_size + pool_guesses) * (ngram_size - 1) <= {MAX_NODES}, got {nodes}",
+        )
+    values.setdefault("num_speculative_tokens", window + size - 2)
+    values.setdefault("node_budget", nodes)
 
 
 class NGramPool:
@@ -91,7 +131,7 @@ class Lookahead(Drafter):
         window, size, guesses = _sizes(session)
         state = self._states[session.session_id] = _State(NGramPool(guesses))
         ids = session.token_ids
-        if session.config.pool_from_prompt:
+        if session.config[POOL_FROM_PROMPT]:
             for end in range(size, len(ids) + 1):
                 state.pool.add(ids[end - size : end])
         # Any tokens will do to start with; those of the prompt are likely ones.
@@ -142,7 +182,11 @@ class Lookahead(Drafter):
 def _sizes(session: SessionView) -> tuple[int, int, int]:
     """W, N and G."""
     config = session.config
-    assert config.window_size is not None  # resolved
-    assert config.ngram_size is not None
-    assert config.pool_guesses is not None
-    return config.window_size, config.ngram_size, config.pool_guesses
+    return config[WINDOW_SIZE], config[NGRAM_SIZE], config[POOL_GUESSES]
+
+
+LOOKAHEAD = DrafterPart(
+    make=lambda context: Lookahead(),
+    knobs=(WINDOW_SIZE, NGRAM_SIZE, POOL_GUESSES, POOL_FROM_PROMPT),
+    fit=fit_lookahead,
+)

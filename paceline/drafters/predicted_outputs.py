@@ -13,13 +13,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import LookupDrafter
+from paceline.drafters.base import FALLBACK_DEPTH, MIN_MATCH, DrafterPart, LookupDrafter
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
     from paceline.view import SessionView
 
-MIN_MATCH = 2
+LEAST_MATCH = 2  # tokens; the default
 _LONGEST_MATCH = 16  # tokens that distinguish places
 _MOST_PLACES = 32  # nearest places that are compared
 
@@ -36,7 +36,7 @@ class Follower:
         num_matched: tokens of the output that came as predicted.
     """
 
-    def __init__(self, prediction: Sequence[int], min_match: int = MIN_MATCH) -> None:
+    def __init__(self, prediction: Sequence[int], min_match: int = LEAST_MATCH) -> None:
         self._prediction = tuple(prediction)
         self._min_match = min_match
         self._after: dict[tuple[int, ...], list[int]] = {}  # places after each gram, ascending
@@ -99,9 +99,8 @@ class PredictedOutputs(LookupDrafter[_State]):
     finds_chains = True
 
     def start(self, session: SessionView) -> _State:
-        min_match = session.config.min_match
-        assert min_match is not None  # resolved
-        return _State(Follower(session.prediction, min_match), session.prompt_length)
+        follower = Follower(session.prediction, session.config[MIN_MATCH])
+        return _State(follower, session.prompt_length)
 
     def find(self, session: SessionView, state: _State, budget: Budget) -> Draft | None:
         state.follower.extend(session.token_ids[state.seen :])
@@ -119,3 +118,13 @@ def method_with_prediction(default: str, methods: Iterable[str]) -> str:
     """
     combined = f"predicted_outputs_{default}"
     return combined if combined in set(methods) else "predicted_outputs"
+
+
+PREDICTED_OUTPUTS = DrafterPart(
+    make=lambda context: PredictedOutputs(), knobs=(MIN_MATCH.but(LEAST_MATCH),), replay="lookup"
+)
+PREDICTED_OUTPUTS_OR_DRAFT_MODEL = DrafterPart(
+    make=lambda context: PredictedOutputs(context.drafter("draft_model")),
+    knobs=(MIN_MATCH.but(LEAST_MATCH), FALLBACK_DEPTH.but(5)),
+    halves=("predicted_outputs", "draft_model"),
+)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import NGRAM_MAX, NGRAM_MIN, Drafter, DrafterPart, fit_ngrams
 from paceline.types import EMPTY_DRAFT, Budget, Draft
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class PromptLookup(Drafter):
 
     def open(self, session: SessionView) -> None:
         config = session.config
-        assert config.ngram_min is not None  # resolved
-        assert config.ngram_max is not None
-        self._indexes[session.session_id] = _SuffixIndex(config.ngram_min, config.ngram_max)
+        self._indexes[session.session_id] = _SuffixIndex(config[NGRAM_MIN], config[NGRAM_MAX])
 
     def close(self, session: SessionView) -> None:
         self._indexes.pop(session.session_id, None)
@@ -73,3 +71,11 @@ class PromptLookup(Drafter):
         if place is None:
             return EMPTY_DRAFT
         return Draft.chain(session.token_ids[place : place + count])
+
+
+PROMPT_LOOKUP = DrafterPart(
+    make=lambda context: PromptLookup(),
+    knobs=(NGRAM_MAX, NGRAM_MIN),
+    fit=fit_ngrams,
+    replay="lookup",
+)

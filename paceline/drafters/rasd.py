@@ -16,14 +16,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 
-from paceline.drafters.base import Drafter, DrafterContext, grow, part_outcome
+from paceline.drafters.base import Drafter, DrafterContext, DrafterPart, grow, part_outcome
 from paceline.errors import InvalidArgument
+from paceline.knobs import Knob
+from paceline.shapes.base import SparseRows
 from paceline.tree import merge, subset
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.shapes.base import Expander, Rows
     from paceline.view import SessionView
 
@@ -147,8 +150,15 @@ class _Watched:
         return rows
 
     def _keep(self, rows: Rows, keys: Sequence[tuple[str, Path]]) -> None:
-        if isinstance(rows, torch.Tensor):
+        if not isinstance(rows, SparseRows):
             self.rows.update(zip(keys, rows.float(), strict=True))
+
+
+PRUNE_THRESHOLD = Knob[float](
+    "prune_threshold", float, 0.01,
+    "`rasd` drops retrieved tokens to which the draft model gives less than this probability.",
+    ge=0.0, le=1.0, search=(0.003, 0.01, 0.03),
+)  # fmt: skip
 
 
 def prune(tree: Draft, known: dict[Path, torch.Tensor], threshold: float) -> Draft:
@@ -235,7 +245,7 @@ class Rasd(Drafter):
             known = {
                 p: row for (name, p), row in watched.rows.items() if name == session.session_id
             }
-            tree = prune(tree, known, session.config.prune_threshold or 0.0)
+            tree = prune(tree, known, session.config[PRUNE_THRESHOLD])
             drafts.append(_fuse(base, tree, budget, session.chain_only))
         return drafts
 
@@ -255,3 +265,6 @@ def _fuse(base: Draft, tree: Draft, budget: Budget, chain_only: bool) -> Draft:
         steps = tree.parent_indices == np.arange(-1, tree.num_nodes - 1)
         return subset(tree, np.arange(int(np.argmin([*steps, False]))))
     return merge([base, tree], budget.nodes)
+
+
+RASD = DrafterPart(make=Rasd, knobs=(PRUNE_THRESHOLD,), replay="composite", remembers=True)

@@ -15,18 +15,17 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
-from paceline.drafters.base import Drafter, DrafterContext, grow
+from paceline.drafters.base import Drafter, DrafterContext, DrafterPart, grow, padded
 from paceline.errors import InvalidArgument
+from paceline.knobs import Knob, Knobs
 from paceline.models.base import KVSequence, Segment
-from paceline.models.exits import check_exits
-from paceline.models.llama import LlamaRunner
+from paceline.models.exits import EXIT_LAYERS, check_exits
 from paceline.types import Budget, Draft, Outcome
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
+    import torch
+
     from paceline.view import SessionView
 
 PREFILL_CHUNK = 512
@@ -34,6 +33,13 @@ _NO_TOKENS = np.empty(0, np.int64)
 _NO_PARENTS = np.empty(0, np.int32)
 
 Path = tuple[int, ...]  # the tokens from the root's child down to a node
+
+EXIT_THRESHOLD = Knob[float](
+    "exit_threshold", float, 0.6,
+    "Least probability at which `s2d` takes a shallow sub-model's token; 0 always takes the "
+    "shallowest sub-model, 1 always the deepest.",
+    ge=0.0, le=1.0, search=(0.4, 0.6, 0.8), costs=True,
+)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +109,8 @@ class S2D(Drafter):
     """
 
     def __init__(self, context: DrafterContext) -> None:
+        from paceline.models.llama import LlamaRunner
+
         runner = getattr(context.drafter("draft_model"), "runner", None)
         if not isinstance(runner, LlamaRunner):
             raise InvalidArgument(
@@ -113,14 +121,15 @@ class S2D(Drafter):
         self._padding = context.vocab_size - runner.vocab_size
         self._states: dict[str, _State] = {}
 
-    def check_knobs(self, config: SpeculationConfig) -> None:
+    def check_knobs(self, knobs: Knobs) -> None:
         """Raises InvalidArgument for an exit that the draft model does not have."""
-        check_exits(config, self.runner.config.num_layers, "the draft model")
+        check_exits(knobs, self.runner.config.num_layers, "the draft model")
 
     def open(self, session: SessionView) -> None:
         config = session.config
-        threshold = config.exit_threshold or 0.0
-        exits = tuple(sorted(set(config.exit_layers or halvings(self.runner.config.num_layers))))
+        threshold = config[EXIT_THRESHOLD]
+        given = config[EXIT_LAYERS] or halvings(self.runner.config.num_layers)
+        exits = tuple(sorted(set(given)))
         if threshold == 0.0:
             exits = exits[:1]  # no later round needs the layers behind it
         elif threshold == 1.0:
@@ -202,8 +211,7 @@ class S2D(Drafter):
             unsure = [i for i, p in zip(unsure, chances, strict=True) if p < rows[i][0].threshold]
             if unsure:
                 logits[unsure] = self._deepen([rows[i] for i in unsure], stage)
-        # Models of one family often pad the same vocabulary differently; a negative padding cuts.
-        return F.pad(logits, (0, self._padding), value=-torch.inf) if self._padding else logits
+        return padded(logits, self._padding)
 
     def _deepen(self, rows: Sequence[tuple[_State, int]], stage: int) -> torch.Tensor:
         """Logits of ``rows`` from the exit number ``stage``."""
@@ -258,3 +266,6 @@ def halvings(num_layers: int) -> tuple[int, ...]:
         found.append(num_layers)
         num_layers //= 2
     return tuple(found[::-1])
+
+
+S2D_PART = DrafterPart(make=S2D, knobs=(EXIT_LAYERS, EXIT_THRESHOLD), replay="prefix")

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import Drafter, LookupDrafter
+from paceline.drafters.base import (
+    DRAFT_PER_MATCH,
+    FALLBACK_DEPTH,
+    MIN_MATCH,
+    Drafter,
+    DrafterPart,
+    LookupDrafter,
+)
+from paceline.knobs import Knob
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
@@ -110,6 +118,14 @@ class _State:
         self.cursors: list[Cursor] = []
 
 
+CORPUS_BIAS = Knob[int](
+    "corpus_bias", int, 5,
+    "A match in earlier outputs must be this many tokens longer than one in the session's own "
+    "tokens.",
+    ge=0, le=64, search=(0, 2, 5),
+)  # fmt: skip
+
+
 class SamDecoding(LookupDrafter[_State]):
     """A chain copied from the session's own tokens or from earlier outputs.
 
@@ -133,25 +149,24 @@ class SamDecoding(LookupDrafter[_State]):
 
     def find(self, session: SessionView, state: _State, budget: Budget) -> Draft | None:
         config = session.config
-        assert config.min_match is not None  # resolved
-        assert config.corpus_bias is not None
+        bias, least, factor = config[CORPUS_BIAS], config[MIN_MATCH], config[DRAFT_PER_MATCH]
         self._catch_up(session, state)
         own = state.own
         place, match = own.repeated, own.length[own.repeated]
         best = max(state.cursors, key=lambda cursor: cursor.length)
         copied = own
-        if best.length - config.corpus_bias > match:
+        if best.length - bias > match:
             best.settle()
-            copied, place, match = best.automaton, best.state, best.length - config.corpus_bias
-        if match < config.min_match:
+            copied, place, match = best.automaton, best.state, best.length - bias
+        if match < least:
             return None
         count = min(budget.depth, budget.nodes)
-        if config.draft_per_match is not None:
-            count = min(count, int(config.draft_per_match * match))
+        if factor is not None:
+            count = min(count, int(factor * match))
         while (
             copied is own
             and copied.after[place] + count > len(copied.tokens)
-            and copied.length[copied.link[place]] >= config.min_match
+            and copied.length[copied.link[place]] >= least
         ):
             place = copied.link[place]  # a shorter match may lie further back, with more after it
         tokens = copied.tokens[copied.after[place] : copied.after[place] + count]
@@ -176,3 +191,15 @@ class SamDecoding(LookupDrafter[_State]):
             self._corpora = [SuffixAutomaton(), self._corpora[0]]
         for token in [*output, _BORDER]:
             self._corpora[0].append(token)
+
+
+SAM = DrafterPart(
+    make=lambda context: SamDecoding(),
+    knobs=(MIN_MATCH.but(5), CORPUS_BIAS, DRAFT_PER_MATCH.but(4.0)),
+    replay="lookup",
+    remembers=True,
+)
+SAM_OR_TOKEN_RECYCLING = DrafterPart(
+    make=lambda context: SamDecoding(context.drafter("token_recycling")),
+    knobs=(MIN_MATCH.but(5), CORPUS_BIAS, DRAFT_PER_MATCH, FALLBACK_DEPTH.but(6)),
+)

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from paceline.drafters.base import Drafter, greedy_chain_depth, grow, stop_below
-from paceline.models.exits import check_exits, layers_of
+from paceline.drafters.base import Drafter, DrafterPart, greedy_chain_depth, grow, stop_below
+from paceline.models.exits import EXIT_LAYER, check_exits, layers_of
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
+    import torch
+
+    from paceline.knobs import Knobs
     from paceline.target import ModelTarget
     from paceline.view import SessionView
 
@@ -34,9 +34,9 @@ class SelfDrafter(Drafter):
         self._layers: dict[str, Sequence[int]] = {}  # of this round
         self._entries: dict[str, dict[int, int]] = {}  # KV entry of each node; -1 is the root's
 
-    def check_knobs(self, config: SpeculationConfig) -> None:
+    def check_knobs(self, knobs: Knobs) -> None:
         """Raises InvalidArgument for an exit that the target does not have."""
-        check_exits(config, self._target.num_layers, "the target")
+        check_exits(knobs, self._target.num_layers, "the target")
 
     def open(self, session: SessionView) -> None:
         """Nothing to prepare: the drafter keeps no state between rounds."""
@@ -48,7 +48,7 @@ class SelfDrafter(Drafter):
     def exit_layer(self, session: SessionView, budget: Budget) -> int:
         """The exit layer: the controller's if it sets one, else the request's."""
         default = max(1, self._target.num_layers // 3)
-        return budget.exit_layer or session.config.exit_layer or default
+        return budget.exit_layer or session.config[EXIT_LAYER] or default
 
     def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
@@ -104,3 +104,10 @@ class SelfDrafter(Drafter):
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Nothing: verification commits the entries."""
+
+
+EARLY_EXIT = DrafterPart(
+    make=lambda context: SelfDrafter(context.target), knobs=(EXIT_LAYER,), replay="prefix"
+)
+# A depth policy chooses the layers, by the place of the token.
+FEWER_LAYERS = DrafterPart(make=lambda context: SelfDrafter(context.target), replay="tree")

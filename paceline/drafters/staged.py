@@ -16,15 +16,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
-from paceline.drafters.base import Drafter, DrafterContext, grow
+from paceline.drafters.base import (
+    NGRAM_MAX,
+    NGRAM_MIN,
+    Drafter,
+    DrafterContext,
+    DrafterPart,
+    fit_ngrams,
+    grow,
+    padded,
+)
 from paceline.errors import InvalidArgument
+from paceline.knobs import Knob
 from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.types import Budget, Draft, Need, Outcome
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.view import SessionView
 
 PREFILL_CHUNK = 512
@@ -32,6 +42,12 @@ PREFILL_CHUNK = 512
 MAX_BEHIND = 8
 
 Path = tuple[int, ...]  # the tokens from the root's child down to a node
+
+
+STAGE_TOKENS = Knob[int](
+    "stage_tokens", int, 4, "Tokens that n-grams draft for the draft model in `staged`; 0: none.",
+    ge=0, le=16, search=(0, 2, 4, 8), costs=True,
+)  # fmt: skip
 
 
 class _Ngrams:
@@ -101,9 +117,7 @@ class Staged(Drafter):
 
     def open(self, session: SessionView) -> None:
         config = session.config
-        assert config.ngram_min is not None  # resolved
-        assert config.ngram_max is not None
-        ngrams = _Ngrams(config.ngram_min, config.ngram_max)
+        ngrams = _Ngrams(config[NGRAM_MIN], config[NGRAM_MAX])
         self._states[session.session_id] = _State(self.runner.new_sequence(), ngrams)
 
     def close(self, session: SessionView) -> None:
@@ -174,6 +188,8 @@ class Staged(Drafter):
 
     def _answer(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
         hidden = [state for _, state in rows if state is not None]
+        import torch
+
         self.last_hidden = torch.stack(hidden) if len(hidden) == len(rows) else None
         return torch.stack([logits for logits, _ in rows])
 
@@ -186,8 +202,8 @@ class Staged(Drafter):
         later = deepest - len(path)
         # Should all guesses fail, the nodes that are still to come need room as well.
         room = state.budget.nodes - (len(state.entries) - 1) - later
-        count = min(config.stage_tokens or 0, later, room)
-        longest = config.ngram_max or 1
+        count = min(config[STAGE_TOKENS], later, room)
+        longest = config[NGRAM_MAX]
         return state.ngrams.guess([*session.token_ids[-longest:], *path], count)
 
     @staticmethod
@@ -207,8 +223,7 @@ class Staged(Drafter):
         """Run a forward and keep the logits of each path (None: not needed)."""
         result = self.runner.forward(segments, self._wants)
         logits, hidden = result.logits, result.beside_logits(Need.HIDDEN_STATES)
-        if self._padding:  # models of one family often pad the same vocabulary differently
-            logits = F.pad(logits, (0, self._padding), value=-torch.inf)
+        logits = padded(logits, self._padding)
         row = 0
         for session, paths in zip(sessions, computed, strict=True):
             for path in paths:
@@ -238,3 +253,11 @@ class Staged(Drafter):
     def _commit(self, state: _State, kept: list[int]) -> None:
         self.runner.commit(state.sequence, kept)
         state.forget()
+
+
+STAGED = DrafterPart(
+    make=Staged,
+    knobs=(STAGE_TOKENS, NGRAM_MAX.but(4), NGRAM_MIN.but(2)),
+    fit=fit_ngrams,
+    replay="prefix",
+)

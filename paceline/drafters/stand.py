@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from paceline.drafters.base import Drafter, grow
+from paceline.drafters.base import NGRAM_MAX, Drafter, DrafterPart, grow
 from paceline.shapes.base import SparseRows
 from paceline.types import Budget, Draft, FloatArray, IntArray, Need, Outcome
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.view import SessionView
 
 NGram = tuple[int, ...]
@@ -193,6 +194,8 @@ class Stand(Drafter):
         for row, context in enumerate(self._unread):
             ngrams += [context[start:] for start in range(len(context))]
             rows += [row] * len(context)
+        import torch
+
         logits = torch.cat(self._unread_logits).float()
         self._unread, self._unread_logits = [], []
         top = torch.topk(logits, min(self._table.width, logits.shape[1]))
@@ -203,6 +206,7 @@ class Stand(Drafter):
 
 def _order(session: SessionView) -> int:
     """Length of the longest n-gram that the session learns and looks up."""
-    order = session.config.ngram_max
-    assert order is not None  # resolved
-    return order
+    return session.config[NGRAM_MAX]
+
+
+STAND = DrafterPart(make=lambda context: Stand(NGramTable(context.vocab_size)), knobs=(NGRAM_MAX,))

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from paceline.drafters.base import Drafter, LookupDrafter
+from paceline.drafters.base import (
+    DRAFT_PER_MATCH,
+    FALLBACK_DEPTH,
+    Drafter,
+    DrafterPart,
+    LookupDrafter,
+)
+from paceline.knobs import Knob
 from paceline.types import Budget, Draft
 
 if TYPE_CHECKING:
@@ -292,6 +299,28 @@ class SuffixTree:
             self._forget(child)
 
 
+DRAFT_OFFSET = Knob[int](
+    "draft_offset", int, 0, "Drafted tokens on top of `draft_per_match`.",
+    ge=0, le=64, search=(0, 1, 2),
+)  # fmt: skip
+MIN_TOKEN_PROB = Knob[float](
+    "min_token_prob", float, 0.1,
+    "Suffix decoding drafts only tokens with at least this estimated probability.",
+    ge=0.0, le=1.0, search=(0.05, 0.1, 0.3),
+)  # fmt: skip
+MIN_SCORE = Knob[float](
+    "min_score", float, 0.0,
+    "Least number of accepted tokens that a draft of suffix decoding must promise; otherwise the "
+    "fallback drafts.",
+    ge=0.0, le=256.0, search=(1.5, 3.0, 5.0),
+)  # fmt: skip
+USE_TREE = Knob[bool](
+    "use_tree", bool, False,
+    "Suffix decoding drafts a tree, best first, instead of a chain.",
+    search=(False, True), costs=True,
+)  # fmt: skip
+
+
 class SuffixDecoding(LookupDrafter[SuffixTree]):
     """The better draft of the session's own tree and of the tree of earlier outputs.
 
@@ -328,7 +357,7 @@ class SuffixDecoding(LookupDrafter[SuffixTree]):
         )
         longest = shared.longest_match(context)
         best = _best_of(shared, longest, lambda n: shared.locate(context, n), session, budget, best)
-        if best is None or not best.token_ids or best.score < (config.min_score or 0.0):
+        if best is None or not best.token_ids or best.score < config[MIN_SCORE]:
             return None
         if best.parents is None:
             return Draft.chain(best.token_ids)
@@ -361,9 +390,9 @@ def _best_of(
 ) -> Candidate | None:
     """The best draft after any of the suffixes of 1 to ``longest`` tokens, or ``best`` still."""
     config = session.config
-    factor, offset = config.draft_per_match or 0.0, config.draft_offset or 0
-    min_prob = config.min_token_prob or 0.0
-    tree_shaped = bool(config.use_tree) and not session.chain_only
+    factor, offset = config[DRAFT_PER_MATCH] or 0.0, config[DRAFT_OFFSET]
+    min_prob = config[MIN_TOKEN_PROB]
+    tree_shaped = config[USE_TREE] and not session.chain_only
     # The probabilities of a depth sum to 1 at most, so what bounds the depth bounds the score.
     cap = min(budget.depth, budget.nodes)
     bounds = [
@@ -385,3 +414,15 @@ def _best_of(
         if best is None or (candidate.score, length) > (best.score, chosen):
             best, chosen = candidate, length
     return best
+
+
+_KNOBS = (USE_TREE, DRAFT_PER_MATCH.but(1.0), DRAFT_OFFSET, MIN_TOKEN_PROB)
+SUFFIX = DrafterPart(
+    make=lambda context: SuffixDecoding(), knobs=_KNOBS, replay="lookup", remembers=True
+)
+SUFFIX_OR_DRAFT_MODEL = DrafterPart(
+    make=lambda context: SuffixDecoding(context.drafter("draft_model")),
+    knobs=(*_KNOBS, MIN_SCORE.but(3.0), FALLBACK_DEPTH.but(6)),
+    remembers=True,
+    halves=("suffix_decoding", "draft_model"),
+)

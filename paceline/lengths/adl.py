@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds
+from paceline.lengths.base import LENGTH_MAX, LENGTH_MIN, LengthBounds, LengthPart, length_bounds
 from paceline.tree import height
 from paceline.types import Budget, Load, Need, Outcome, StopRule
 
@@ -49,3 +49,9 @@ class AdaptiveDraftLength:
         whole = self._accepted >= self._generated - 0.5  # to the nearest token
         wanted = math.ceil(self._accepted) + (self._growth if whole else 1)
         self._depth = self._bounds.clip(wanted)
+
+
+ADL = LengthPart(
+    make=lambda knobs, context: AdaptiveDraftLength(length_bounds(knobs)),
+    knobs=(LENGTH_MIN.but(2), LENGTH_MAX.but(30)),
+)

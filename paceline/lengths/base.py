@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from paceline.errors import InvalidArgument
 from paceline.exact_math import weights64
+from paceline.knobs import MAX_DEPTH, Knob, Knobs
 from paceline.types import (
     Budget,
     DraftStep,
@@ -92,6 +93,21 @@ def depth_ahead(controller: LengthController, usual: int) -> int:
     return int(getattr(controller, "ahead", usual))
 
 
+LENGTH_MIN = Knob[int](
+    "length_min", int, 0, "Shortest draft that a controller may choose.", ge=0, le=MAX_DEPTH
+)
+# None: the method's ``num_speculative_tokens``.
+LENGTH_MAX = Knob[int | None](
+    "length_max", int, None, "Longest draft that a controller may choose.", ge=0, le=MAX_DEPTH
+)
+STOP_THRESHOLD = Knob[float](
+    "stop_threshold", float, 0.0,
+    "A controller ends a draft when acceptance is less likely than this (`confidence`, `disco`) or "
+    "a rejection is likelier than this (`specdecpp`).",
+    ge=0.0, le=1.0, search=(0.2, 0.4, 0.6, 0.8),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
     """The depths between which a controller chooses.
@@ -124,6 +140,20 @@ class LengthBounds:
             return (self.nodes,)
         least = min(2, self.nodes)
         return tuple(dict.fromkeys(max(least, self.nodes >> i) for i in range(4)))
+
+
+def length_bounds(knobs: Knobs) -> LengthBounds:
+    """The depths between which the controller of a method with these knobs chooses."""
+    start, nodes = knobs.num_speculative_tokens or 0, knobs.node_budget or 0
+    given = knobs[LENGTH_MAX]
+    longest = start if given is None else given
+    return LengthBounds(
+        start=start,
+        shortest=knobs[LENGTH_MIN],
+        longest=longest,
+        nodes=nodes,
+        is_tree=knobs.shape not in (None, "chain") or nodes > max(start, longest),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +205,32 @@ class LengthContext:
         self._shared.move_to_end(key)
         value: T = self._shared[key]
         return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthPart:
+    """A length controller as the catalogue lists it.
+
+    Attributes:
+        make: a controller for one session, from the knobs of its method.
+        knobs: those that the controller reads, with its defaults.
+        decides: knobs of the drafter that the controller sets in their place.
+        drafters: the drafters that it works with; None: all.
+        why: the reason why it works with no other, as the end of a sentence.
+        guarded: where the controller is a method's default and not the request's choice, it is
+            asked only while drafts give more tokens per second than AR. False for controllers that
+            stop drafting by themselves, and for fixed lengths.
+        replayable: its choices follow from the costs of drafts and how many of their tokens are
+            accepted, so a simulation can repeat them from a recording.
+    """
+
+    make: Callable[[Knobs, LengthContext], LengthController]
+    knobs: tuple[Knob[Any], ...] = ()
+    decides: tuple[Knob[Any], ...] = ()
+    drafters: frozenset[str] | None = None
+    why: str = ""
+    guarded: bool = True
+    replayable: bool = False
 
 
 MAX_SHARED = 64

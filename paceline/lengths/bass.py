@@ -11,11 +11,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds, LengthContext
+from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
+    LengthBounds,
+    LengthContext,
+    LengthPart,
+    length_bounds,
+)
 from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
+    from paceline.knobs import Knobs
     from paceline.view import SessionView
 
 START = 7
@@ -61,9 +68,7 @@ class Bass:
     needs: frozenset[Need] = frozenset()
     stop_rule: StopRule | None = None
 
-    def __init__(
-        self, bounds: LengthBounds, config: SpeculationConfig, context: LengthContext
-    ) -> None:
+    def __init__(self, bounds: LengthBounds, config: Knobs, context: LengthContext) -> None:
         self._bounds = bounds
         self._batch = context.shared(("bass", config), lambda: BatchLength(bounds))
 
@@ -73,3 +78,9 @@ class Bass:
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         if outcome.draft.num_nodes:
             self._batch.observe(outcome.num_accepted)
+
+
+BASS = LengthPart(
+    make=lambda knobs, context: Bass(length_bounds(knobs), knobs, context),
+    knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(32)),
+)

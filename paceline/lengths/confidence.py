@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import ConfidenceStop, LengthBounds
+from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
+    STOP_THRESHOLD,
+    ConfidenceStop,
+    LengthBounds,
+    LengthPart,
+    length_bounds,
+)
 from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
@@ -32,3 +40,9 @@ class Confidence:
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         pass
+
+
+CONFIDENCE = LengthPart(
+    make=lambda knobs, context: Confidence(length_bounds(knobs), knobs[STOP_THRESHOLD]),
+    knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(20), STOP_THRESHOLD.but(0.4)),
+)

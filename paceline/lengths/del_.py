@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.lengths.base import ConfidenceStop, LengthBounds, LengthContext
+from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
+    ConfidenceStop,
+    LengthBounds,
+    LengthContext,
+    LengthPart,
+    length_bounds,
+)
+from paceline.models.exits import EXIT_LAYER, EXIT_LAYERS
 from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
@@ -261,3 +270,12 @@ class Del:
 def _numpy(values: torch.Tensor) -> Floats:
     result: Floats = values.double().cpu().numpy()
     return result
+
+
+DEL = LengthPart(
+    make=lambda knobs, context: Del(length_bounds(knobs), knobs[EXIT_LAYERS], context),
+    knobs=(LENGTH_MIN, LENGTH_MAX, EXIT_LAYERS),
+    decides=(EXIT_LAYER,),
+    drafters=frozenset({"early_exit"}),
+    why="chooses the exit layer of a target that drafts for itself",
+)

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
+    STOP_THRESHOLD,
     LengthBounds,
     LengthContext,
+    LengthPart,
+    length_bounds,
     load_head,
     sigmoid,
 )
@@ -73,3 +78,9 @@ class Disco:
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         pass
+
+
+DISCO = LengthPart(
+    make=lambda knobs, context: Disco(length_bounds(knobs), knobs[STOP_THRESHOLD], context),
+    knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(20), STOP_THRESHOLD.but(0.5)),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.lengths.base import LengthPart
 from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
@@ -24,3 +25,12 @@ class FixedLength:
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         pass
+
+
+FIXED = LengthPart(
+    make=lambda knobs, context: FixedLength(
+        knobs.num_speculative_tokens or 0, knobs.node_budget or 0
+    ),
+    guarded=False,
+    replayable=True,
+)

@@ -19,19 +19,23 @@ from typing import TYPE_CHECKING
 
 from paceline.lengths.base import (
     COST_MEMORY,
+    LENGTH_MAX,
+    LENGTH_MIN,
     TRY_SHARE,
     LengthBounds,
     LengthContext,
     LengthController,
+    LengthPart,
     Line,
     depth_ahead,
+    length_bounds,
     rounds_for_a_try,
 )
 from paceline.tree import accepted_path
 from paceline.types import Budget, Load, Need, Outcome, RoundCosts, ShadowDraft, StopRule
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
+    from paceline.knobs import Knobs
     from paceline.view import SessionView
 
 Costs = Callable[[int, Load], float]  # seconds of a round with drafts of this depth
@@ -493,7 +497,7 @@ class _Sharing:
         name: str,
         bounds: LengthBounds,
         sizes: Sequence[int],
-        config: SpeculationConfig,
+        config: Knobs,
         context: LengthContext,
     ) -> None:
         self._bounds = bounds
@@ -683,9 +687,7 @@ class Goodput(_Sharing):
     needs: frozenset[Need] = frozenset()
     stop_rule: StopRule | None = None
 
-    def __init__(
-        self, bounds: LengthBounds, config: SpeculationConfig, context: LengthContext
-    ) -> None:
+    def __init__(self, bounds: LengthBounds, config: Knobs, context: LengthContext) -> None:
         super().__init__("goodput", bounds, bounds.sizes, config, context)
 
     def budget(self, session: SessionView, load: Load) -> Budget:
@@ -763,7 +765,7 @@ class WhilePays(_Sharing):
         self,
         inner: LengthController,
         bounds: LengthBounds,
-        config: SpeculationConfig,
+        config: Knobs,
         context: LengthContext,
     ) -> None:
         super().__init__("while pays", bounds, (bounds.nodes,), config, context)
@@ -824,3 +826,11 @@ class WhilePays(_Sharing):
         super().observe(outcome, draft_seconds, verify_seconds)
         if drafted:
             self._inner.observe(outcome, draft_seconds, verify_seconds)
+
+
+GOODPUT = LengthPart(
+    make=lambda knobs, context: Goodput(length_bounds(knobs), knobs, context),
+    knobs=(LENGTH_MIN, LENGTH_MAX),
+    guarded=False,
+    replayable=True,
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.lengths.base import LengthBounds
+from paceline.lengths.base import LENGTH_MAX, LENGTH_MIN, LengthBounds, LengthPart, length_bounds
 from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
@@ -34,3 +34,9 @@ class Heuristic:
         if outcome.draft.num_nodes:
             whole = outcome.num_accepted >= self._asked
             self._depth = self._bounds.clip(self._depth + (2 if whole else -1))
+
+
+HEURISTIC = LengthPart(
+    make=lambda knobs, context: Heuristic(length_bounds(knobs)),
+    knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(32)),
+)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.lengths.base import LengthBounds, LengthContext, load_head
+from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
+    LengthBounds,
+    LengthContext,
+    LengthPart,
+    length_bounds,
+    load_head,
+)
 from paceline.types import Budget, FloatArray, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
@@ -70,3 +78,9 @@ class LengthPredictor:
         hidden: FloatArray = states[row].float().cpu().numpy()
         predicted = self._head(hidden, outcome.next_token)
         self._depth = self._bounds.clip(round(predicted))
+
+
+LDLP = LengthPart(
+    make=lambda knobs, context: LengthPredictor(length_bounds(knobs), context),
+    knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(20)),
+)

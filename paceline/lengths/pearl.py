@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.lengths.base import LengthPart
 from paceline.types import Budget, Load, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
@@ -43,3 +44,8 @@ class Pearl:
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         self._works_beside = outcome.verification.verdict is not None
+
+
+PEARL = LengthPart(
+    make=lambda knobs, context: Pearl(knobs.num_speculative_tokens or 0, knobs.node_budget or 0)
+)

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
     LengthBounds,
     LengthContext,
+    LengthPart,
     Line,
+    length_bounds,
     rounds_for_a_try,
 )
 from paceline.tree import height
@@ -167,3 +171,10 @@ class RoundTrip:
         memory = ACCEPTANCE_MEMORY**tried
         self._accepted = memory * self._accepted + outcome.num_accepted
         self._tried = memory * self._tried + tried
+
+
+ROUND_TRIP = LengthPart(
+    make=lambda knobs, context: RoundTrip(length_bounds(knobs), context),
+    knobs=(LENGTH_MIN, LENGTH_MAX),
+    guarded=False,
+)

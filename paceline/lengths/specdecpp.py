@@ -16,8 +16,13 @@ import numpy as np
 
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
+    STOP_THRESHOLD,
     LengthBounds,
     LengthContext,
+    LengthPart,
+    length_bounds,
     load_head,
     sigmoid,
 )
@@ -94,3 +99,9 @@ class SpecDecPP:
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         pass
+
+
+SPECDECPP = LengthPart(
+    make=lambda knobs, context: SpecDecPP(length_bounds(knobs), knobs[STOP_THRESHOLD], context),
+    knobs=(LENGTH_MIN.but(2), LENGTH_MAX.but(20), STOP_THRESHOLD.but(0.7)),
+)

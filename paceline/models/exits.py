@@ -9,16 +9,48 @@ values. Prompts are computed by all layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from paceline.errors import InvalidArgument
+from paceline.knobs import Knob, Knobs
 from paceline.types import DepthPolicy
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculationConfig
     from paceline.view import SessionView
+
+EXIT_LAYER = Knob[int | None](
+    "exit_layer", int, None,
+    "How many of the target's first layers draft; default: a third of all.", ge=1,
+)  # fmt: skip
+EXIT_LAYERS = Knob[tuple[int, ...] | None](
+    "exit_layers", tuple[Annotated[int, Field(ge=1)], ...], None,
+    "Exit layers: of the target, for the controller `del` to choose from (default: evenly spread), "
+    "or of the draft model in `s2d` (default: its number of layers, halved again and again).",
+    max_length=32, costs=True,
+)  # fmt: skip
+SPEEDUP_RATIO = Knob[float](
+    "speedup_ratio", float, 2.0,
+    "Unified layer skipping keeps the number of the target's layers divided by this.",
+    ge=1.0, le=64.0, search=(1.5, 2.0, 3.0, 4.0), costs=True,
+)  # fmt: skip
+MIN_LAYERS = Knob[float](
+    "min_layers", float, 0.4,
+    "Least share of the layers that computes a token (`skipdecode`, `d3`).",
+    ge=0.0, le=1.0, search=(0.25, 0.4, 0.6), costs=True,
+)  # fmt: skip
+MAX_LAYERS = Knob[float](
+    "max_layers", float, 0.8, "Share of the layers for the first token (`skipdecode`).",
+    ge=0.0, le=1.0, search=(0.6, 0.8, 1.0), costs=True,
+)  # fmt: skip
+DEPTH_DECAY = Knob[float](
+    "depth_decay", float, 0.99,
+    "Factor by which D3 shrinks the number of layers with each further token.",
+    gt=0.0, le=1.0, search=(0.97, 0.99, 0.995), costs=True,
+)  # fmt: skip
 
 
 def layers_of(
@@ -112,12 +144,34 @@ def spread(count: int, num_layers: int) -> list[int]:
     return [round(i * (num_layers - 1) / (count - 1)) for i in range(count)]
 
 
-def check_exits(config: SpeculationConfig, num_layers: int, model: str) -> None:
+def check_exits(knobs: Knobs, num_layers: int, model: str) -> None:
     """Raises InvalidArgument for an exit that ``model`` does not have."""
-    exits = [("exit_layer", config.exit_layer)] if config.exit_layer is not None else []
-    exits += [(f"exit_layers[{i}]", layer) for i, layer in enumerate(config.exit_layers or ())]
+    one = knobs[EXIT_LAYER]
+    exits = [] if one is None else [(EXIT_LAYER.name, one)]
+    many = knobs[EXIT_LAYERS] or ()
+    exits += [(f"{EXIT_LAYERS.name}[{i}]", layer) for i, layer in enumerate(many)]
     for name, layer in exits:
         if not 1 <= layer <= num_layers:
             raise InvalidArgument(
                 name, layer, f"a layer of {model}, which has {num_layers}: 1 to {num_layers}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPart:
+    """A depth policy as the catalogue lists it: how to make it from knobs, and which it reads."""
+
+    make: Callable[[Knobs], DepthPolicy]
+    knobs: tuple[Knob[Any], ...]
+
+
+UNIFIED = PolicyPart(
+    make=lambda knobs: UnifiedLayerSkipping(knobs[SPEEDUP_RATIO]), knobs=(SPEEDUP_RATIO,)
+)
+SKIPDECODE = PolicyPart(
+    make=lambda knobs: SkipDecode(knobs[MIN_LAYERS], knobs[MAX_LAYERS]),
+    knobs=(MIN_LAYERS, MAX_LAYERS),
+)
+D3_PART = PolicyPart(
+    make=lambda knobs: D3(knobs[DEPTH_DECAY], knobs[MIN_LAYERS]), knobs=(DEPTH_DECAY, MIN_LAYERS)
+)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.exact_math import exp64, log_of, sum64, weights64
+from paceline.knobs import Knob, Knobs
 from paceline.sampling import (
     Probs,
     Row,
@@ -92,6 +93,44 @@ class Shape(Protocol):
     def build(
         self, expander: Expander, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft]: ...
+
+
+BRANCHING = Knob[int](
+    "branching", int, 1,
+    "Width of a tree: children of each node (`kary`; `dyspec`: at most), nodes expanded in a level "
+    "and children of each (`confidence`), beams (`rsd_s`) or sequences (`iid`).",
+    ge=1, le=16, search=(2, 3, 4),
+)  # fmt: skip
+# The default is wide enough to lose little acceptance, narrow enough to send over a network; any
+# width is exact.
+DRAFT_SUPPORT = Knob[int](
+    "draft_support", int, 64,
+    "How many of the most likely tokens a sampled draft is drawn from (rejection sampling).",
+    ge=1, le=4096,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapePart:
+    """A tree shape as the catalogue lists it.
+
+    Attributes:
+        make: the shape, from the knobs of a method.
+        nodes: the default node budget of a draft, from the knobs and its depth, at least 1.
+        knobs: those that the shape reads, with its defaults.
+        depth: the depth of the tree, if the shape's knobs determine it.
+        nodes_compete: which nodes a draft has depends on its budget and on the drafter's
+            probabilities, so a simulation needs the order in which the nodes were taken.
+        depth_changes_nodes: a shallower draft has other nodes, not just fewer, so a simulation
+            needs a recording of each depth.
+    """
+
+    make: Callable[[Knobs], Shape]
+    nodes: Callable[[Knobs, int], int]
+    knobs: tuple[Knob[Any], ...] = ()
+    depth: Callable[[Knobs], int] | None = None
+    nodes_compete: bool = False
+    depth_changes_nodes: bool = False
 
 
 class Level:
@@ -322,7 +361,7 @@ class TreeBuilder:
     def _draw(self, ids: IntArray | None, scores: Probs, position: int, count: int) -> Choices:
         """Draws from the truncated and renormalised q; the choices carry q for the rule."""
         support = np.flatnonzero(np.isfinite(scores))
-        limit = self.session.config.draft_support or len(scores)
+        limit = self.session.config[DRAFT_SUPPORT]
         if limit < len(support):
             # Not argpartition: which of several equals it takes depends on the processor.
             least = np.partition(scores[support], -limit)[-limit]

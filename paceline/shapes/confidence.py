@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.exact_math import log_of
-from paceline.shapes.base import Expander, Level, TreeBuilder, grow
+from paceline.shapes.base import BRANCHING, Expander, Level, ShapePart, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
@@ -72,3 +72,11 @@ class ConfidenceTree:
         """The ``count`` best nodes. A parent's value is never below its child's, and it comes
         earlier, so the parents of kept nodes are kept."""
         return sorted(nodes, key=lambda node: -tree.values[node][0])[: max(0, count)]
+
+
+CONFIDENCE = ShapePart(
+    make=lambda knobs: ConfidenceTree(knobs[BRANCHING]),
+    nodes=lambda knobs, depth: 3 * depth,
+    knobs=(BRANCHING.but(4),),
+    nodes_compete=True,
+)

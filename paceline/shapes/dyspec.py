@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.shapes.base import Choices, Expander, Level, TreeBuilder, expand
+from paceline.shapes.base import BRANCHING, Choices, Expander, Level, ShapePart, TreeBuilder, expand
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
@@ -105,3 +105,12 @@ class DySpec:
             waves = [(g, g.wave) for g, _ in waves if not g.tree.is_full]
             waves = [(g, nodes) for g, nodes in waves if nodes]
         return growths
+
+
+DYSPEC = ShapePart(
+    make=lambda knobs: DySpec(knobs[BRANCHING]),
+    nodes=lambda knobs, depth: 3 * depth,
+    knobs=(BRANCHING.but(4),),
+    nodes_compete=True,
+    depth_changes_nodes=True,
+)

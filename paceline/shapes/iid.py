@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.shapes.base import Expander, Level, TreeBuilder, grow
+from paceline.shapes.base import BRANCHING, Expander, Level, ShapePart, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
@@ -42,3 +42,10 @@ class IndependentSequences:
         trees = [TreeBuilder(s, b) for s, b in zip(sessions, budgets, strict=True)]
         grow(expander, trees, step, lambda depth: 1 if depth else self.count)
         return [tree.draft() for tree in trees]
+
+
+IID = ShapePart(
+    make=lambda knobs: IndependentSequences(knobs[BRANCHING]),
+    nodes=lambda knobs, depth: knobs[BRANCHING] * depth,
+    knobs=(BRANCHING.but(3),),
+)

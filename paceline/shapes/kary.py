@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.shapes.base import ALL_DRAWS, Expander, Level, TreeBuilder, grow
+from paceline.shapes.base import ALL_DRAWS, BRANCHING, Expander, Level, ShapePart, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
@@ -45,3 +45,11 @@ class Kary:
 def chain() -> Kary:
     """One branch: the most likely continuation."""
     return Kary(branching=1)
+
+
+CHAIN = ShapePart(make=lambda knobs: chain(), nodes=lambda knobs, depth: depth)
+KARY = ShapePart(
+    make=lambda knobs: Kary(knobs[BRANCHING]),
+    nodes=lambda knobs, depth: min(64, sum(knobs[BRANCHING] ** d for d in range(1, depth + 1))),
+    knobs=(BRANCHING.but(2),),
+)

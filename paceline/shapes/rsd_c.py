@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from paceline.shapes.base import Expander, Level, TreeBuilder, grow
+from pydantic import Field
+
+from paceline.knobs import MAX_DEPTH, Knob
+from paceline.shapes.base import Expander, Level, ShapePart, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
@@ -49,3 +52,17 @@ class BranchingVector:
         trees = [TreeBuilder(s, b) for s, b in zip(sessions, budgets, strict=True)]
         grow(expander, trees, step, lambda depth: self.vector[depth])
         return [tree.draft() for tree in trees]
+
+
+VECTOR = Knob[tuple[int, ...]](
+    "branching_vector", tuple[Annotated[int, Field(ge=1, le=16)], ...], (2, 2, 1),
+    "Children of each node, level by level from the root, in the shape `rsd_c`.",
+    max_length=MAX_DEPTH, search=((2, 1, 1), (2, 2, 1), (3, 2, 1), (2, 2, 1, 1)),
+)  # fmt: skip
+
+RSD_C = ShapePart(
+    make=lambda knobs: BranchingVector(knobs[VECTOR]),
+    nodes=lambda knobs, depth: BranchingVector(knobs[VECTOR][:depth]).num_nodes,
+    knobs=(VECTOR,),
+    depth=lambda knobs: len(knobs[VECTOR]),
+)

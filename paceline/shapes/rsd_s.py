@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.exact_math import exp_of, log1p_of
-from paceline.shapes.base import Choices, Expander, Level, TreeBuilder, grow
+from paceline.shapes.base import BRANCHING, Choices, Expander, Level, ShapePart, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
@@ -73,3 +73,11 @@ def conditional_gumbel(maximum: float, highest: float, value: float) -> float:
         return maximum
     v = maximum - value + log1p_of(-exp_of(value - highest))
     return maximum - max(0.0, v) - log1p_of(exp_of(-abs(v)))
+
+
+RSD_S = ShapePart(
+    make=lambda knobs: StochasticBeam(knobs[BRANCHING]),
+    nodes=lambda knobs, depth: knobs[BRANCHING] * depth,
+    knobs=(BRANCHING.but(3),),
+    nodes_compete=True,
+)

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
+from paceline.knobs import Knob
 from paceline.types import IndexArray
 
 Path = tuple[int, ...]
+
+RANK_ACCEPTANCE = Knob[tuple[float, ...]](
+    "rank_acceptance", tuple[Annotated[float, Field(ge=0, le=1)], ...],
+    # Measured with the demo pair's draft model.
+    (0.6, 0.15, 0.07, 0.04, 0.02, 0.01),
+    "Probability that the drafter's first, second, ... candidate is accepted. The shape `sequoia` "
+    "builds its tree from it.",
+    max_length=16,
+)  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -11,11 +11,13 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from paceline.config import MAX_DEPTH
+from pydantic import Field
+
 from paceline.errors import InvalidArgument
-from paceline.shapes.base import ALL_DRAWS, Expander, Level, TreeBuilder, grow
+from paceline.knobs import MAX_DEPTH, MAX_NODES, Knob
+from paceline.shapes.base import ALL_DRAWS, Expander, Level, ShapePart, TreeBuilder, grow
 from paceline.types import Budget, Draft, Draws
 
 if TYPE_CHECKING:
@@ -140,3 +142,43 @@ TEMPLATES: Mapping[str, tuple[Path, ...]] = {
     "medusa_63": best_first(_HEADS, 63),
     "token_recycling_80": by_widths((8, 21, 25, 15, 8, 3), 8),
 }
+
+
+TEMPLATE_KNOB = Knob[str | tuple[Path, ...]](
+    "template",
+    str
+    | Annotated[
+        tuple[
+            Annotated[
+                tuple[Annotated[int, Field(ge=0, le=63)], ...],
+                Field(strict=False, min_length=1, max_length=MAX_DEPTH),
+            ],
+            ...,
+        ],
+        Field(strict=False, min_length=1, max_length=MAX_NODES),
+    ],
+    "token_recycling_80",
+    "Tree of the shape `template`: `medusa_63`, `token_recycling_80`, or the paths of its nodes as "
+    "lists of ranks, a parent before its children.",
+    search=("medusa_63", "token_recycling_80"),
+)  # fmt: skip
+
+
+def template_paths(named: str | tuple[Path, ...]) -> tuple[Path, ...]:
+    """The paths of a built-in template, given its name, or the given paths themselves."""
+    if not isinstance(named, str):
+        return named
+    if named not in TEMPLATES:
+        allowed = f"{', '.join(sorted(TEMPLATES))}, or a list of paths of ranks"
+        raise InvalidArgument("template", named, allowed)
+    return TEMPLATES[named]
+
+
+TEMPLATE = ShapePart(
+    make=lambda knobs: Template(template_paths(knobs[TEMPLATE_KNOB])),
+    nodes=lambda knobs, depth: sum(
+        len(path) <= depth for path in template_paths(knobs[TEMPLATE_KNOB])
+    ),
+    knobs=(TEMPLATE_KNOB,),
+    depth=lambda knobs: max(map(len, template_paths(knobs[TEMPLATE_KNOB]))),
+)

@@ -12,10 +12,11 @@ import pytest
 
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
-from paceline.methods import COMMON_KNOBS, LENGTH_KNOBS, METHODS, SHAPE_KNOBS
+from paceline.methods import ACCEPTANCE_RULES, COMMON_KNOBS, LENGTHS, METHODS, SHAPES, SIZE_KNOBS
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
+from paceline.shapes.base import BRANCHING, DRAFT_SUPPORT
 from tests.combinations import BAD_VALUES, IMPOSSIBLE, POSSIBLE, Combination
 from tests.core.engines import Reference, small_engine
 
@@ -82,10 +83,15 @@ def test_every_method_says_what_it_is(name: str) -> None:
 def test_every_knob_is_described_and_belongs_to_a_method(name: str) -> None:
     field = SpeculationConfig.model_fields[name]
     assert field.description and field.description.endswith(".")
-    defaults = [method.defaults for method in METHODS.values()]
-    parts = [*SHAPE_KNOBS.values(), *LENGTH_KNOBS.values()]
-    belongs = any(name in knobs for knobs in (*defaults, *parts))
-    assert belongs or name in COMMON_KNOBS or name == "shape", f"no method has the knob {name}"
+    used = {ACCEPTANCE_RULES[method.acceptance] for method in METHODS.values()}
+    rules = {knob.name for rule in used for knob in rule.knobs}
+    defaults = [method.knob_defaults for method in METHODS.values()]
+    parts = [{knob.name for knob in p.knobs} for p in (*SHAPES.values(), *LENGTHS.values())]
+    belongs = any(name in knobs for knobs in (*defaults, *parts, rules, {BRANCHING.name}))
+    drawn = name == DRAFT_SUPPORT.name
+    assert belongs or drawn or name in COMMON_KNOBS | SIZE_KNOBS or name == "shape", (
+        f"no method has the knob {name}"
+    )
 
 
 def test_an_engine_says_which_methods_it_cannot_run(tiny_folder: Path) -> None:
@@ -108,7 +114,7 @@ def test_a_list_is_a_list_however_it_comes() -> None:
     lists = {
         name: value
         for method in METHODS.values()
-        for name, value in method.defaults.items()
+        for name, value in method.knob_defaults.items()
         if isinstance(value, tuple)
     }
     assert lists, "no method has a list any more: this test is of no use"

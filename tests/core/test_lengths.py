@@ -19,12 +19,12 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
-from paceline.lengths.base import LengthBounds, LengthContext, Line
+from paceline.lengths.base import LENGTH_MAX, LengthBounds, LengthContext, Line
 from paceline.lengths.bass import BatchLength
 from paceline.lengths.disco import ClassifierStop, features
 from paceline.lengths.goodput import AcceptanceEstimate, best_length, expected_tokens
 from paceline.lengths.specdecpp import RejectionStop
-from paceline.methods import LENGTH_KNOBS, LENGTHS
+from paceline.methods import LENGTHS
 from paceline.plan import resolve
 from paceline.profile import CostProfile
 from paceline.request import Request
@@ -65,7 +65,8 @@ def method_of(length: str) -> str:
 def test_every_controller_stays_within_its_bounds(length: str) -> None:
     session = new_session(method=method_of(length), length=length, num_speculative_tokens=5)
     config = session.plan.config
-    longest = config.length_max if "length_max" in LENGTH_KNOBS[length] else 5
+    bounded = any(knob.is_same(LENGTH_MAX) for knob in LENGTHS[length].knobs)
+    longest = config.length_max if bounded else 5
     assert longest is not None
     random = np.random.default_rng(0)
     asked = play(session.length_controller, session, random.integers(0, 40, 200).tolist())

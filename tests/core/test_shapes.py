@@ -614,6 +614,6 @@ def test_at_temperature_0_independent_sequences_start_with_the_best_tokens() -> 
 
 
 def test_every_way_of_drawing_has_a_shape_beside_the_chain() -> None:
-    shapes = [make(session_with().plan.config) for make in SHAPES.values()]
+    shapes = [part.make(session_with().plan.config) for part in SHAPES.values()]
     for draws in Draws:
         assert sum(draws in shape.draws for shape in shapes) >= 3

@@ -74,7 +74,10 @@ def test_a_knob_that_the_proto_lacks_gets_the_next_number() -> None:
     head = "message Other {\n  int32 x = 40;\n}\n\n"
     proto = head + "message Speculation {\n  // Old.\n  optional string method = 7;\n}\n"
     text = with_all_knobs(proto)
-    assert text.startswith(head + "message Speculation {\n  // Old.\n  optional string method = 7;")
+    help_text = SpeculationConfig.model_fields["method"].description
+    assert text.startswith(
+        f"{head}message Speculation {{\n  // {help_text}\n  optional string method = 7;"
+    )
     assert "  optional int32 num_speculative_tokens = 8;\n" in text
     assert "  optional bool allow_lossy = " in text
     assert text.count(" method = ") == 1

@@ -246,112 +246,152 @@ class Speculation(_message.Message):
     DEPTH_DECAY_FIELD_NUMBER: _builtins.int
     RELAY_TOKENS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
-    """A row of the catalogue (GetModel lists those that this server can run)."""
+    """A method of the catalogue (`paceline methods`)."""
     num_speculative_tokens: _builtins.int
-    """Depth of the draft; 0 is plain AR decoding. At most 64."""
+    """Depth of the draft; 0 is plain AR decoding. At least 0, at most 64."""
     node_budget: _builtins.int
-    """Nodes of the draft at most. At most 256."""
+    """Most nodes in a draft; default: its depth. At least 0, at most 256."""
     shape: _builtins.str
     """Tree shape of an expanding drafter."""
     branching: _builtins.int
-    """Children of each node in the shape "kary", 1 to 16."""
+    """Width of a tree: children of each node (`kary`; `dyspec`: at most), nodes expanded in a level
+    and children of each (`confidence`), beams (`rsd_s`) or sequences (`iid`). At least 1, at most
+    16.
+    """
     acceptance: _builtins.str
     """Acceptance rule."""
     length: _builtins.str
     """Length controller."""
     draft_support: _builtins.int
-    """Most likely tokens that a sampled draft is drawn from, 1 to 4096."""
+    """How many of the most likely tokens a sampled draft is drawn from (rejection sampling). At least
+    1, at most 4096.
+    """
     ngram_max: _builtins.int
-    """Longest and shortest suffix that prompt lookup searches for, in tokens, 1 to 16."""
+    """Longest suffix of the context to look up. At least 1, at most 16."""
     ngram_min: _builtins.int
+    """Shortest suffix that prompt lookup looks up. At least 1, at most 16."""
     allow_lossy: _builtins.bool
-    """Permit rows and rules that can change the target's output."""
+    """Permit methods and rules that can change the target's output."""
     length_min: _builtins.int
-    """Shortest draft that a controller may choose."""
+    """Shortest draft that a controller may choose. At least 0, at most 64."""
     length_max: _builtins.int
-    """Longest draft that a controller may choose."""
+    """Longest draft that a controller may choose. At least 0, at most 64."""
     stop_threshold: _builtins.float
-    """When a controller ends a draft: acceptance less likely than this (`confidence`, `disco`), or a
-    rejection likelier than this (`specdecpp`).
+    """A controller ends a draft when acceptance is less likely than this (`confidence`, `disco`) or a
+    rejection is likelier than this (`specdecpp`). At least 0.0, at most 1.0.
     """
     window_size: _builtins.int
-    """Columns of the window of lookahead decoding (W)."""
+    """Columns of the window of lookahead decoding (W). At least 1, at most 32."""
     ngram_size: _builtins.int
-    """Tokens of an n-gram of lookahead decoding (N)."""
+    """Tokens in each n-gram of lookahead decoding (N). At least 2, at most 16."""
     pool_guesses: _builtins.int
-    """N-grams kept and tried for each first token in lookahead decoding (G)."""
+    """N-grams that lookahead decoding keeps and tries for each first token (G). At least 0, at most
+    64.
+    """
     pool_from_prompt: _builtins.bool
     """Put the prompt's n-grams into the pool of lookahead decoding."""
     parallel_tokens: _builtins.int
-    """Generated tokens that hybrid Jacobi decoding refines in blocks before it goes on as AR;
-    default: the length of the prompt.
+    """Generated tokens that hybrid Jacobi decoding refines in blocks before it continues as AR;
+    default: the length of the prompt. At least 1.
     """
     search_iterations: _builtins.int
-    """Iterations of ADED's tree search in each round."""
+    """Iterations of ADED's tree search in each round. At least 1, at most 1000."""
     template: _builtins.str
     """Tree of the shape `template`: `medusa_63`, `token_recycling_80`, or the paths of its nodes as
     lists of ranks, a parent before its children.
     """
     prune_threshold: _builtins.float
-    """Least probability that the draft model gives a retrieved token in `rasd`."""
+    """`rasd` drops retrieved tokens to which the draft model gives less than this probability. At
+    least 0.0, at most 1.0.
+    """
     stage_tokens: _builtins.int
-    """Tokens that n-grams guess ahead of the draft model in `staged`; 0: none."""
+    """Tokens that n-grams draft for the draft model in `staged`; 0: none. At least 0, at most 16."""
     min_match: _builtins.int
-    """Tokens at the end that must have occurred before, for a copy."""
+    """Copy only if at least this many last tokens have occurred before. At least 1, at most 64."""
     corpus_bias: _builtins.int
-    """Tokens by which a match in earlier outputs must be longer than one in the session's own tokens."""
+    """A match in earlier outputs must be this many tokens longer than one in the session's own
+    tokens. At least 0, at most 64.
+    """
     draft_per_match: _builtins.float
-    """Drafted tokens at most for each token of the match (alpha)."""
+    """Most drafted tokens for each token of the match (alpha). At least 0.0, at most 64.0."""
     draft_offset: _builtins.int
-    """Drafted tokens allowed beside `draft_per_match`."""
+    """Drafted tokens on top of `draft_per_match`. At least 0, at most 64."""
     min_token_prob: _builtins.float
-    """Least estimated probability of a token that suffix decoding drafts."""
+    """Suffix decoding drafts only tokens with at least this estimated probability. At least 0.0, at
+    most 1.0.
+    """
     min_score: _builtins.float
-    """Least expected number of accepted tokens for which a draft of suffix decoding is used and not
-    its fallback's.
+    """Least number of accepted tokens that a draft of suffix decoding must promise; otherwise the
+    fallback drafts. At least 0.0, at most 256.0.
     """
     use_tree: _builtins.bool
-    """Suffix decoding drafts a tree, best-first, and not a chain."""
+    """Suffix decoding drafts a tree, best first, instead of a chain."""
     fallback_depth: _builtins.int
-    """Depth of the drafts of a copying drafter's fallback."""
+    """Draft depth of a copying drafter's fallback. At least 0, at most 64."""
     typical_epsilon: _builtins.float
-    """Probability that the rule `typical` never asks a token to exceed."""
+    """Upper limit of the probability that the rule `typical` requires (epsilon). At least 0.0, at
+    most 1.0.
+    """
     typical_delta: _builtins.float
-    """The rule `typical` wants more than this times exp(-entropy), up to epsilon."""
+    """The rule `typical` requires a probability above this times exp(-entropy), up to epsilon. At
+    least 0.0, at most 1000000.0.
+    """
     tolerance_beta: _builtins.int
-    """The rule `tolerance` accepts tokens among so many best; 1 is exact."""
+    """The rule `tolerance` accepts a token among this many best ones; 1 is exact. At least 1, at most
+    1000.
+    """
     tolerance_tau: _builtins.float
-    """The rule `tolerance` accepts scores so far below the best one; 0 is exact."""
+    """The rule `tolerance` accepts scores up to this far below the best; 0 is exact. At least 0.0, at
+    most 1000000.0.
+    """
     exit_layer: _builtins.int
-    """Layers of the target that draft for it."""
+    """How many of the target's first layers draft; default: a third of all. At least 1."""
     exit_threshold: _builtins.float
-    """Probability from which on a shallow sub-model's token is taken."""
+    """Least probability at which `s2d` takes a shallow sub-model's token; 0 always takes the
+    shallowest sub-model, 1 always the deepest. At least 0.0, at most 1.0.
+    """
     speedup_ratio: _builtins.float
-    """Unified layer skipping keeps the layers divided by this."""
+    """Unified layer skipping keeps the number of the target's layers divided by this. At least 1.0,
+    at most 64.0.
+    """
     min_layers: _builtins.float
-    """Shares of the layers that the last and the first token have."""
+    """Least share of the layers that computes a token (`skipdecode`, `d3`). At least 0.0, at most
+    1.0.
+    """
     max_layers: _builtins.float
+    """Share of the layers for the first token (`skipdecode`). At least 0.0, at most 1.0."""
     depth_decay: _builtins.float
-    """Factor by which D3 takes fewer layers for each further token."""
+    """Factor by which D3 shrinks the number of layers with each further token. Above 0.0, at most
+    1.0.
+    """
     relay_tokens: _builtins.int
-    """Tokens copied at most behind a draft of the fallback, where its end has occurred before."""
+    """Most tokens to copy behind a fallback's draft whose last tokens have occurred before. At least
+    0, at most 64.
+    """
     @_builtins.property
     def branching_vector(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Children of each node, level by level from the root, in the shape `rsd_c`."""
+        """Children of each node, level by level from the root, in the shape `rsd_c`. 1 or more values, at
+        most 64 values.
+        """
 
     @_builtins.property
     def rank_acceptance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Probability that the drafter's first, second, ... candidate is the accepted one, from which the
-        shape `sequoia` makes its tree.
+        """Probability that the drafter's first, second, ... candidate is accepted. The shape `sequoia`
+        builds its tree from it. 1 or more values, at most 16 values.
         """
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Drafters whose trees `combined` merges, in the order in which they draft."""
+        """Drafters whose trees `combined` merges, in the order in which they draft. 1 or more values, at
+        most 8 values.
+        """
 
     @_builtins.property
     def exit_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Exits that the controller `del` chooses from."""
+        """Exit layers: of the target, for the controller `del` to choose from (default: evenly spread),
+        or of the draft model in `s2d` (default: its number of layers, halved again and again). 1 or
+        more values, at most 32 values.
+        """
 
     def __init__(
         self,

@@ -556,7 +556,7 @@ def _default_method(config: DeploymentConfig) -> Method:
     if config.engine == "paceline":
         return resolve(speculation).method
     if speculation.method not in VLLM_METHODS:
-        from paceline.deployments.engines.rows import chain_plan  # loads torch
+        from paceline.deployments.engines.batch_drafting import chain_plan  # loads torch
 
         return chain_plan(speculation, config.vllm.max_speculative_tokens).method
     if config.topology == "actors":

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.model_names import pin_model, resolve_model
@@ -556,8 +557,6 @@ def _default_method(config: DeploymentConfig) -> Method:
     if config.engine == "paceline":
         return resolve(speculation).method
     if speculation.method not in VLLM_METHODS:
-        from paceline.deployments.engines.batch_drafting import chain_plan  # loads torch
-
         return chain_plan(speculation, config.vllm.max_speculative_tokens).method
     if config.topology == "actors":
         raise InvalidArgument(

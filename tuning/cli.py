@@ -1,16 +1,19 @@
-"""`paceline sweep`: what a sweep found.
+"""`paceline sweep`: search for the fastest exact configuration, and show what a sweep found.
 
-`paceline` finds this module through an entry point (pyproject.toml): it imports nothing of
-paceline.tuning.
+`paceline` finds this module through an entry point (pyproject.toml) and imports it for `--help`, so
+the commands import the rest of ``paceline.tuning`` themselves.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from paceline.cluster.cli_output import Command, Json, err, out, print_json, require
 from paceline.errors import InvalidArgument, PacelineError
@@ -89,9 +92,36 @@ def run(
     - `ray job submit --working-dir . -- python tuning/sweep.py --space tuning/spaces/demo.yaml`
     """
     require("tune", "ray", "optuna", "plotly")
-    from paceline.tuning.sweep import run_command
+    from paceline.tuning.space import read_space
 
-    run_command(space, result, resume=resume, changes=change or (), check_only=check_only)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    checked = read_space(space, change or ())
+    num_prompts = len(checked.prompts)
+    if check_only:
+        methods = dict.fromkeys(point.speculation.method for point in checked.points)
+        say(
+            f"{checked.source}: {len(checked.points)} points of {', '.join(methods)}; "
+            f"{num_prompts} prompts"
+        )
+        return
+    from paceline.tuning.results import Results
+    from paceline.tuning.stages import Sweep, result_url
+
+    results = Results(result_url(checked, result, resume))
+    say(f"results: {results.url}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Sweep(checked, results, console, resume=resume).run()
+    except KeyboardInterrupt:
+        say("interrupted: the same command with --resume goes on from here")
+        raise typer.Exit(130) from None
+    from paceline.tuning.tables import show
+
+    show(results, console)
 
 
 @_command()

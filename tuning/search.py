@@ -228,3 +228,50 @@ class CannotWin(tune.Stopper):
 
     def stop_all(self) -> bool:
         return False
+
+
+def first_points(
+    space: Space, refused: Iterable[str], predicted: Mapping[str, float], limit: int
+) -> list[Point]:
+    """The points to measure first: AR, then the chosen ones, ``limit`` in all.
+
+    With TPE these are the points that simulate best, and one of each method that cannot be
+    simulated, because nothing is known of it. Without TPE they are all points.
+
+    Args:
+        refused: keys of points that the target cannot run.
+        predicted: simulated goodput ratios, by the keys of points.
+    """
+    search, left_out = space.document.search, set(refused)
+    able = [p for p in space.points if p.key not in left_out and not p.is_ar]
+    if search.algorithm == "optuna":
+        simulated = [p for p in able if p.key in predicted]
+        simulated.sort(key=lambda p: -predicted[p.key])
+        chosen = _spread(simulated, search.simulated_first)
+        known = {p.speculation.method for p in simulated}
+        for point in able:
+            if point.speculation.method not in known:
+                known.add(point.speculation.method)
+                chosen.append(point)
+    elif search.algorithm == "random":
+        chosen = random.Random(search.seed).sample(able, len(able))
+    else:
+        chosen = able
+    return [space.ar, *chosen][:limit]
+
+
+def _spread(ranked: Sequence[Point], count: int) -> list[Point]:
+    """The first points of a ranking, of each method a quarter at most while others are left.
+
+    Neighbours of the best point simulate nearly as well as it does. Where a prediction is wrong for
+    a whole method, that method alone would fill the list.
+    """
+    chosen: list[Point] = []
+    share = max(2, count // 4)
+    taken: dict[str, int] = {}
+    for point in ranked:
+        if taken.get(point.speculation.method, 0) < share:
+            taken[point.speculation.method] = taken.get(point.speculation.method, 0) + 1
+            chosen.append(point)
+    rest = [point for point in ranked if point not in chosen]
+    return [*chosen, *rest][:count]

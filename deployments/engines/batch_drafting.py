@@ -12,25 +12,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.acceptance.exact_match import Coupled
 from paceline.config import SpeculationConfig
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.drafters.base import Drafter
 from paceline.drafters.none import NoDrafter
 from paceline.engine.drafting import DrafterSet, Drafting, round_budget
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS, Method
-from paceline.plan import AR_PLAN, Plan, resolve
+from paceline.plan import AR_PLAN, Plan
 from paceline.rpc.draft_service import NO_VERIFICATION
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from paceline.shapes.kary import chain
 from paceline.tree import accepted_path, children, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome
 
@@ -42,12 +41,6 @@ MAX_PLANS = 256
 """Plans that are kept for later requests; a session keeps its own in any case."""
 ABSENT_STEPS = 32
 """Steps without a row after which a session is closed; a preempted one then starts anew."""
-
-
-class ChainRule(Coupled):
-    """The engine's own rule, as drafters see it: chains only, and no distribution is read."""
-
-    chain_only = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,47 +314,6 @@ class BatchDrafting:
     def num_sessions(self) -> int:
         """How many sessions are open, those without a row included."""
         return len(self._rows) + len(self._parked)
-
-
-def chain_plan(
-    config: SpeculationConfig, max_depth: int, catalogue: Mapping[str, Method] = METHODS
-) -> Plan:
-    """The plan of a configuration for an engine that verifies chains by a rule of its own.
-
-    A method that drafts a tree gets a chain instead, unless the configuration names a shape.
-
-    Raises:
-        InvalidArgument: as :func:`paceline.plan.resolve`; a shape or an acceptance rule that vLLM
-            does not have; a drafter that needs more than tokens; a draft deeper than ``max_depth``.
-    """
-    plan = resolve(config, catalogue)
-    if plan.shape is not None and plan.shape != chain():
-        if config.shape is not None:
-            raise InvalidArgument("shape", config.shape, "'chain': vLLM verifies no trees")
-        plan = resolve(config.model_copy(update={"shape": "chain"}), catalogue)
-    if plan.rule.name not in ("coupled", "greedy"):
-        raise InvalidArgument(
-            "acceptance", plan.rule.name, "'coupled': vLLM accepts by a rule of its own"
-        )
-    lacking = needs_beyond_tokens(plan)
-    if lacking:
-        raise InvalidArgument(
-            "method", config.method, f"a method that drafts from tokens alone: vLLM gives its "
-            f"drafters no {', '.join(lacking)}",
-        )  # fmt: skip
-    depth = plan.config.num_speculative_tokens or 0
-    if depth > max_depth and config.num_speculative_tokens is not None:
-        raise InvalidArgument(
-            "num_speculative_tokens", depth, f"at most {max_depth}, which this engine was started "
-            "with (vllm.max_speculative_tokens)",
-        )  # fmt: skip
-    return replace(plan, rule=ChainRule())
-
-
-def needs_beyond_tokens(plan: Plan) -> list[str]:
-    """What the method of a plan, or one of its parts, needs of the target beside tokens."""
-    methods = (plan.method, *plan.parts)
-    return sorted({n.value for method in methods for n in method.needs - method.optional_needs})
 
 
 def first_path(draft: Draft, depth: int) -> Draft:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.config import SpeculationConfig
-from paceline.deployments.engines.batch_drafting import chain_plan
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.plan import Plan, resolve

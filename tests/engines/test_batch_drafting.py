@@ -14,9 +14,9 @@ from paceline.deployments.engines.batch_drafting import (
     ABSENT_STEPS,
     BatchDrafting,
     DraftOptions,
-    chain_plan,
     first_path,
 )
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.drafters.prompt_lookup import PromptLookup
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS

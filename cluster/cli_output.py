@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -18,7 +18,6 @@ from typer.core import TyperCommand, TyperGroup
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 
 DEBUG_VARIABLE = "PACELINE_DEBUG"
-TOKEN_VARIABLE = "PACELINE_TOKEN"
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -29,101 +28,6 @@ _SMALL_MODEL_BYTES = 100e6
 _width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
 out = Console(width=_width)
 err = Console(stderr=True, width=_width)
-
-
-# Options that several commands have.
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
-]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Target: a Hugging Face folder, or a name (`paceline models --help`). Default: the "
-        "demo's.",
-    ),
-]
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Draft model, with the target's tokenizer: a folder, a GGUF file or a name.",
-    ),
-]
-
-OTHER_DTYPES = "bfloat16, float16, q8_0, q4_0, int8 or auto (the checkpoint's)."
-
-Numerics = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N",
-        help="fastest (default), or portable: logits with the same bits on any processor.",
-    ),
-]
-NumericsMismatch = Annotated[
-    str | None,
-    typer.Option(
-        "--numerics-mismatch",
-        metavar="M",
-        help="Where a server is lost and the next one has other numerics: refuse (default) or "
-        "allow, which goes on and says so.",
-    ),
-]
-
-# Options of commands that talk to a server.
-Ca = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="With `--server`: use TLS, and trust who this PEM file names; `system` trusts the "
-        "public authorities.",
-    ),
-]
-Cert = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="With `--ca`: our own certificate (PEM), for mTLS."),
-]
-Key = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="With `--cert`: the key of it (PEM).")
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help=f"With `--server`: our token, for servers with tenants. Default: the variable "
-        f"{TOKEN_VARIABLE}.",
-    ),
-]
-
-
-def client_options(
-    server: str | None,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    token_file: Path | None,
-) -> dict[str, Any]:
-    """How to connect, as keyword arguments of :class:`paceline.rpc.client.Client`.
-
-    Raises:
-        InvalidArgument: options without ``--server``, or a file that cannot be read.
-    """
-    given = {"ca": ca, "cert": cert, "key": key}
-    if server is None:
-        for name, value in {**given, "token_file": token_file}.items():
-            if value is not None:
-                raise InvalidArgument(name, str(value), "this option together with --server")
-        return {}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if token_file is not None:
-        try:
-            options["token"] = token_file.expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text"
-            raise InvalidArgument("token_file", str(token_file), f"a file ({reason})") from None
-    elif os.environ.get(TOKEN_VARIABLE):
-        options["token"] = os.environ[TOKEN_VARIABLE].strip()
-    return options
 
 
 class MissingExtra(PacelineError):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paceline.cluster.cli_output import Command, Json, err, out, print_json, require
+from paceline.cluster.cli_options import Json
+from paceline.cluster.cli_output import Command, err, out, print_json, require
 from paceline.errors import InvalidArgument, PacelineError
 
 if TYPE_CHECKING:

@@ -206,7 +206,7 @@ def client_options(
     """How to connect, as keyword arguments of :class:`paceline.rpc.client.Client`.
 
     Raises:
-        InvalidArgument: options without ``--server``, or a file that cannot be read.
+        InvalidArgument: an option comes without ``--server``, or a file cannot be read.
     """
     given = {"ca": ca, "cert": cert, "key": key}
     if server is None:

@@ -1,4 +1,4 @@
-"""How the commands speak: tables and colours for people, JSON for programs, one line for errors."""
+"""Output of the commands: tables and colours for people, JSON for programs, errors in one line."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 _SMALL_MODEL_BYTES = 100e6
 
-# A pipe or a file has no width of its own; 100 columns keep tables whole.
+# A pipe or a file has no width: with 100 columns, tables fit.
 _width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
 out = Console(width=_width)
 err = Console(stderr=True, width=_width)
 
 
 class MissingExtra(PacelineError):
-    """A command needs packages that come with an extra."""
+    """A command needs packages of an extra that is not installed."""
 
 
 def model_to_show() -> str:
-    """The model that people meet who name none: ``smollm2``, or ``demo`` where it cannot be had."""
+    """The default model: ``smollm2``, or ``demo`` if that cannot be downloaded."""
     from paceline.model_names import get_model
 
     try:
@@ -48,7 +48,7 @@ def model_to_show() -> str:
 
 
 def require(extra: str, *modules: str) -> None:
-    """Raise MissingExtra unless all ``modules`` can be imported."""
+    """Raise MissingExtra unless all ``modules`` are installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtra(
@@ -58,19 +58,19 @@ def require(extra: str, *modules: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document and nothing else. NaN is a bug, not a value."""
+    """Write one JSON document to standard output; NaN raises ValueError, because it is a bug."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def print_error(message: str) -> None:
-    # Not through rich: a value in the message may look like markup, and lines are not to be cut.
+    # Without rich: a value in the message may look like markup, and rich would wrap the line.
     prefix = "\x1b[1;31merror:\x1b[0m" if err.is_terminal and not err.no_color else "error:"
     sys.stderr.write(f"{prefix} {' '.join(message.split())}\n")
 
 
 def show_tree(value: object, indent: int = 0) -> None:
-    """Print nested mappings and lists as indented `key: value` lines."""
+    """Print nested mappings and lists as indented lines `key: value`."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)  # type: ignore[arg-type]
     for key, item in pairs:
         nested = isinstance(item, dict | list) and bool(item)
@@ -82,23 +82,30 @@ def show_tree(value: object, indent: int = 0) -> None:
 
 
 def local_model(name: str | None) -> Path | None:
-    """Where the model of an option lies, downloaded if it has to be; None stays None."""
+    """The path of the model that an option names, downloaded if needed; None stays None."""
     from paceline.model_names import resolve_model
 
     return None if name is None else resolve_model(name)
 
 
 def pinned_model(name: str | None) -> str | None:
-    """The model of an option under a name for other processes and nodes; None stays None."""
+    """A name of an option's model that other processes and nodes know; None stays None."""
     from paceline.model_names import pin_model
 
     return None if name is None else pin_model(name)
 
 
 def set_threads(threads: int | None, target: str | Path | None) -> None:
-    """Set torch's CPU threads; ``None`` means 1 for a small target (None: the demo's), else all.
+    """Set the CPU threads of torch and the kernels.
 
-    On one forward of a small model threads gain nothing, and lose much when cores are busy.
+    On one forward of a small model more threads gain nothing, and lose much while cores are busy.
+
+    Args:
+        threads: None: 1 for a small target, else what torch chooses.
+        target: folder, file or name of the target; None: the demo's.
+
+    Raises:
+        InvalidArgument: ``threads`` is not in [1, 1024].
     """
     import torch
 
@@ -114,14 +121,14 @@ def set_threads(threads: int | None, target: str | Path | None) -> None:
         if weights > _SMALL_MODEL_BYTES:
             return
     torch.set_num_threads(threads or 1)
-    kernels.set_num_threads(threads or 0)  # what was asked for is a limit for prompts, too
+    kernels.set_num_threads(threads or 0)  # a given number also limits the threads for prompts
 
 
 class _OneLineErrors:
-    """Failures are one line and an exit code, never a traceback.
+    """Shows a failure as one line and an exit code, without a traceback.
 
-    Exit codes: 2 for input that cannot be served (as for unknown options), 1 for a failure inside,
-    130 after Ctrl-C. ``paceline --debug`` shows tracebacks.
+    Exit codes: 2 for wrong input (as for unknown options), 1 for an internal failure, 130 after
+    Ctrl-C. ``paceline --debug`` shows tracebacks.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -133,7 +140,7 @@ class _OneLineErrors:
             err.print("interrupted", style="yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
-            # The process that read our output has closed the pipe (`paceline methods | head -1`).
+            # The reader of our output has closed the pipe (`paceline methods | head -1`).
             # Python must not try to flush what is left when it exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
@@ -158,8 +165,8 @@ class _OneLineErrors:
 
 
 class Command(_OneLineErrors, TyperCommand):
-    """A command."""
+    """A command that shows failures in one line."""
 
 
 class CommandGroup(_OneLineErrors, TyperGroup):
-    """A command that has commands of its own."""
+    """A command with commands of its own that show failures in one line."""

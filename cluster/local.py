@@ -507,7 +507,7 @@ def up(
         )
     if address is None:
         check_ports(file)
-        file.config.with_local_models()  # the user sees a download's progress here, not in a replica
+        file.config.with_local_models()  # here the user sees a download's progress
     with showing_progress() as report:
         if address is None and detach:
             result = _spawn(file, ports, state, report)

@@ -57,7 +57,7 @@ def _group(method: Method) -> str:
 
 def _catalogue() -> bytes:
     """What the page shows about each method, as JSON."""
-    rows = [
+    entries = [
         {
             "name": method.name,
             "group": _group(method),
@@ -70,7 +70,7 @@ def _catalogue() -> bytes:
         }
         for method in METHODS.values()
     ]
-    return json.dumps(rows, ensure_ascii=False).encode()
+    return json.dumps(entries, ensure_ascii=False).encode()
 
 
 _FILES = {

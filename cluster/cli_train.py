@@ -174,7 +174,7 @@ def _shared(
 def _kind(
     name: str, app: typer.Typer = train, **defaults: Any
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
-    """Make a command of a function that returns a kind's own knobs.
+    """Turn a function that returns a kind's own knobs into a command.
 
     The command has the options of the function and those of :func:`_shared`. Typer reads them from
     a signature that is put together here, so that each option is written down once.

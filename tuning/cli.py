@@ -10,7 +10,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,13 +35,15 @@ sweep = typer.Typer(
 )
 _command = partial(sweep.command, cls=Command)
 
-Result = Annotated[
-    str,
-    typer.Argument(
-        metavar="RESULT",
+
+def _result_argument(metavar: str) -> Any:
+    return typer.Argument(
+        metavar=metavar,
         help="Folder of a sweep's results: a path, or a URL that fsspec opens (`s3://...`).",
-    ),
-]
+    )
+
+
+Result = Annotated[str, _result_argument("RESULT")]
 
 
 @_command()
@@ -143,8 +145,8 @@ def show(result: Result, as_json: Json = False) -> None:
 
 @_command()
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="Folder of a sweep's results, or its URL.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[str, _result_argument("A")],
+    b: Annotated[str, _result_argument("B")],
     as_json: Json = False,
 ) -> None:
     """Show what changed from sweep A to sweep B.

@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 
 from paceline.tuning.results import Interval, Metrics, Point, Results, best_trial
 from paceline.tuning.space import Space, read_space
-from paceline.tuning.sweep import Sweep
+from paceline.tuning.stages import Sweep
 from paceline.tuning.trial import Work, confirm
 
 CANDIDATES = 4

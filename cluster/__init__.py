@@ -1,1 +1,1 @@
-"""The command line, the local cluster, and what decides where things run."""
+"""The command line, deployments on this machine, certificates, and the autoscaling policy."""

@@ -1,14 +1,15 @@
-"""How many targets and drafters there should be: a policy for Serve's autoscaler.
+"""A policy for Serve's autoscaler: how many targets and drafters should run.
 
 A Serve config file names it for the whole application, because the number of drafters follows from
-what targets measure::
+measurements of the targets::
 
     autoscaling_policy:
       policy_function: paceline.cluster.autoscaling:Policy
       policy_kwargs: {sessions_per_target: 8, round_ms: 200, draft_ms: 50}
 
-It says what it wants now. Serve keeps to ``min_replicas`` and ``max_replicas``, and acts when more
-(fewer) have been wanted for ``upscale_delay_s`` (``downscale_delay_s``) without a break.
+It returns how many replicas are wanted now. Serve keeps within ``min_replicas`` and
+``max_replicas``, and acts once more (fewer) replicas were wanted for ``upscale_delay_s``
+(``downscale_delay_s``) without a break.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 _SPARE = 0.8
-"""Fewer replicas are wanted only where they would be used to this share. What lies between is kept,
-so that a load at the edge of one replica does not come and go."""
+"""Fewer replicas are wanted only if they would then be used to at most this share. Otherwise a load
+on the verge of one more replica would start and stop it again and again."""
 _MOST_GROWTH = 2.0
-"""The measured time of a round or a draft is a symptom: it may at most double the replicas."""
+"""Slow rounds or drafts at most double the replicas: time is only a symptom of load."""
 _STUCK = 0.5
+"""If this share of the drafts is lost, the number of drafters stays as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,9 @@ class PoolLoad:
 
     Attributes:
         sessions: running and waiting ones.
-        round_ms: mean time of a verification; None: there was none.
-        draft_ms: mean time that a target waited for a draft; None: there was none.
-        lost: share of the asked drafts that came too late, or that no drafter could be asked for.
+        round_ms: mean time of a verification; None if there was none.
+        draft_ms: mean time that a target waited for a draft; None if there was none.
+        lost: share of drafts that came too late, or for which no drafter could be asked.
     """
 
     sessions: float
@@ -48,7 +50,7 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """How many there shall be, and how many run (others start)."""
+    """How many replicas a deployment should have, and how many run; the others are starting."""
 
     wanted: int
     running: int
@@ -57,10 +59,11 @@ class Replicas:
 def targets_wanted(
     load: PoolLoad, now: Replicas, *, sessions_per_target: float, round_ms: float
 ) -> int:
-    """Targets for the sessions that there are, at ``round_ms`` a round.
+    """How many targets the sessions need, so that a round takes ``round_ms``.
 
-    ``sessions_per_target`` is what one is thought to verify for in that time. Where rounds take
-    longer than that and the number of sessions explain, it is taken to be as much smaller.
+    ``sessions_per_target`` is the expected number of sessions that a target verifies in that time.
+    If rounds take longer than the number of sessions explains, the function assumes fewer, in
+    proportion.
     """
     wanted = load.sessions / sessions_per_target
     if load.round_ms is not None:
@@ -73,19 +76,19 @@ def targets_wanted(
 
 
 def drafters_wanted(load: PoolLoad, now: Replicas, *, draft_ms: float) -> int:
-    """Drafters for the time that targets wait for a draft.
+    """How many drafters are needed, so that targets wait ``draft_ms`` for a draft.
 
-    A draft that never comes says nothing about load: with more drafters it would not come either,
-    and sessions go on as AR meanwhile. So while most drafts are lost, the number stays.
+    A lost draft says nothing about load: with more drafters it would be lost as well, and its
+    session goes on as AR. So while most drafts are lost, the number stays.
     """
     if load.lost >= _STUCK:
         return now.wanted
     if load.draft_ms is None:
         return 1
-    if load.draft_ms > draft_ms:  # with those that run: the others have not helped yet
+    if load.draft_ms > draft_ms:  # replicas that are starting have not helped yet
         more = math.ceil(now.running * min(load.draft_ms / draft_ms, _MOST_GROWTH))
         return max(now.wanted, more)
-    # At worst all of the time is load, and each of those that stay gets its share.
+    # At worst all of the time is load, which the remaining drafters share.
     fewer = now.wanted - 1
     if fewer > 0 and load.draft_ms * now.running / fewer <= draft_ms * _SPARE:
         return fewer
@@ -93,11 +96,11 @@ def drafters_wanted(load: PoolLoad, now: Replicas, *, draft_ms: float) -> int:
 
 
 class Policy:
-    """Called by Serve's controller for the whole application, with what targets have recorded.
+    """The policy: Serve's controller calls it with what the targets have recorded.
 
     Args:
-        sessions_per_target, round_ms: as :func:`targets_wanted`.
-        draft_ms: as :func:`drafters_wanted`.
+        sessions_per_target, round_ms: see :func:`targets_wanted`.
+        draft_ms: see :func:`drafters_wanted`.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Policy:
     def __call__(
         self, contexts: Mapping[Any, AutoscalingContext]
     ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
-        """The replicas wanted, by deployment; there is no state."""
+        """The number of replicas wanted, by deployment, and the policy's state, which is empty."""
         named = {context.deployment_name: (key, context) for key, context in contexts.items()}
         if "target" not in named:
             return {}, {}
@@ -127,10 +130,10 @@ def _replicas(context: AutoscalingContext) -> Replicas:
 
 
 def load_of(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> PoolLoad:
-    """The load from what target replicas recorded.
+    """The load that target replicas recorded.
 
     Args:
-        metrics: by name and replica, the time series of ``record_autoscaling_stats``.
+        metrics: time series of ``record_autoscaling_stats``, by name and replica.
     """
 
     def series(name: str) -> Iterable[list[float]]:

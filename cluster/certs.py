@@ -1,7 +1,7 @@
-"""`paceline certs`: authorities and certificates for development and trials.
+"""`paceline certs`: authorities and certificates for development and for trying out TLS.
 
-Two authorities, because they mean two things: who the first one signs may talk to the gateway, who
-the second one signs is a replica and may talk to replicas, past the gateway and its tenants.
+There are two authorities. A certificate of the first lets a client call the gateway. A certificate
+of the second makes a process a replica, which may call replicas past the gateway and its tenants.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _Key = ec.EllipticCurvePrivateKey
 
 
 def make_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 90) -> dict[str, Path]:
-    """Make what is missing of the two authorities, and new certificates signed by them.
+    """Make new certificates, and the two authorities that sign them if they do not exist.
 
-    Authorities that are there stay, so that a second run renews the certificates.
+    A second run keeps the authorities and so renews the certificates.
 
     Args:
-        hosts: names and IP addresses under which clients reach the gateway, beside loopback's.
-        days: how long the certificates are valid.
+        hosts: names and IP addresses at which clients reach the gateway, beside loopback's.
+        days: that the certificates are valid, 1 to 825.
 
     Returns:
-        the path of each file by its name. Keys are readable by their owner only.
+        The path of each file by its name. Only their owner can read the keys.
 
     Raises:
         InvalidArgument: a host is neither a name nor an address, the folder cannot be written, or
-            it holds an authority that cannot be used.
+            its authority cannot be used.
     """
-    if not 1 <= days <= 825:  # what clients accept at most
+    if not 1 <= days <= 825:  # clients accept no more
         raise InvalidArgument("days", days, "a number in [1, 825]")
     names = [_name(host) for host in dict.fromkeys([*hosts, *_LOCAL])]
     try:
@@ -142,7 +142,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(minutes=5))  # clocks differ
+        .not_valid_before(now - timedelta(minutes=5))  # clocks of other machines may be behind
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
@@ -160,7 +160,7 @@ def _write(folder: Path, stem: str, chain: Sequence[x509.Certificate], key: _Key
 
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
-    """A server that reads the file meanwhile sees the old one or the new one."""
+    """Replace a file at once: a server that reads it meanwhile gets the old or the new one."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
         file.write(data)

@@ -1,7 +1,7 @@
 """The command line: `paceline --help`.
 
-This module only defines commands and their options. Torch, Ray and gRPC are imported inside the
-commands that need them, so that `--help` is instant and a plain install has all local commands.
+This module defines the commands. They import torch, Ray and gRPC inside, where they need them, so
+that `--help` is instant and a plain install has all local commands.
 """
 
 from __future__ import annotations
@@ -23,20 +23,41 @@ from typer.core import TyperGroup
 from paceline.cluster.cli_chat import chat
 from paceline.cluster.cli_draft import draft
 from paceline.cluster.cli_models import models
-from paceline.cluster.cli_output import (
-    DEBUG_VARIABLE,
-    OTHER_DTYPES,
+from paceline.cluster.cli_options import (
     Ca,
     Cert,
-    Command,
+    Device,
     Drafter,
+    Dtype,
+    Heads,
+    IgnoreEos,
     Json,
     Key,
+    Knobs,
+    MaxTokens,
+    MinP,
     Numerics,
     NumericsMismatch,
+    NumSpeculativeTokens,
+    Prompt,
+    RayAddress,
+    RepetitionPenalty,
+    Repetitions,
+    Seed,
+    Stop,
     Target,
+    Temperature,
+    Threads,
     TokenFile,
+    TopK,
+    TopP,
     client_options,
+    method_option,
+    model_option,
+)
+from paceline.cluster.cli_output import (
+    DEBUG_VARIABLE,
+    Command,
     err,
     out,
     pinned_model,
@@ -51,10 +72,10 @@ from paceline.errors import InvalidArgument
 
 
 class Commands(TyperGroup):
-    """The commands below, and those of packages above this one.
+    """The commands below, and those of packages that this one must not import.
 
-    Such a package names a Typer app as an entry point of the group ``paceline.commands``. It is
-    imported when its command runs, or when `--help` lists it, so its module has to be light.
+    Such a package names a Typer app as an entry point of the group ``paceline.commands``. The app
+    is imported when its command runs or `--help` lists it, so its module has to be light.
     """
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
@@ -75,7 +96,7 @@ def _further_commands() -> dict[str, EntryPoint]:
 app = typer.Typer(
     name="paceline",
     cls=Commands,
-    help="Draft-then-verify decoding for language models: exact, and measured.",
+    help="Speculative decoding for language models: the exact tokens of the target, sooner.",
     epilog="Start with `paceline doctor`, then `paceline generate 'def fibonacci(n):'`.",
     no_args_is_help=True,
     add_completion=False,
@@ -84,22 +105,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _command = partial(app.command, cls=Command)
-
-Heads = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder with trained heads, one folder each. Default: the demo's, or `heads` in the "
-        "target's.",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="CPU threads. Default: 1 for models below 100 MB, else what torch chooses.",
-    ),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -116,15 +121,17 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks of errors.", envvar=DEBUG_VARIABLE)
+        bool, typer.Option("--debug", help="Show the traceback of an error.", envvar=DEBUG_VARIABLE)
     ] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     if debug:
-        os.environ[DEBUG_VARIABLE] = "1"  # for processes that a command starts, too
+        os.environ[DEBUG_VARIABLE] = "1"  # the processes that a command starts read it, too
     else:
         os.environ.pop(DEBUG_VARIABLE, None)
 
@@ -134,95 +141,54 @@ def main(
 
 @_command()
 def generate(
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text to go on from; `-` is standard input.")
-    ],
+    prompt: Prompt,
     method: Annotated[
         str | None,
-        typer.Option(
-            "--method",
-            "-m",
-            metavar="NAME",
-            help="A method of `paceline methods`. Default: draft_model, or prompt_lookup when "
-            "`--target` comes without `--drafter`; with `--server`, what the server prefers.",
+        method_option(
+            "Default: draft_model, or prompt_lookup with `--target` and no `--drafter`; with "
+            "`--server`, the server's own."
         ),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens to generate at most.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", "-t", metavar="T", help="0 is argmax.")
-    ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(metavar="S", help="Equal seeds give equal tokens, with any method.")
-    ] = 0,
-    top_k: Annotated[
-        int, typer.Option(metavar="K", help="Keep the K most likely tokens; 0 keeps all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Keep the most likely tokens up to this mass.")
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(metavar="P", help="Drop tokens less likely than P times the likeliest."),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(metavar="R", help="Above 1, tokens that already occur get less likely.")
-    ] = 1.0,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID=NUMBER", help="Add NUMBER to a token's logit. Repeatable."),
+        typer.Option(metavar="ID=NUMBER", help="Add NUMBER to the logit of token ID. Repeatable."),
     ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text. Repeatable.")
-    ] = None,
+    stop: Stop = None,
     stop_token_id: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="End after this token. Repeatable.")
+        list[int] | None, typer.Option(metavar="ID", help="End after the token ID. Repeatable.")
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")
-    ] = False,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option("-k", "--num-speculative-tokens", metavar="K", help="Depth of a draft."),
-    ] = None,
-    speculation: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "--speculation",
-            metavar="KNOB=VALUE",
-            help="Any other knob of the method; a list is JSON: `branching_vector=[4,2,1]`. "
-            "Repeatable; also one JSON object with several knobs.",
-        ),
-    ] = None,
+    ignore_eos: IgnoreEos = False,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    speculation: Knobs = None,
     prediction: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="What the output will be for the most part. It is the draft, so a "
-            "prediction that comes true is quick and one that does not changes nothing.",
+            help="File with the text that the output will mostly repeat. It is drafted: where it "
+            "is right, generation is faster; where it is wrong, the output is the same.",
         ),
     ] = None,
     target: Target = None,
     drafter: Drafter = None,
     heads: Heads = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="D", help=f"float32 (default), {OTHER_DTYPES}"),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="D", help="auto (default), cpu, cuda or cuda:N.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     drafter_device: Annotated[
         str | None,
-        typer.Option(metavar="D", help="Of the drafter, where it is not the target's."),
+        typer.Option(metavar="D", help="Device of the drafter. Default: the target's."),
     ] = None,
     batch_invariant: Annotated[
         bool | None,
         typer.Option(
             "--batch-invariant/--no-batch-invariant",
-            help="Bit-identical logits whatever is computed beside a token. Default: on for "
+            help="Logits have the same bits whatever is computed beside them. Default: on for "
             "float32 on a CPU.",
         ),
     ] = None,
@@ -231,27 +197,30 @@ def generate(
     transcript: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write what was asked and generated, for `paceline verify`."
+            metavar="FILE", help="Write request and output to FILE, for `paceline verify`."
         ),
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Generate on a server, over gRPC, instead of here."),
+        typer.Option(
+            metavar="HOST:PORT", help="Generate on this server, over gRPC, instead of here."
+        ),
     ] = None,
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
     token_file: TokenFile = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="With `--server`: give up after this time.")
+        float,
+        typer.Option(metavar="SECONDS", help="With `--server`: seconds for the whole generation."),
     ] = 600.0,
     numerics_mismatch: NumericsMismatch = None,
     as_json: Json = False,
 ) -> None:
-    """Generate text from a prompt and show which tokens came from the draft.
+    """Generate text from a prompt and show which tokens were drafted.
 
     Text appears as it is committed: **green** tokens were drafted and accepted, **bold** ones are
-    the target's own. The tokens are those of plain autoregressive decoding, whatever the method.
+    the target's own. Whatever the method, the tokens are those of plain autoregressive decoding.
 
     Examples:
 
@@ -340,38 +309,34 @@ def verify(
     transcript: Annotated[
         Path,
         typer.Argument(
-            metavar="TRANSCRIPT.json", help="What `paceline generate --transcript` has written."
+            metavar="TRANSCRIPT.json", help="File that `paceline generate --transcript` wrote."
         ),
     ],
     target: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The model that wrote it: a folder or a name. Default: the folder that the "
-            "transcript names, else the demo's.",
+        model_option(
+            "The model that wrote it: a folder or a name. Default: the folder that the transcript "
+            "names, else the demo's."
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="auto (default), cpu, cuda or cuda:N."),
-    ] = None,
+    device: Device = None,
     threads: Threads = None,
     numerics_mismatch: Annotated[
         str,
         typer.Option(
             "--numerics-mismatch",
             metavar="M",
-            help="Where the numerics here are not those of the transcript: refuse, or allow, which "
-            "compares anyway.",
+            help="When this machine's numerics are not those of the transcript: refuse, or allow, "
+            "which compares anyway.",
         ),
     ] = "refuse",
     as_json: Json = False,
 ) -> None:
-    """Verify a transcript token by token: what a server wrote is what this model writes.
+    """Verify a transcript: check token by token that this model writes what the server wrote.
 
-    Exit code 0 when all tokens are the model's, 1 with the first position that differs, 2 when the
-    transcript cannot be verified here (damaged, another model, other numerics). Transcripts of the
-    numerics class `portable` can be verified on any machine.
+    Exit code 0 if all tokens are the model's, 1 with the first position that differs, 2 if the
+    transcript cannot be verified here: it is damaged, or of another model or other numerics.
+    Transcripts of the numerics class `portable` can be verified on any machine.
 
     Examples:
 
@@ -398,14 +363,14 @@ def verify(
 @_command()
 def methods(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the document docs/methods.md instead.")
+        bool, typer.Option("--markdown", help="Print docs/methods.md instead.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the methods of the catalogue, each with its paper and its four parts.
+    """List the methods, each with its paper, its four parts and its knobs.
 
-    A method is a drafter, a tree shape, an acceptance rule and a length controller, with the knobs
-    that `paceline generate --set KNOB=VALUE` takes.
+    A method consists of a drafter, a shape, an acceptance rule and a length controller. `paceline
+    generate --set KNOB=VALUE` sets its knobs.
     """
     from paceline.methods import METHODS, VLLM_METHODS
 
@@ -414,32 +379,32 @@ def methods(
 
         sys.stdout.write(render())
         return
-    rows = [method.as_dict() for method in (*METHODS.values(), *VLLM_METHODS.values())]
+    entries = [method.as_dict() for method in (*METHODS.values(), *VLLM_METHODS.values())]
     if as_json:
-        print_json(rows)
+        print_json(entries)
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="underline")
     table.add_column("method", style="bold", no_wrap=True)
     table.add_column("drafter", no_wrap=True)
     for column in ("shape", "acceptance", "lossless"):
         table.add_column(column, overflow="fold")
-    for row in rows:
+    for entry in entries:
         table.add_row(
-            row["name"],
-            row["drafter"] + (" (engine: vllm)" if row["engine"] == "vllm" else ""),
-            row["shape"] or "–",
-            row["acceptance"],
-            "yes" if row["lossless"] else "[red]no[/red]",
+            entry["name"],
+            entry["drafter"] + (" (engine: vllm)" if entry["engine"] == "vllm" else ""),
+            entry["shape"] or "–",
+            entry["acceptance"],
+            "yes" if entry["lossless"] else "[red]no[/red]",
         )
     out.print(table)
     out.print()
-    for row in rows:
+    for entry in entries:
         knobs = ", ".join(
-            k if v is None else f"{k}={json.dumps(v)}" for k, v in row["knobs"].items()
+            k if v is None else f"{k}={json.dumps(v)}" for k, v in entry["knobs"].items()
         )
-        out.print(Text.assemble((row["name"], "bold"), f"  {row['summary']}"))
-        parts = f"length: {row['length']}; needs: {', '.join(row['needs']) or 'nothing'}"
-        for line, style in ((row["paper"], "dim"), (parts, "dim"), (f"knobs: {knobs}", "cyan")):
+        out.print(Text.assemble((entry["name"], "bold"), f"  {entry['summary']}"))
+        parts = f"length: {entry['length']}; needs: {', '.join(entry['needs']) or 'nothing'}"
+        for line, style in ((entry["paper"], "dim"), (parts, "dim"), (f"knobs: {knobs}", "cyan")):
             out.print(Padding(Text(line, style), (0, 0, 0, 4)))
 
 
@@ -449,14 +414,14 @@ app.add_typer(models, name="models")
 @_command()
 def doctor(
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also start a local Ray and stop it again (20 s).")
+        bool, typer.Option("--deep", help="Also start and stop a local Ray (20 s).")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, and say how to mend what is wrong.
+    """Check this machine, and say how to repair what is wrong.
 
-    Python, packages, torch and the processor, the C kernels, Ray, gRPC, ports, memory, disk, the
-    demo models, and whether drafts leave their output unchanged here. Exit code 1 when a check
+    It checks Python, packages, torch and the processor, the C kernels, Ray, gRPC, ports, memory,
+    disk and the demo models, and that drafts do not change the output here. Exit code 1 if a check
     fails; a warning is not a failure.
     """
     from paceline.cluster.doctor import Status, run_checks
@@ -496,56 +461,49 @@ def bench(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Prompts in Spec-Bench's JSONL format. Default: built-in ones."
+            metavar="FILE",
+            help="Prompts in Spec-Bench's JSONL format. Default: the built-in prompts.",
         ),
     ] = None,
     methods: Annotated[
         str,
         typer.Option(
             metavar="LIST",
-            help="`all`, or methods separated by commas, each with knobs after "
-            "colons: `draft_model:num_speculative_tokens=6,prompt_lookup`. AR always runs.",
+            help="`all`, or methods separated by commas, each with its knobs after "
+            "colons: `draft_model:num_speculative_tokens=6,prompt_lookup`. AR is always measured.",
         ),
     ] = "all",
     allow_lossy: Annotated[
         bool,
-        typer.Option(
-            "--allow-lossy", help="Also measure methods that can change the target's output."
-        ),
+        typer.Option("--allow-lossy", help="Also measure methods that can change the output."),
     ] = False,
     batch: Annotated[
-        int, typer.Option("--batch", "-b", metavar="N", help="Prompts generated together.")
+        int, typer.Option("--batch", "-b", metavar="N", help="Prompts that are generated together.")
     ] = 1,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens for each prompt.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", "-t", metavar="T", help="0 is argmax.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the sampling.")] = 0,
-    repetitions: Annotated[
-        int, typer.Option("--repetitions", "-r", metavar="N", help="Runs of each method.")
-    ] = 3,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    repetitions: Repetitions = 3,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Prompts of each category at most.")
+        int | None, typer.Option(metavar="N", help="Most prompts of each category.")
     ] = None,
     peers: Annotated[
         bool | None,
         typer.Option(
             "--peers/--no-peers",
-            help="Run transformers' own generate on the same weights, too. Default: at "
+            help="Also measure transformers' own generate with the same weights. Default: at "
             "temperature 0.",
         ),
     ] = None,
     batch_invariant: Annotated[
         str,
-        typer.Option(metavar="MODE", help="auto, on, off, or both, which shows what it costs."),
+        typer.Option(metavar="MODE", help="auto, on, off, or both, which compares them."),
     ] = "auto",
     server: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Measure a deployment of the same target (`paceline up`), too.",
+            help="Also measure a deployment of the same target (`paceline up`).",
         ),
     ] = None,
     ca: Ca = None,
@@ -556,23 +514,23 @@ def bench(
         str | None,
         typer.Option(
             metavar="T",
-            help="colocated (this process), actors (`--server`, else a local Ray for as long as it "
-            "takes), or both. Default: colocated; both with `--server`.",
+            help="colocated (in this process), actors (at `--server`, else on a local Ray, started "
+            "for this), or both. Default: colocated; both with `--server`.",
         ),
     ] = None,
     target: Target = None,
     drafter: Drafter = None,
     heads: Heads = None,
-    dtype: Annotated[str, typer.Option(metavar="D", help=f"float32, {OTHER_DTYPES}")] = "float32",
-    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
     threads: Threads = None,
     numerics: Numerics = None,
     as_json: Json = False,
 ) -> None:
-    """Compare methods with AR: same prompts, one process, interleaved; medians and spread.
+    """Measure the speedup of methods over AR: the same prompts, interleaved in one process.
 
-    A speedup is the median of paired ratios, the same prompts in the same repetition. Whether the
-    tokens are those of AR is checked on every prompt and shown.
+    A speedup is the median of paired ratios: the same prompts in the same repetition. The table
+    shows its spread, and whether the tokens of every prompt are those of AR.
 
     Examples:
 
@@ -623,7 +581,7 @@ def profile(
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Add the way to the drafter that runs there, over gRPC."
+            metavar="HOST:PORT", help="Also measure the round trip to this drafter, over gRPC."
         ),
     ] = None,
     ca: Ca = None,
@@ -631,24 +589,26 @@ def profile(
     key: Key = None,
     file: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Default: in the user's cache directory."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="File of the profile. Default: one in the user's cache directory.",
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the costs, as .png, .svg or .pdf.")
+        Path | None, typer.Option(metavar="FILE", help="Draw the costs into a .png, .svg or .pdf.")
     ] = None,
-    repetitions: Annotated[
-        int, typer.Option("--repetitions", "-r", metavar="N", help="Runs behind each median.")
-    ] = 5,
-    dtype: Annotated[str, typer.Option(metavar="D", help=f"float32, {OTHER_DTYPES}")] = "float32",
-    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    repetitions: Repetitions = 5,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
     threads: Threads = None,
     numerics: Numerics = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what drafting and verifying cost on this machine, for `length=goodput`.
+    """Measure what drafting and verifying cost on this machine, for the controller `goodput`.
 
-    Later runs over the same models on this host find the profile by themselves, unless `--out`
-    keeps it elsewhere.
+    Later runs with the same models on this machine find the profile by themselves, unless `--out`
+    writes it elsewhere.
     """
     with err.status("loading torch ..."):
         from dataclasses import asdict
@@ -688,29 +648,27 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="smollm2, a chat model of 93 MB, or demo, the embedded pair. Default: smollm2, "
-            "where it is or can be downloaded.",
+            help="smollm2, a chat model of 93 MB, or demo, the pair that ships. Default: smollm2, "
+            "unless it cannot be downloaded.",
         ),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens for each prompt at most.")
-    ] = 96,
+    max_tokens: MaxTokens = 96,
     length: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Length controller of the drafts: 'fixed' drafts on any machine. Default: the "
-            "method's own, which drafts while that pays.",
+            help="Length controller; `fixed` drafts on any machine. Default: the method's own, "
+            "which drafts only while that is faster.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate real text through a draft actor and a target actor, and compare with AR.
+    """Generate with a drafter and a target in separate actors, and compare with AR.
 
     Starts a local Ray, deploys one target replica and one drafter replica, sends three prompts
     (for smollm2: a question, a function to write, a text to summarise) through the gRPC endpoint,
-    prints the text as it is committed and a table of what the drafts
-    brought, and shuts down what it started. Exit code 1 when the tokens are not those of AR.
+    prints the text as it is committed and a table of speeds and acceptance, and stops what it
+    started. Exit code 1 if the tokens are not those of AR.
     """
     require("serve", "ray", "grpc")
     from paceline.cluster import demo as demo_module
@@ -730,43 +688,37 @@ def up(
             "--config",
             "-c",
             metavar="FILE",
-            help="What to deploy (YAML, the same file as for `serve run`). Default: SmolLM2 "
-            "(the demo pair where it cannot be had), drafter and target in separate actors.",
+            help="What to deploy: a YAML file, as for `serve run`. Default: SmolLM2, or the demo "
+            "pair if it cannot be downloaded, with drafter and target in separate actors.",
         ),
     ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Deploy on this Ray cluster. Default: RAY_ADDRESS, else a local Ray of its own.",
-        ),
-    ] = None,
+    address: RayAddress = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="P", help="Port of the gateway for gRPC, instead of the config's."),
+        typer.Option(metavar="P", help="The gateway's port for gRPC, instead of the config's."),
     ] = None,
     http_port: Annotated[
         int | None,
         typer.Option(
-            metavar="P", help="Its port for HTTP, instead of the config's; 0: a free one."
+            metavar="P", help="The gateway's port for HTTP, instead of the config's; 0: a free one."
         ),
     ] = None,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Stay until Ctrl-C, then take it down again.")
+        bool, typer.Option("--foreground", help="Run until Ctrl-C, then stop the deployment.")
     ] = False,
     observability: Annotated[
         bool,
         typer.Option(
             "--observability",
-            help="Write a Prometheus scrape config and the Grafana dashboard, and say where.",
+            help="Write a Prometheus scrape config and the Grafana dashboard, and print where.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Start (or join) a Ray cluster and deploy a target, its drafters and the gateway.
+    """Start or join a Ray cluster and deploy a target, its drafters and the gateway.
 
-    Returns when the gateway answers; everything stays up until `paceline down`. It listens on
-    loopback unless the config says otherwise.
+    Returns when the gateway answers; the deployment runs until `paceline down`. The gateway listens
+    on loopback unless the config says otherwise.
 
     Examples:
 
@@ -792,7 +744,7 @@ def up(
 
 @_command()
 def down(as_json: Json = False) -> None:
-    """Stop what `paceline up` started. Nothing running is not an error."""
+    """Stop what `paceline up` started; it is no error if nothing runs."""
     require("serve", "ray", "grpc")
     from paceline.cluster import local
 
@@ -807,7 +759,7 @@ def down(as_json: Json = False) -> None:
 
 @_command()
 def status(as_json: Json = False) -> None:
-    """Show what is running: replicas, addresses, sessions. Exit code 1 when nothing is."""
+    """Show the replicas that run, their addresses and sessions. Exit code 1 if nothing runs."""
     require("serve", "ray", "grpc")
     from paceline.cluster import local
 
@@ -825,25 +777,25 @@ def status(as_json: Json = False) -> None:
 @_command()
 def certs(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where the files are; made if it is not there.")
+        Path, typer.Argument(metavar="DIR", help="Folder of the files; created if needed.")
     ],
     host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Name or IP address under which clients reach the gateway, beside localhost. "
+            help="Name or IP address at which clients reach the gateway, beside localhost. "
             "Repeatable.",
         ),
     ] = None,
     days: Annotated[
-        int, typer.Option(metavar="N", help="How long the certificates are valid.")
+        int, typer.Option(metavar="N", help="Days that the certificates are valid.")
     ] = 90,
     as_json: Json = False,
 ) -> None:
-    """Make certificates for a trial: a gateway, a client, replicas, and who signs them.
+    """Make certificates for trying out TLS: for gateway, client and replicas, with authorities.
 
-    Keys are readable by their owner only. Another run keeps the authorities and renews the
-    certificates, which running servers take up by themselves. docs/security.md says how to use
+    Only their owner can read the keys. Another run keeps the authorities and renews the
+    certificates, which running servers read again by themselves. docs/security.md says how to use
     them.
 
     Example: `paceline certs ./certs --host gateway.example.org`

@@ -1,7 +1,6 @@
 """`paceline bench`: options to :func:`paceline.bench.run_bench`, with a progress bar.
 
-:class:`ServerBackend` lets a benchmark run measure a deployment, beside the engine in this process
-or in its place.
+:class:`ServerBackend` measures a deployment, beside the engine in this process or instead of it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class ServerBackend:
     """A deployment that answers at ``client`` (see :class:`paceline.bench.Backend`).
 
     Args:
-        tokenizer: of the model that is served.
-        batch: calls that run at the same time.
+        tokenizer: of the served model.
+        batch: how many calls run at a time.
 
     Raises:
-        InvalidArgument: the server has another vocabulary.
+        InvalidArgument: the server's model has another vocabulary.
     """
 
     topology = "actors"
@@ -80,7 +79,7 @@ class ServerBackend:
     def _generate(
         self, speculation: SpeculationConfig, prompt: Sequence[int], params: SamplingParams
     ) -> tuple[SequenceRun, list[float]]:
-        """The tokens, and the seconds between their arrivals here."""
+        """One generation, and the seconds between the arrivals of its rounds."""
         arrivals, rounds = [], []
         started = time.perf_counter()
         for item in self._client.generate(prompt, params, speculation):
@@ -89,7 +88,7 @@ class ServerBackend:
             rounds.append(item)
         first, last = arrivals[0], arrivals[-1]
         statistics = rounds[-1].statistics
-        assert statistics is not None  # the last reply has them
+        assert statistics is not None  # the last reply carries them
         token_ids = tuple(token for item in rounds for token in item.token_ids)
         later = len(token_ids) - len(rounds[0].token_ids)
         sequence = SequenceRun(
@@ -103,7 +102,7 @@ class ServerBackend:
         return sequence, [after - before for before, after in pairwise(arrivals)]
 
     def forget(self) -> bool:
-        """A deployment serves others as well, and keeps what its drafters have learnt."""
+        """False: a deployment serves others, too, and its drafters keep what they have learnt."""
         return False
 
     def close(self) -> None:
@@ -118,9 +117,9 @@ def run(
 
     Args:
         server: address of the deployment that the topologies other than ``colocated`` measure;
-            None starts one for the time of the benchmark.
-        client_options: how to connect to it, see
-            :func:`paceline.cluster.cli_output.client_options`.
+            None starts one for the benchmark.
+        client_options: how to connect, see
+            :func:`paceline.cluster.cli_options.client_options`.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -149,7 +148,7 @@ def run(
 
 @contextlib.contextmanager
 def _deployment(options: BenchOptions, report: Callable[[str], None]) -> Iterator[str]:
-    """The same models as actors on a local Ray, with the same threads; yields the address."""
+    """Deploy the same models as actors on a local Ray; yields the gateway's address."""
     import torch
 
     from paceline.cluster import local

@@ -18,14 +18,17 @@ from paceline.cluster.cli_generate import (
     PieceSplitter,
     sampling_params,
 )
-from paceline.cluster.cli_output import (
+from paceline.cluster.cli_options import (
+    ChatDtype,
     Drafter,
-    err,
-    local_model,
-    model_to_show,
-    out,
-    set_threads,
+    MaxTokens,
+    Seed,
+    Temperature,
+    Threads,
+    method_option,
+    model_option,
 )
+from paceline.cluster.cli_output import err, local_model, model_to_show, out, set_threads
 from paceline.errors import InvalidArgument, PacelineError
 
 if TYPE_CHECKING:
@@ -35,12 +38,12 @@ if TYPE_CHECKING:
     from paceline.tokenizer import ChatTemplate
 
 COMMANDS = {
-    "/method [NAME]": "the method in use, or another one from now on",
-    "/stats": "numbers of the last answer",
-    "/system TEXT": "begin anew, with this instruction",
-    "/reset": "begin anew",
-    "/help": "this list",
-    "/exit": "leave (as ctrl-d; ctrl-c stops an answer)",
+    "/method [NAME]": "show the method, or choose another one",
+    "/stats": "show the statistics of the last answer",
+    "/system TEXT": "start a new conversation with this instruction",
+    "/reset": "start a new conversation",
+    "/help": "show this list",
+    "/exit": "leave, as ctrl-d does; ctrl-c stops an answer",
 }
 
 
@@ -48,7 +51,7 @@ class Chat:
     """A conversation.
 
     Attributes:
-        messages: so far; an answer that was stopped is there as far as it came.
+        messages: so far; of an answer that was stopped, the part that came.
         last: the session of the last answer.
     """
 
@@ -68,7 +71,7 @@ class Chat:
         self.reset(system)
 
     def use(self, method: str) -> None:
-        """Answer with this method from now on; InvalidArgument if there is none."""
+        """Answer with this method from now on; InvalidArgument if no method has this name."""
         from paceline.config import SpeculationConfig
         from paceline.plan import resolve
 
@@ -77,17 +80,17 @@ class Chat:
         self.config = config
 
     def reset(self, system: str = "") -> None:
-        """Forget everything but an instruction."""
+        """Start anew, with an instruction if there is one."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def answer(self, text: str) -> Generator[list[Piece], None, None]:
-        """Say something and get the answer, as its tokens are committed.
+        """Ask, and get the pieces of the answer as its tokens are committed.
 
-        To stop it, close the generator: the conversation keeps what came.
+        To stop the answer, close the generator: the conversation keeps the part that came.
 
         Raises:
-            PacelineError: the conversation is too long, or the template refuses it; it is then as
-                it was before.
+            PacelineError: the conversation is too long, or the template refuses it; then the
+                conversation does not change.
         """
         from paceline.chat import encode_chat
         from paceline.request import Request
@@ -122,45 +125,29 @@ class Chat:
 def chat(
     target: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A Hugging Face folder, a GGUF file or a name (`paceline models --help`). "
-            "Default: smollm2, or the demo pair where that cannot be had.",
+        model_option(
+            "The model: a Hugging Face folder, a GGUF file or a name (`paceline models --help`). "
+            "Default: smollm2, or the demo pair if it cannot be downloaded."
         ),
     ] = None,
     drafter: Drafter = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="D",
-            help="auto (default: the checkpoint's), float32, bfloat16, float16, q8_0, q4_0, int8.",
-        ),
-    ] = "auto",
+    dtype: ChatDtype = "auto",
     method: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="How to draft. Default: draft_model with a drafter, else suffix_decoding.",
-        ),
+        method_option("Default: draft_model with a drafter, else suffix_decoding."),
     ] = None,
     system: Annotated[
-        str, typer.Option(metavar="TEXT", help="An instruction before the conversation.")
+        str, typer.Option(metavar="TEXT", help="Instruction that begins the conversation.")
     ] = "",
-    temperature: Annotated[
-        float, typer.Option("-t", "--temperature", metavar="T", help="0 is greedy.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of sampling.")] = 0,
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", metavar="N", help="Of an answer, at most.")
-    ] = 512,
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads; default: all cores.")
-    ] = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    max_tokens: MaxTokens = 512,
+    threads: Threads = None,
 ) -> None:
-    """Talk with a model in the terminal.
+    """Chat with a model in the terminal.
 
     Answers appear as they are committed: **green** tokens were drafted and accepted, **bold** ones
-    are the target's own. `/help` lists what else can be typed; ctrl-c stops an answer.
+    are the target's own. `/help` lists the commands; ctrl-c stops an answer.
 
     Examples:
 
@@ -189,7 +176,8 @@ def chat(
         template = chat_template(local_model(target) or TARGET_DIR)
     if not template.source:
         err.print(
-            "this model has no chat template: it continues a conversation as a text", style="yellow"
+            "this model has no chat template: it continues the conversation as plain text",
+            style="yellow",
         )
     talk = Chat(engine, template, params, chosen, system)
     if sys.stdin.isatty():
@@ -209,7 +197,7 @@ def chat(
 
 
 def _read() -> str | None:
-    """A line; None at the end of the conversation."""
+    """The next line; None at the end of the conversation."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
@@ -219,7 +207,7 @@ def _read() -> str | None:
 
 
 def _show(talk: Chat, text: str) -> None:
-    """An answer, which ctrl-c stops, and a line of numbers."""
+    """Show an answer, which ctrl-c stops, and a line of statistics."""
     answer = talk.answer(text)
     try:
         for pieces in answer:
@@ -243,7 +231,7 @@ def _show(talk: Chat, text: str) -> None:
 
 
 def _obey(talk: Chat, command: str, argument: str = "") -> bool:
-    """Do what a command says; False to leave."""
+    """Run a command; False if it ends the conversation."""
     if command == "/exit":
         return False
     if command == "/method":

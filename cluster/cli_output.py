@@ -1,4 +1,4 @@
-"""How the commands speak: tables and colours for people, JSON for programs, one line for errors."""
+"""Output of the commands: tables and colours for people, JSON for programs, errors in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -18,120 +18,24 @@ from typer.core import TyperCommand, TyperGroup
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 
 DEBUG_VARIABLE = "PACELINE_DEBUG"
-TOKEN_VARIABLE = "PACELINE_TOKEN"
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 _SMALL_MODEL_BYTES = 100e6
 
-# A pipe or a file has no width of its own; 100 columns keep tables whole.
+# A pipe or a file has no width: with 100 columns, tables fit.
 _width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
 out = Console(width=_width)
 err = Console(stderr=True, width=_width)
 
 
-# Options that several commands have.
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
-]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Target: a Hugging Face folder, or a name (`paceline models --help`). Default: the "
-        "demo's.",
-    ),
-]
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Draft model, with the target's tokenizer: a folder, a GGUF file or a name.",
-    ),
-]
-
-OTHER_DTYPES = "bfloat16, float16, q8_0, q4_0, int8 or auto (the checkpoint's)."
-
-Numerics = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N",
-        help="fastest (default), or portable: logits with the same bits on any processor.",
-    ),
-]
-NumericsMismatch = Annotated[
-    str | None,
-    typer.Option(
-        "--numerics-mismatch",
-        metavar="M",
-        help="Where a server is lost and the next one has other numerics: refuse (default) or "
-        "allow, which goes on and says so.",
-    ),
-]
-
-# Options of commands that talk to a server.
-Ca = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="With `--server`: use TLS, and trust who this PEM file names; `system` trusts the "
-        "public authorities.",
-    ),
-]
-Cert = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="With `--ca`: our own certificate (PEM), for mTLS."),
-]
-Key = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="With `--cert`: the key of it (PEM).")
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help=f"With `--server`: our token, for servers with tenants. Default: the variable "
-        f"{TOKEN_VARIABLE}.",
-    ),
-]
-
-
-def client_options(
-    server: str | None,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    token_file: Path | None,
-) -> dict[str, Any]:
-    """How to connect, as keyword arguments of :class:`paceline.rpc.client.Client`.
-
-    Raises:
-        InvalidArgument: options without ``--server``, or a file that cannot be read.
-    """
-    given = {"ca": ca, "cert": cert, "key": key}
-    if server is None:
-        for name, value in {**given, "token_file": token_file}.items():
-            if value is not None:
-                raise InvalidArgument(name, str(value), "this option together with --server")
-        return {}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if token_file is not None:
-        try:
-            options["token"] = token_file.expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text"
-            raise InvalidArgument("token_file", str(token_file), f"a file ({reason})") from None
-    elif os.environ.get(TOKEN_VARIABLE):
-        options["token"] = os.environ[TOKEN_VARIABLE].strip()
-    return options
-
-
 class MissingExtra(PacelineError):
-    """A command needs packages that come with an extra."""
+    """A command needs packages of an extra that is not installed."""
 
 
 def model_to_show() -> str:
-    """The model that people meet who name none: ``smollm2``, or ``demo`` where it cannot be had."""
+    """The default model: ``smollm2``, or ``demo`` if that cannot be downloaded."""
     from paceline.model_names import get_model
 
     try:
@@ -144,7 +48,7 @@ def model_to_show() -> str:
 
 
 def require(extra: str, *modules: str) -> None:
-    """Raise MissingExtra unless all ``modules`` can be imported."""
+    """Raise MissingExtra unless all ``modules`` are installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtra(
@@ -154,19 +58,19 @@ def require(extra: str, *modules: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document and nothing else. NaN is a bug, not a value."""
+    """Write one JSON document to standard output; NaN raises ValueError, because it is a bug."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def print_error(message: str) -> None:
-    # Not through rich: a value in the message may look like markup, and lines are not to be cut.
+    # Without rich: a value in the message may look like markup, and rich would wrap the line.
     prefix = "\x1b[1;31merror:\x1b[0m" if err.is_terminal and not err.no_color else "error:"
     sys.stderr.write(f"{prefix} {' '.join(message.split())}\n")
 
 
 def show_tree(value: object, indent: int = 0) -> None:
-    """Print nested mappings and lists as indented `key: value` lines."""
+    """Print nested mappings and lists as indented lines `key: value`."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)  # type: ignore[arg-type]
     for key, item in pairs:
         nested = isinstance(item, dict | list) and bool(item)
@@ -178,23 +82,30 @@ def show_tree(value: object, indent: int = 0) -> None:
 
 
 def local_model(name: str | None) -> Path | None:
-    """Where the model of an option lies, downloaded if it has to be; None stays None."""
+    """The path of the model that an option names, downloaded if needed; None stays None."""
     from paceline.model_names import resolve_model
 
     return None if name is None else resolve_model(name)
 
 
 def pinned_model(name: str | None) -> str | None:
-    """The model of an option under a name for other processes and nodes; None stays None."""
+    """A name of an option's model that other processes and nodes know; None stays None."""
     from paceline.model_names import pin_model
 
     return None if name is None else pin_model(name)
 
 
 def set_threads(threads: int | None, target: str | Path | None) -> None:
-    """Set torch's CPU threads; ``None`` means 1 for a small target (None: the demo's), else all.
+    """Set the CPU threads of torch and the kernels.
 
-    On one forward of a small model threads gain nothing, and lose much when cores are busy.
+    On one forward of a small model more threads gain nothing, and lose much while cores are busy.
+
+    Args:
+        threads: None: 1 for a small target, else what torch chooses.
+        target: folder, file or name of the target; None: the demo's.
+
+    Raises:
+        InvalidArgument: ``threads`` is not in [1, 1024].
     """
     import torch
 
@@ -210,14 +121,14 @@ def set_threads(threads: int | None, target: str | Path | None) -> None:
         if weights > _SMALL_MODEL_BYTES:
             return
     torch.set_num_threads(threads or 1)
-    kernels.set_num_threads(threads or 0)  # what was asked for is a limit for prompts, too
+    kernels.set_num_threads(threads or 0)  # a given number also limits the threads for prompts
 
 
 class _OneLineErrors:
-    """Failures are one line and an exit code, never a traceback.
+    """Shows a failure as one line and an exit code, without a traceback.
 
-    Exit codes: 2 for input that cannot be served (as for unknown options), 1 for a failure inside,
-    130 after Ctrl-C. ``paceline --debug`` shows tracebacks.
+    Exit codes: 2 for wrong input (as for unknown options), 1 for an internal failure, 130 after
+    Ctrl-C. ``paceline --debug`` shows tracebacks.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -229,7 +140,7 @@ class _OneLineErrors:
             err.print("interrupted", style="yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
-            # The process that read our output has closed the pipe (`paceline methods | head -1`).
+            # The reader of our output has closed the pipe (`paceline methods | head -1`).
             # Python must not try to flush what is left when it exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
@@ -254,8 +165,8 @@ class _OneLineErrors:
 
 
 class Command(_OneLineErrors, TyperCommand):
-    """A command."""
+    """A command that shows failures in one line."""
 
 
 class CommandGroup(_OneLineErrors, TyperGroup):
-    """A command that has commands of its own."""
+    """A command with commands of its own that show failures in one line."""

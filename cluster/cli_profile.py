@@ -1,4 +1,4 @@
-"""`paceline profile`: measure what drafting and verifying cost here, and keep it."""
+"""`paceline profile`: measure what drafting and verifying cost on this machine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def run(
     file: Path | None,
     plot_file: Path | None,
 ) -> dict[str, Any]:
-    """Measure, save and draw.
+    """Measure a cost profile, save it and draw it.
 
     Raises:
-        InvalidArgument: an option that does not fit, or no drafter answers at ``server``.
+        InvalidArgument: an option is wrong, or no drafter answers at ``server``.
     """
     device = pick_device(device)
     if target is None:
@@ -69,12 +69,12 @@ def run(
 
 
 def _round_trip(server: str, vocab_size: int, client_options: Mapping[str, Any]) -> float:
-    """Seconds to a DraftService and back, for a draft that it has made already."""
+    """Median seconds to a DraftService and back, without the time to draft."""
     from paceline.drafters.base import at_once
     from paceline.rpc.remote_drafter import RemoteDrafter
     from paceline.rpc.tls import ClientTls
 
-    # Replicas know one another by certificates; there are no tokens between them.
+    # Replicas authenticate by certificates, not by tokens.
     files = {name: str(client_options[name]) for name in FILES if name in client_options}
     tls = ClientTls(**files) if files else None
 
@@ -92,7 +92,7 @@ def _round_trip(server: str, vocab_size: int, client_options: Mapping[str, Any])
 
 
 def show(file: str, profile: CostProfile) -> None:
-    """Print both tables in milliseconds."""
+    """Print the costs of verifying and drafting, in milliseconds."""
     for title, columns, seconds in (
         ("target forward, tokens of each session", profile.nodes, profile.verify_seconds),
         ("draft, depth", profile.depths, profile.draft_seconds),

@@ -1,4 +1,4 @@
-"""`paceline train KIND`: the parts of a method that learn."""
+"""`paceline train KIND`: train draft models, early exits, draft heads and length controllers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from paceline.cluster.cli_output import (
-    Command,
+from paceline.cluster.cli_options import (
+    Device,
     Drafter,
     Json,
+    RayAddress,
     Target,
+    model_option,
+)
+from paceline.cluster.cli_output import (
+    Command,
     err,
     out,
     pinned_model,
@@ -30,7 +35,7 @@ from paceline.cluster.cli_output import (
 
 
 class Kinds(TyperGroup):
-    """The commands below, and one for each kind of draft head, whose list needs torch."""
+    """The commands below, and one for each kind of draft head; their list needs torch."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         from paceline.models.heads import HEADS
@@ -49,8 +54,8 @@ class Kinds(TyperGroup):
 
 train = typer.Typer(
     cls=Kinds,
-    help="Train the parts of a method that learn.",
-    epilog="All kinds resume: the same command goes on where an interrupted one was.",
+    help="Train draft models, early exits, draft heads and length controllers.",
+    epilog="An interrupted training goes on when the same command is run again.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -58,38 +63,42 @@ _command = partial(train.command, cls=Command)
 
 Student = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Drafter to start from, a folder or a name. A folder with only a config.json gives "
-        "random weights. Default: the demo's drafter with the demo target, else the target's "
-        "first layers.",
+    model_option(
+        "Draft model to start from: a folder or a name. A folder with nothing but a config.json "
+        "gives random weights. Default: the demo's drafter with the demo target, else the target's "
+        "first layers."
     ),
 ]
 Layers = Annotated[
     int,
-    typer.Option(metavar="N", help="Layers of a drafter that is made from the target's first."),
+    typer.Option(metavar="N", help="Layers that a drafter takes from the target."),
 ]
 Fresh = Annotated[
     bool,
-    typer.Option("--fresh", help="With the demo target: do not start from the demo's drafter."),
+    typer.Option(
+        "--fresh", help="With the demo target: start from its layers, not from the demo's drafter."
+    ),
 ]
 Divergence = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="forward_kl, reverse_kl, jsd, tvd, tvdpp, or ce: plain fine-tuning on the text.",
+        help="Loss: forward_kl, reverse_kl, jsd, tvd, tvdpp, or ce, which fine-tunes on the text.",
     ),
 ]
 DataSource = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Text to learn on: corpus, target (it writes), on_policy (the drafter writes), or "
-        "mixed (the drafter writes a share `--mix` of the rows).",
+        help="Text to train on: corpus, target (the target writes it), on_policy (the drafter "
+        "writes it), or mixed (the drafter writes the share `--mix` of the rows).",
     ),
 ]
-Mix = Annotated[float, typer.Option(metavar="SHARE", help="Of `--data-source mixed`.")]
-Beta = Annotated[float, typer.Option(metavar="B", help="Weight of the target in jsd.")]
+Mix = Annotated[
+    float, typer.Option(metavar="SHARE", help="With `--data-source mixed`: the drafter's share.")
+]
+TrainSeed = Annotated[int, typer.Option(metavar="S", help="Equal seeds give equal weights.")]
+Beta = Annotated[float, typer.Option(metavar="B", help="With `jsd`: weight of the target.")]
 
 
 def _shared(
@@ -98,29 +107,35 @@ def _shared(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Text: .txt, or .jsonl with `text`, or `prompt` and `completion`. Repeatable. "
+            help="Text: .txt, or .jsonl with `text` or `prompt` and `completion`. Repeatable. "
             "Default: the demo corpus.",
         ),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of the result. Default: trained/KIND."),
+        typer.Option("--out", metavar="DIR", help="Folder for the result. Default: trained/KIND."),
     ] = None,
-    length: Annotated[int, typer.Option(metavar="N", help="Tokens of a row of text.")] = 256,
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens in each row of text.")] = 256,
     held_out_rows: Annotated[
-        int, typer.Option(metavar="N", help="Rows of held-out text to measure on.")
+        int, typer.Option(metavar="N", help="Rows of held-out text for measurements.")
     ] = 32,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps in all.")] = 500,
+    steps: Annotated[int, typer.Option(metavar="N", help="Training steps.")] = 500,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", "-b", metavar="N", help="Rows of a step, of all workers.")
+        int,
+        typer.Option(
+            "--batch-size", "-b", metavar="N", help="Rows in each step, over all workers."
+        ),
     ] = 8,
     learning_rate: Annotated[
-        float, typer.Option("--lr", metavar="X", help="After the warm-up; a cosine follows.")
+        float,
+        typer.Option(
+            "--lr", metavar="X", help="Learning rate after the warm-up; it then falls as a cosine."
+        ),
     ] = 2e-4,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Steps of the warm-up.")] = 20,
-    weight_decay: Annotated[float, typer.Option(metavar="X", help="Of AdamW.")] = 0.01,
-    clip: Annotated[float, typer.Option(metavar="X", help="Largest norm of the gradient.")] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="S", help="Equal seeds give equal weights.")] = 0,
+    warmup: Annotated[int, typer.Option(metavar="N", help="Steps of warm-up.")] = 20,
+    weight_decay: Annotated[float, typer.Option(metavar="X", help="Weight decay of AdamW.")] = 0.01,
+    clip: Annotated[float, typer.Option(metavar="X", help="Largest gradient norm.")] = 1.0,
+    seed: TrainSeed = 0,
     eval_every: Annotated[
         int, typer.Option(metavar="N", help="Steps between measurements on held-out text.")
     ] = 50,
@@ -129,49 +144,43 @@ def _shared(
         typer.Option(
             metavar="N",
             help="Stop after N measurements without a better acceptance, and keep the best "
-            "weights. Default: train to the end and keep the last.",
+            "weights. Default: run all steps and keep the last weights.",
         ),
     ] = None,
     checkpoint_steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps between checkpoints, at most.")
+        int, typer.Option(metavar="N", help="Most steps between checkpoints.")
     ] = 200,
     checkpoint_seconds: Annotated[
-        float, typer.Option(metavar="S", help="Seconds between checkpoints, about.")
+        float, typer.Option(metavar="S", help="Seconds between checkpoints, roughly.")
     ] = 60.0,
-    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     bfloat16: Annotated[
-        bool, typer.Option("--bfloat16", help="Compute in bfloat16; weights stay in float32.")
+        bool, typer.Option("--bfloat16", help="Compute in bfloat16; the weights stay in float32.")
     ] = False,
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="CPU threads. Default: what torch chooses.")
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Train as a Ray Train job with N workers (gloo)."),
+        typer.Option(metavar="N", help="Train on Ray with N workers (Ray Train, gloo)."),
     ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="With `--workers`: the Ray to use. Default: RAY_ADDRESS, else a local one.",
-        ),
-    ] = None,
+    address: RayAddress = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """What every kind that reads text can be told."""
+    """The options of all kinds that train on text."""
     return locals()
 
 
 def _kind(
     name: str, app: typer.Typer = train, **defaults: Any
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
-    """Make a command out of a function that returns a kind's own knobs.
+    """Turn a function that returns a kind's own knobs into a command.
 
-    The command has the options of the function and those of :func:`_shared`; Typer reads them from
-    the signature, which is put together here so that each option is written down once.
+    The command has the options of the function and those of :func:`_shared`. Typer reads them from
+    a signature that is put together here, so that each option is written down once.
 
     Args:
-        defaults: of shared options, where this kind has its own.
+        defaults: this kind's defaults of shared options, where they differ.
     """
 
     def wrap(own: Callable[..., dict[str, Any]]) -> Callable[..., None]:
@@ -236,7 +245,7 @@ def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
 
 
 def _show(kind: str, result: dict[str, Any], target: str | None) -> None:
-    """What was measured before and after, where the result is, and how to use it."""
+    """Show the measurements before and after, where the result is, and how to use it."""
     table = Table("held out", box=None, header_style="bold", pad_edge=False)
     for title in ("before", "after"):
         table.add_column(title, justify="right")
@@ -244,7 +253,7 @@ def _show(kind: str, result: dict[str, Any], target: str | None) -> None:
         table.add_row(name, f"{result['before'][name]:.4f}", f"{value:.4f}")
     out.print(table)
     folder = Path(result["out"])
-    early = ", no better since" if result["stopped_early"] else ""
+    early = ", no better since then" if result["stopped_early"] else ""
     lines = [
         f"steps: {result['steps']}, kept_step: {result['kept_step']}{early}",
         f"out: {folder}",
@@ -258,7 +267,7 @@ def _show(kind: str, result: dict[str, Any], target: str | None) -> None:
 
 
 def _use(kind: str, folder: Path, target: str | None) -> str | None:
-    """Options of a command that runs the result, if there is one line for it."""
+    """Options of `paceline generate` that use the result; None if it has none."""
     chosen = f"--target {shlex.quote(target)} " if target else ""
     place = shlex.quote(str(folder))
     if kind == "exits":
@@ -279,27 +288,30 @@ def exits(
         typer.Option(
             "--exit",
             metavar="LAYER",
-            help="Exit to measure. Repeatable. Default: a quarter, a third and half of the layers.",
+            help="Exit layer to measure. Repeatable. Default: a quarter, a third and half of the "
+            "layers.",
         ),
     ] = None,
     layer_dropout: Annotated[
-        float, typer.Option(metavar="P", help="How often the last layer is left out.")
+        float, typer.Option(metavar="P", help="Probability of leaving out the last layer.")
     ] = 0.1,
-    exit_scale: Annotated[float, typer.Option(metavar="X", help="Weight of the exits.")] = 0.2,
+    exit_scale: Annotated[
+        float, typer.Option(metavar="X", help="Weight of the losses at exits.")
+    ] = 0.2,
     curriculum: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Which exits learn in a step: rotational, gradual or all."
+            metavar="NAME", help="Exits that learn in a step: rotational, gradual or all."
         ),
     ] = "rotational",
     period: Annotated[
-        int, typer.Option(metavar="N", help="Of rotational: one exit in N learns in a step.")
+        int, typer.Option(metavar="N", help="With rotational: one exit in N learns in a step.")
     ] = 4,
 ) -> dict[str, Any]:
     """Teach a Llama-type model to predict from its early layers (LayerSkip).
 
-    Layer dropout and early-exit losses. The result is a complete model folder for `--method
-    layer_skip` and its relatives.
+    It trains with layer dropout and losses at early exits. The result is a model folder for
+    `--method layer_skip` and the other methods with early exits.
 
     Examples:
 
@@ -325,7 +337,7 @@ def distill(
     mix: Mix = 0.5,
     beta: Beta = 0.5,
 ) -> dict[str, Any]:
-    """Train a draft model to say what its target says (DistillSpec).
+    """Distil a target into a draft model (DistillSpec).
 
     Examples:
 
@@ -345,10 +357,10 @@ def align(
     mix: Mix = 0.5,
     beta: Beta = 0.5,
 ) -> dict[str, Any]:
-    """Align a draft model with what its target writes, by TVD++ (direct alignment).
+    """Align a draft model with text that its target writes, by TVD++ (direct alignment).
 
-    The target writes answers after the first quarter of each row; the drafter learns on them with
-    the policy gradient of the total variation, its reward normalised.
+    The target continues the first quarter of each row. The drafter learns on that text with the
+    policy gradient of the total variation distance, with a normalised reward.
     """
     return locals()
 
@@ -358,7 +370,7 @@ def nested(
     exits: Annotated[
         list[int] | None,
         typer.Option(
-            "--exit", metavar="LAYER", help="Nested sub-model, in layers. Repeatable. Default: 1."
+            "--exit", metavar="LAYER", help="Layers of a nested model. Repeatable. Default: 1."
         ),
     ] = None,
     drafter: Student = None,
@@ -388,15 +400,15 @@ def _head_command(kind: str) -> Any:
         settings: Annotated[
             list[str] | None,
             typer.Option(
-                "--set", metavar="NAME=VALUE", help="Option of the head (above). Repeatable."
+                "--set", metavar="NAME=VALUE", help="An option of the head, see above. Repeatable."
             ),
         ] = None,
         data_source: Annotated[
             str,
             typer.Option(
                 metavar="NAME",
-                help="Text to learn on: corpus, or target: it writes, greedily and at "
-                "temperature 1, after the first quarter of each row.",
+                help="Text to train on: corpus, or target, which continues the first quarter of "
+                "each row, greedily and at temperature 1.",
             ),
         ] = "corpus",
     ) -> dict[str, Any]:
@@ -411,9 +423,9 @@ def _head_command(kind: str) -> Any:
         return {"options": given, "data_source": data_source}
 
     paper = (sys.modules[HEADS[kind].__module__].__doc__ or kind).splitlines()[0]
-    own.__doc__ = f"""Train a head that drafts from what the target computes. {paper}
+    own.__doc__ = f"""Train a head that drafts from the target's states. {paper}
 
-    An engine finds it in the folder of its heads, which by default is `heads` in the target's.
+    An engine finds the head in its folder of heads, by default `heads` in the target's folder.
 
     Options of the head, with their defaults: {names}.
 
@@ -429,20 +441,24 @@ def _head_command(kind: str) -> Any:
 @_command("length-head")
 def length_head(
     kind: Annotated[
-        str, typer.Option(metavar="KIND", help="specdecpp, disco, ldlp or all.")
+        str, typer.Option(metavar="KIND", help="Length controller: specdecpp, disco, ldlp or all.")
     ] = "all",
     target: Target = None,
     drafter: Drafter = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Default: `heads` in the target's folder."),
+        typer.Option(
+            "--out", metavar="DIR", help="Folder for the result. Default: `heads` in the target's."
+        ),
     ] = None,
-    prompts: Annotated[int, typer.Option(metavar="N", help="Texts to learn from.")] = 160,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each text.")] = 128,
-    seed: Annotated[int, typer.Option(metavar="S", help="Equal seeds give equal weights.")] = 0,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts to train on.")] = 160,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens that the target writes for each prompt.")
+    ] = 128,
+    seed: TrainSeed = 0,
     as_json: Json = False,
 ) -> None:
-    """Train the length controllers that learn, on text that the target writes (a minute)."""
+    """Train the length controllers that learn, on text that the target writes; takes a minute."""
     with err.status("loading torch ..."):
         from paceline.loading import load_engine
         from paceline.train import length_heads

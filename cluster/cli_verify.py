@@ -1,4 +1,4 @@
-"""`paceline verify`: a transcript, and the model that should have written it."""
+"""`paceline verify`: compare a transcript with what the model writes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def run(
     threads: int | None,
     numerics_mismatch: str,
 ) -> dict[str, Any]:
-    """Load the model and compare.
+    """Load the model and compare it with a transcript.
 
     Raises:
-        InvalidArgument: an option, or what the file holds.
-        NumericsMismatch: the numerics here are not those of the transcript, and have to be.
+        InvalidArgument: an option or the file is wrong.
+        NumericsMismatch: the numerics here are not the transcript's, and the caller did not allow
+            others.
     """
     check_mismatch(numerics_mismatch)
     with err.status("loading torch ..."):
@@ -63,7 +64,7 @@ def run(
 
 
 def _named(transcript: Transcript) -> Path | None:
-    """The folder that a transcript names, if it is one here; None is the demo's."""
+    """The folder that a transcript names, if it exists here; None: the demo's."""
     folder = Path(transcript.model)
     return folder if folder.is_absolute() and folder.is_dir() else None
 
@@ -92,7 +93,7 @@ def _text(engine: Engine, token: int | None) -> str | None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line, or one for each side of the first difference."""
+    """Print the result, with the first difference if there is one."""
     count, difference = result["num_tokens"], result["difference"]
     if difference is None:
         out.print(

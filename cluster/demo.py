@@ -1,8 +1,8 @@
-"""`paceline demo`: a draft actor and a target actor generate real text together.
+"""`paceline demo`: a drafter and a target in separate actors generate text together.
 
-Everything is real and local: Ray, Ray Serve, two actors and a gateway, gRPC between them. The same
-prompts are run as plain AR decoding on the same target, to compare speed and to see that the
-tokens are the same. With SmolLM2 it is a chat, with the embedded pair text to be continued.
+It runs what a deployment runs, on one machine: Ray Serve, two actors and a gateway, with gRPC
+between them. It decodes the same prompts as AR on the same target, to compare speed and tokens.
+SmolLM2 answers questions; the embedded pair continues text.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _BEES = (
 )
 AR = SpeculationConfig(method="ar")
 REPEATS = 3
-"""Timed runs of each prompt with each method, interleaved; the table has the medians."""
+"""Timed runs of each prompt with each method, interleaved; the table shows medians."""
 CALL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What is shown with a model.
+    """The demo of one model.
 
     Attributes:
-        prompts: names in the table and what is said.
-        chat: the prompts are questions, put through the model's chat template.
-        remembers: the drafter drafts from earlier answers, so a prompt is timed with it once.
+        prompts: their names in the table, and their texts.
+        chat: the prompts are questions and go through the model's chat template.
+        remembers: the drafter drafts from earlier answers, so it is timed once on each prompt.
     """
 
     prompts: Mapping[str, str]
@@ -96,7 +96,7 @@ DEMOS = {
 
 @dataclass
 class _Prompt:
-    """What was measured for one prompt."""
+    """The measurements of one prompt."""
 
     drafts: list[Completion] = field(default_factory=list)
     ar: list[Completion] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Prompt:
 
     @property
     def identical(self) -> bool:
-        """Every run, with drafts or without, gave the same tokens."""
+        """Whether all runs, with drafts and without, gave the same tokens."""
         return len({completion.token_ids for completion in (*self.drafts, *self.ar)}) == 1
 
     @property
@@ -120,19 +120,19 @@ def run(
     length: str | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
-    """Start everything, generate, compare, and shut everything down again.
+    """Start a deployment, generate, compare with AR, and stop the deployment.
 
     Args:
-        max_tokens: for each prompt at most.
-        model: a key of :data:`DEMOS`; None: SmolLM2, or the demo pair where it cannot be had.
-        length: length controller of the drafts; None: the method's own.
-        show: print text and table; without it, the result is all there is.
+        max_tokens: most tokens for each prompt.
+        model: a key of :data:`DEMOS`; None: SmolLM2, or the demo pair if it cannot be downloaded.
+        length: length controller; None: the method's own.
+        show: print text and table, too.
 
     Returns:
         ``identical_to_ar``, tokens per second with and without drafts, speedup, mean accepted
         length, acceptance rate, the process ids of the two actors, and the same for each prompt;
-        ``ready_s`` and ``first_token_s``: seconds from the start of this process until everything
-        was up, and until the first token came.
+        ``ready_s`` and ``first_token_s``: seconds from the start of this process until all was
+        ready, and until the first token came.
 
     Raises:
         InvalidArgument: ``max_tokens`` below 1, or no such model or length controller.
@@ -180,7 +180,7 @@ def run(
 
 
 def _model(name: str | None) -> str:
-    """A key of :data:`DEMOS`, whose model is here."""
+    """A key of :data:`DEMOS`; its model is downloaded if needed."""
     if name is None:
         return model_to_show()
     if name not in DEMOS:
@@ -190,7 +190,7 @@ def _model(name: str | None) -> str:
 
 
 class _Prompts:
-    """What is sent for a prompt: its text, or the tokens of a conversation."""
+    """Makes of a prompt what is sent: its text, or the tokens of a conversation."""
 
     def __init__(self, demo: Demo, target: str) -> None:
         self.demo = demo
@@ -205,7 +205,7 @@ class _Prompts:
 
 
 def _with_free_port(file: ConfigFile) -> ConfigFile:
-    """The demo needs no particular port; it gives way to whatever runs already."""
+    """The file with free ports: the demo runs beside other deployments."""
     try:
         check_ports(file)
     except ClusterPortInUse:
@@ -214,17 +214,17 @@ def _with_free_port(file: ConfigFile) -> ConfigFile:
 
 
 def process_age_s() -> float:
-    """Seconds since this process started, Python's own start and all imports included."""
+    """Seconds since this process started, with Python's start and all imports."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def _warm_up(client: Client, prompts: _Prompts, drafts: SpeculationConfig) -> float:
-    """Run AR and drafts once, which loads whatever is loaded at first use.
+    """Run AR and drafts once, so that everything is loaded before runs are timed.
 
     Returns:
-        the age of this process when the first token came, in seconds.
+        Age of this process in seconds when the first token came.
     """
     params = SamplingParams(max_tokens=8)
     ages = [
@@ -264,7 +264,9 @@ def _measure(
             for method in methods:
                 timed(method)
 
-    client.complete(prompt, replace(params, max_tokens=1), AR)  # all find the prompt in the cache
+    client.complete(
+        prompt, replace(params, max_tokens=1), AR
+    )  # so that all runs find the prompt in the cache
     report_and_time(AR)
     timed(drafts)
     again = (AR,) if prompts.demo.remembers else (AR, drafts)
@@ -288,20 +290,20 @@ def _print_legend(console: Console) -> None:
 
 
 def _plain(console: Console) -> bool:
-    """Colours would not be seen: mark accepted text with «» instead."""
+    """Whether the console shows no colours, so that «» mark accepted text."""
     return console.no_color or not console.is_terminal
 
 
 def _stream(
     client: Client, prompts: _Prompts, text: str, params: SamplingParams, drafts: SpeculationConfig
 ) -> Completion:
-    """Print the prompt and the text that follows, as its tokens are committed."""
+    """Print the prompt, and the text after it as its tokens are committed."""
     splitter = PieceSplitter(prompts.tokenizer)
     prompt = prompts(text)
     out.print()
     if prompt == text:
         out.print(Text(text, "dim"), end="", soft_wrap=True)
-    else:  # a question, and its answer below
+    else:  # a question with its answer below
         out.print(Text(f"> {text}", "dim"), soft_wrap=True)
     marks = _Marks(out)
     rounds = []

@@ -1,7 +1,7 @@
-"""`paceline doctor`: what this machine has, what is wrong with it, and how to mend that.
+"""`paceline doctor`: what this machine has, what is wrong, and how to repair it.
 
-Each check is a function that returns a :class:`Result`; it never raises, and it imports what it
-examines by itself, so that a broken package is a finding and not a crash.
+Each check is a function that returns a :class:`Result`. It imports what it examines itself, so that
+a broken package is a finding and not a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GB = 1e9
 
 
 class Status(enum.Enum):
-    """A warning does not keep Paceline from working; a failure does."""
+    """With a warning Paceline works, with a failure it does not."""
 
     OK = "ok"
     WARN = "warn"
@@ -37,7 +37,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a check found. ``mend`` says what to do, where there is something to do."""
+    """What a check found; ``mend`` says how to repair it, if there is something to repair."""
 
     name: str
     status: Status
@@ -54,7 +54,7 @@ class Result:
 
 
 def run_checks(*, deep: bool = False) -> Iterator[tuple[str, Result | None]]:
-    """All checks in order: first ``(name, None)`` as one begins, then ``(name, result)``.
+    """Run all checks in order; yields ``(name, None)`` before each and ``(name, result)`` after it.
 
     Args:
         deep: also start a local Ray and stop it again.
@@ -100,7 +100,7 @@ def check_python() -> Result:
 
 
 def check_packages() -> Result:
-    """Installed versions against the ranges that the installed package declares."""
+    """Whether installed packages are in the ranges that Paceline declares."""
     from packaging.requirements import Requirement
 
     try:
@@ -156,7 +156,7 @@ def check_torch() -> Result:
 
 
 def check_processor() -> Result:
-    """Vector units that the CPU path profits from."""
+    """The processor's vector units that the kernels use."""
     from torch.backends.cpu import get_cpu_capability
 
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
@@ -181,7 +181,7 @@ def check_processor() -> Result:
 
 
 def check_kernels() -> Result:
-    """Which variant of the kernels runs, its numerics, and how near it comes to the machine."""
+    """The kernel variant that runs, its numerics, and its speed against the machine's limits."""
     from paceline.errors import InvalidArgument
     from paceline.models import kernels
 
@@ -216,7 +216,7 @@ def _kernels_mend(reason: str) -> str:
 
 
 def check_threads() -> Result:
-    """On how many threads the demo target runs, and why; measured once and kept."""
+    """How many threads the demo target uses, and why; measured once and kept."""
     from paceline.loading import load_engine
     from paceline.profile import report_costs
 
@@ -226,7 +226,7 @@ def check_threads() -> Result:
 
 
 def check_ray(*, start: bool = False) -> Result:
-    """Ray, and with ``start`` whether a local one comes up."""
+    """Ray's version; with ``start``, also whether a local Ray starts."""
     install = "pip install 'paceline[serve]' (only serving needs it)"
     if importlib.util.find_spec("ray") is None:
         return Result("ray", Status.WARN, "not installed", install)
@@ -273,10 +273,10 @@ def _process_id() -> int:
 
 
 def _running_ray() -> str | None:
-    """Address of a cluster that was started on this machine and answers."""
+    """The address of a cluster that was started on this machine and answers, else None."""
     addresses = [os.environ.get("RAY_ADDRESS", "")]
     record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    with contextlib.suppress(OSError):  # never started, or started elsewhere
+    with contextlib.suppress(OSError):  # no Ray was started, or another user started it
         addresses.append(record.read_text().strip())
     for address in addresses:
         host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -284,7 +284,7 @@ def _running_ray() -> str | None:
             try:
                 socket.create_connection((host, int(port)), timeout=1).close()
             except OSError:
-                continue  # left over from a cluster that is gone
+                continue  # a file of a cluster that has stopped
             return address
     return None
 
@@ -296,7 +296,7 @@ def check_grpc() -> Result:
     try:
         import grpc
 
-        # Its code needs a recent grpcio.
+        # The generated code needs a recent grpcio.
         import paceline.rpc.gen.paceline.v1.generate_pb2_grpc  # noqa: F401
     except Exception as error:
         return Result("grpc", Status.FAIL, f"{type(error).__name__}: {error}", install)
@@ -338,7 +338,7 @@ def check_ports(ports: Mapping[int, str] = PORTS) -> Result:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """True when a server could listen there now."""
+    """Whether a server could listen there now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -349,7 +349,7 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def check_memory() -> Result:
-    """Memory that this process may still take; a local deployment needs about 4 GB."""
+    """Memory that this process may still use; a local deployment needs about 4 GB."""
     from paceline.memory import memory
 
     total, available = memory()
@@ -372,7 +372,7 @@ def check_memory() -> Result:
 
 
 def check_disk() -> Result:
-    """Room for Ray's session files and logs."""
+    """Free disk space for Ray's session files and logs."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     usage = shutil.disk_usage(folder)
     detail = f"{usage.free / _GB:.0f} GB free in {folder}"
@@ -380,7 +380,7 @@ def check_disk() -> Result:
     if usage.free < 1 * _GB:
         return Result("disk", Status.FAIL, detail, mend)
     if usage.free < 4 * _GB or usage.free < 0.05 * usage.total:
-        # Above 95 % Ray refuses to spill objects.
+        # Above 95 % Ray spills no objects.
         return Result("disk", Status.WARN, f"{detail}, of {usage.total / _GB:.0f} GB", mend)
     return Result("disk", Status.OK, detail)
 
@@ -391,7 +391,7 @@ _MEND_MODELS = "reinstall paceline; in a source tree, `make demo-models` trains 
 
 
 def check_models(folders: tuple[Path, Path] | None = None) -> Result:
-    """Target and drafter (by default the demo pair) are there, load, and share a tokenizer."""
+    """Whether target and drafter (None: the demo pair) load and share a tokenizer."""
     from paceline.demo import DRAFTER_DIR, TARGET_DIR
     from paceline.errors import PacelineError
     from paceline.loading import load_engine
@@ -413,7 +413,7 @@ def check_models(folders: tuple[Path, Path] | None = None) -> Result:
 
 
 def check_exactness() -> Result:
-    """Drafts leave the output unchanged on this processor: tokens equal AR's, chain and tree."""
+    """Whether drafts do not change the output here: chains and trees give AR's tokens."""
     from paceline.config import SpeculationConfig
     from paceline.errors import PacelineError
     from paceline.loading import load_engine

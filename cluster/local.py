@@ -1,8 +1,8 @@
 """`paceline up`, `down` and `status`: a deployment on this machine or on a running cluster.
 
-Without an address, ``up`` starts a Ray of its own that listens on loopback only, in a background
-process that lives as long as the deployment. ``down`` asks that process to end, and with it goes
-everything that it started, and nothing else.
+Without an address, ``up`` starts a Ray that listens on loopback only, in a background process that
+lives as long as the deployment. ``down`` asks that process to end, which stops all that it started
+and nothing else.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from paceline.errors import PacelineError
 
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
 CONFIGS = {"smollm2": CONFIGS_DIR / "smollm2.yaml", "demo": DEMO_CONFIG}
-"""By the model that is shown."""
+"""Config files by the model that they deploy."""
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 45.0
 STATUS_TIMEOUT_S = 10.0
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB, and nothing here uses it
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; nothing here stores objects
 _POLL_S = 0.2
-# Errors whose text says everything; of others the class is part of the message.
+# Errors whose text is enough; a message about another error begins with its class.
 _SPEAKING = {"InvalidArgument", "ModelNotFound", "TokenizerMismatch", "PortInUse"}
 
 Report = Callable[[str], None]
-"""Called with a line for the user when a new stage begins."""
+"""Shows the user a line when a new stage begins."""
 
 
 class ClusterError(PacelineError, RuntimeError):
@@ -61,18 +61,18 @@ class ClusterError(PacelineError, RuntimeError):
 
 
 class ClusterPortInUse(ClusterError):
-    """Something else listens on the gateway's port."""
+    """Another process listens on the gateway's port."""
 
 
 # --- Ray ------------------------------------------------------------------------------------------
 
 
 def prepare_environment(token: str | None = None) -> None:
-    """Settings that Ray reads when it is imported; what the user has set stays.
+    """Set the variables that Ray reads when it is imported; keep those that the user has set.
 
     Args:
-        token: of a Ray of our own. It listens on loopback where it can, but Serve's replicas have
-            a port for one another on all interfaces: they refuse callers without the token.
+        token: for a Ray that Paceline starts. It listens on loopback where it can, but Serve's
+            replicas open a port on all interfaces, which refuses callers without the token.
     """
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",  # send no usage reports
@@ -89,11 +89,11 @@ def prepare_environment(token: str | None = None) -> None:
 
 
 def start_ray(file: ConfigFile) -> str:
-    """Start a Ray of this process's own; it ends with the process. Returns its address."""
+    """Start a Ray that ends with this process; returns its address."""
     prepare_environment(secrets.token_hex(32))
     import ray
 
-    # A share of a CPU and a custom resource are only labels: with fewer of them than the file asks
+    # CPUs and custom resources are only labels here: with fewer of them than the file asks
     # for, some replicas would wait for ever.
     wanted: defaultdict[str, float] = defaultdict(float)
     for role in file.config.roles:
@@ -112,10 +112,10 @@ def start_ray(file: ConfigFile) -> str:
 
 
 def join_ray(address: str, token: str | None = None) -> str:
-    """Connect to a Ray that runs already (HOST:PORT or auto); ``token`` if it is one of our own.
+    """Connect to a running Ray (HOST:PORT or auto); ``token`` if Paceline started it.
 
     Raises:
-        ClusterError: there is none.
+        ClusterError: no Ray answers there.
     """
     prepare_environment(token)
     import ray
@@ -135,13 +135,13 @@ def join_ray(address: str, token: str | None = None) -> str:
 
 @contextlib.contextmanager
 def building_kernels(file: ConfigFile) -> Iterator[Callable[[], bool]]:
-    """Compile the C kernels in a process of their own while Ray and the replicas start.
+    """Compile the C kernels in another process while Ray and the replicas start.
 
-    The first start on a machine compiles them, which may take as long as the rest of it. A replica
-    that needs them earlier waits for this process.
+    Only the first start on a machine compiles them, which may take as long as the rest of the
+    start. A replica that needs them earlier waits for that process.
 
     Yields:
-        whether they are still being compiled.
+        A function that tells whether they are still being compiled.
     """
     if file.config.engine != "paceline":
         yield lambda: False
@@ -161,7 +161,7 @@ def building_kernels(file: ConfigFile) -> Iterator[Callable[[], bool]]:
 
 
 def check_ports(file: ConfigFile) -> None:
-    """Raise PortInUse when a port of the gateway is taken on this machine."""
+    """Raise PortInUse if a port of the gateway is taken on this machine."""
     gateway = file.config.gateway
     for key, port in (("grpc_port", gateway.grpc_port), ("http_port", gateway.http_port)):
         if not port:
@@ -181,12 +181,12 @@ def check_ports(file: ConfigFile) -> None:
 
 
 def _quiet_serve() -> None:
-    """What Serve tells this process is said better by our own stages and errors."""
+    """Silence Serve's log: our own stages and errors say the same better."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
 
 def start_serve(file: ConfigFile) -> None:
-    """Start Serve's controller; one that runs already stays as it is."""
+    """Start Serve's controller unless it runs already."""
     from ray import serve
 
     _quiet_serve()
@@ -202,7 +202,7 @@ def deploy(
     timeout_s: float = START_TIMEOUT_S,
     compiling: Callable[[], bool] | None = None,
 ) -> None:
-    """Deploy the application of ``file`` on the Ray that this process is connected to.
+    """Deploy the application of ``file`` on the Ray that this process has joined.
 
     Returns when every replica is ready.
 
@@ -210,7 +210,7 @@ def deploy(
         compiling: tells whether the kernels that replicas need are still being compiled.
 
     Raises:
-        ClusterError: a replica failed to start, or it took too long; the message says why.
+        ClusterError: a replica does not start, or not in time; the message says why.
     """
     from ray import serve
 
@@ -236,7 +236,7 @@ def deploy(
             raise ClusterError(f"{file.path}: {problem}")
         line = "loading " + ", ".join(waiting)
         if compiling is not None and compiling():
-            deadline = time.monotonic() + timeout_s  # the compiler has a limit of its own
+            deadline = time.monotonic() + timeout_s  # the compiler has its own time limit
             line += "; compiling the kernels for this processor, once"
         if waiting and line != seen:
             report(line)
@@ -245,10 +245,10 @@ def deploy(
 
 
 def _run(file: ConfigFile) -> None:
-    """Hand the application to Serve's controller.
+    """Give the application to Serve's controller.
 
-    An autoscaling policy of a whole application is known to Serve from config files alone, which
-    describe all that it runs.
+    Serve takes an application's autoscaling policy only from config files, and such a file
+    describes all applications that Serve runs.
     """
     from ray import serve
 
@@ -273,7 +273,7 @@ def _run(file: ConfigFile) -> None:
         )
     application = {
         "name": file.name, "import_path": IMPORT_PATH, "route_prefix": file.route_prefix,
-        # With absolute paths: it is built in a process of Ray's.
+        # The paths are absolute, because a process of Ray builds the application.
         "args": file.config.model_dump(mode="json", exclude_unset=True),
         "autoscaling_policy": {
             "policy_function": POLICY_FUNCTION, "policy_kwargs": policy.model_dump(),
@@ -299,7 +299,7 @@ def _deployment_states(app: str) -> dict[str, tuple[str, str]]:
 
 
 def _reason(message: str) -> str:
-    """What a replica's traceback says in the end."""
+    """The last line of a replica's traceback: its error."""
     errors = re.findall(r"^(?:[\w.]+\.)?([A-Z]\w*): (.+)$", message, re.MULTILINE)
     if not errors:
         return " ".join(message.split()) or "no reason given"
@@ -308,9 +308,9 @@ def _reason(message: str) -> str:
 
 
 def describe(app: str) -> dict[str, Any]:
-    """Deployments with their replicas, the gateway's address, and the number of sessions.
+    """The deployments with their replicas, the gateway's address and the number of sessions.
 
-    Needs a connection to the Ray that runs ``app``.
+    This process must have joined the Ray that runs ``app``.
     """
     from ray import serve
     from ray.exceptions import RayError
@@ -320,7 +320,7 @@ def describe(app: str) -> dict[str, Any]:
     deployments: dict[str, Any] = {}
     for name, (state, message) in _deployment_states(app).items():
         replicas: list[dict[str, Any]] = []
-        # Without a replica, or with one that died and is still listed, there is nothing to ask.
+        # The deployment may have no replica, or one that died and is still listed.
         with contextlib.suppress(RayError, RayServeException, TimeoutError):
             handle = serve.get_deployment_handle(name, app)
             replicas = handle.broadcast("status").results(timeout_s=STATUS_TIMEOUT_S)
@@ -340,7 +340,7 @@ def describe(app: str) -> dict[str, Any]:
 
 
 def metrics_addresses() -> list[str]:
-    """HOST:PORT of every node's Prometheus metrics, on the Ray that this process is on."""
+    """HOST:PORT of the Prometheus metrics of each node of the Ray that this process has joined."""
     import ray
 
     return [
@@ -351,7 +351,7 @@ def metrics_addresses() -> list[str]:
 
 
 def write_observability(result: dict[str, Any]) -> dict[str, str]:
-    """Write a scrape config and the dashboard for what :func:`up` returned; says where."""
+    """Write a scrape config and the dashboard for what :func:`up` returned; returns their paths."""
     from paceline.deployments.dashboard import write_observability as write
 
     return write(state_folder() / "observability", result.get("metrics") or [])
@@ -361,16 +361,16 @@ def write_observability(result: dict[str, Any]) -> dict[str, str]:
 def deployed(
     file: ConfigFile, *, address: str | None = None, report: Report = lambda line: None
 ) -> Iterator[dict[str, Any]]:
-    """Bring a deployment up, yield what :func:`describe` says, and take it down at the end.
+    """Start a deployment, yield what :func:`describe` returns, and stop it at the end.
 
     Args:
-        address: of a Ray to join; None starts one of its own.
+        address: of a Ray to join; None starts one.
 
     Raises:
         ClusterError: as :func:`deploy`; PortInUse.
     """
     if address is None:
-        check_ports(file)  # elsewhere only the gateway itself can tell
+        check_ports(file)  # on other machines only the gateway can tell
     report("joining Ray" if address else "starting Ray")
     with contextlib.ExitStack() as stack:
         compiling = None if address else stack.enter_context(building_kernels(file))
@@ -384,14 +384,14 @@ def deployed(
 
 
 def _take_down(app: str) -> None:
-    """Delete the application, which drains it, and leave (or end) the Ray."""
+    """Drain and delete the application, and leave Ray, or stop it if this process started it."""
     import ray
     from ray import serve
 
     if not ray.is_initialized():
         return
     _quiet_serve()
-    with contextlib.suppress(Exception):  # of a Serve that never came up there is none
+    with contextlib.suppress(Exception):  # there is none if Serve never started
         serve.delete(app)
     ray.shutdown()
 
@@ -400,16 +400,16 @@ def _take_down(app: str) -> None:
 
 
 def state_folder() -> Path:
-    """Where the running deployment is remembered."""
+    """Folder of the state file of the running deployment."""
     return cache_folder("local")
 
 
 @dataclass(frozen=True)
 class _State:
-    """The state file: what :func:`up` wrote for the other commands.
+    """The state file, which :func:`up` writes for the other commands.
 
-    The process that owns a Ray holds a lock as long as it lives, so a file that a crash left
-    behind, or a process id that another process has now, is told from a running deployment.
+    The process that owns a Ray holds a lock while it lives. So the commands can tell a running
+    deployment from a file that a crash left behind, or a process id that was given again.
     """
 
     folder: Path
@@ -432,7 +432,7 @@ class _State:
     def write(self, **values: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         scratch = self.file.with_suffix(f".{os.getpid()}")
-        scratch.touch(mode=0o600)  # the token is in it
+        scratch.touch(mode=0o600)  # it holds the token
         scratch.write_text(json.dumps(values))
         scratch.replace(self.file)
 
@@ -440,7 +440,7 @@ class _State:
         self.file.unlink(missing_ok=True)
 
     def lock(self) -> IO[str] | None:
-        """Become the owner; None when another process is. The lock ends with the process."""
+        """Become the owner; None if another process is. The lock ends with the process."""
         self.folder.mkdir(parents=True, exist_ok=True)
         handle = (self.folder / "lock").open("w")
         try:
@@ -452,7 +452,7 @@ class _State:
 
     @property
     def owned(self) -> bool:
-        """True while the process that owns the deployment lives."""
+        """Whether the process that owns the deployment lives."""
         handle = self.lock()
         if handle is None:
             return True
@@ -477,20 +477,20 @@ def up(
     """Deploy a config file and wait until it is ready.
 
     Args:
-        config_path: default: SmolLM2 as two actors, or the demo pair where SmolLM2 cannot be had
-            or a cluster is joined, whose nodes may not have it.
-        address: of a Ray cluster to join; default: ``RAY_ADDRESS``, else a local Ray of its own.
+        config_path: None: SmolLM2 as two actors, or the demo pair if SmolLM2 cannot be downloaded
+            or the deployment joins a cluster, whose nodes may not have it.
+        address: of a Ray cluster to join; None: ``RAY_ADDRESS``, else a local Ray.
         port, http_port: instead of the file's ``gateway.grpc_port`` and ``gateway.http_port``.
-        detach: True returns when all is ready and leaves it running until :func:`down`; False
-            stays until Ctrl-C (or SIGTERM) and takes it down again.
-        observability: write a Prometheus scrape config and the Grafana dashboard, and say where.
+        detach: True returns when all is ready, and the deployment runs until :func:`down`; False
+            stops it at Ctrl-C or SIGTERM and then returns.
+        observability: also write a Prometheus scrape config and the Grafana dashboard.
 
     Returns:
-        what :func:`status` returns.
+        As :func:`status`.
 
     Raises:
         InvalidArgument, ModelNotFound: the file is wrong.
-        PortInUse, ClusterError: it cannot be started; the message says why.
+        PortInUse, ClusterError: the deployment does not start; the message says why.
     """
     given = {"grpc_port": port, "http_port": http_port}
     ports = {key: value for key, value in given.items() if value is not None}
@@ -507,7 +507,7 @@ def up(
         )
     if address is None:
         check_ports(file)
-        file.config.with_local_models()  # a download shows its progress here, not in a replica
+        file.config.with_local_models()  # here the user sees a download's progress
     with showing_progress() as report:
         if address is None and detach:
             result = _spawn(file, ports, state, report)
@@ -554,14 +554,14 @@ def _announce(console: Console, result: dict[str, Any], observability: bool) -> 
 
 
 def _wait_for_signal(console: Console) -> None:
-    console.print("Ctrl-C takes it down again")
+    console.print("Ctrl-C stops it")
     stop = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        # A signal that another thread of Ray's takes does not wake this one: its handler waits.
+        # A signal that a thread of Ray takes does not wake this one, so wake up and look.
         while not stop.wait(0.5):
             pass
     finally:
@@ -572,7 +572,7 @@ def _wait_for_signal(console: Console) -> None:
 def _own(
     file: ConfigFile, state: _State, report: Report, observability: bool = False
 ) -> dict[str, Any]:
-    """Run a Ray and the deployment in this process until a signal."""
+    """Run Ray and the deployment in this process until a signal comes."""
     lock = state.lock()
     if lock is None:
         raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
@@ -614,7 +614,7 @@ def _interrupt(*_: object) -> None:
 def _spawn(
     file: ConfigFile, ports: dict[str, int], state: _State, report: Report
 ) -> dict[str, Any]:
-    """Run :func:`_own` in a process that outlives this one; wait until it is ready."""
+    """Run :func:`_own` in a process that outlives this one; returns when it is ready."""
     if state.owned:
         raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
     state.clear()
@@ -650,13 +650,13 @@ def _spawn(
 
 
 def down() -> dict[str, Any]:
-    """Stop what :func:`up` started. Nothing running is not an error.
+    """Stop what :func:`up` started; it is no error if nothing runs.
 
     Returns:
         ``{"stopped": bool, "gateway": address or None}``.
 
     Raises:
-        ClusterError: it does not stop, or the cluster that it joined cannot be reached.
+        ClusterError: it does not stop, or the cluster that it joined does not answer.
     """
     state = _State(state_folder())
     known = state.read()
@@ -664,7 +664,7 @@ def down() -> dict[str, Any]:
     if known.get("address"):
         with showing_progress() as report:
             report("removing the application")
-            state.clear()  # also when that cluster is gone, and the application with it
+            state.clear()  # even if the cluster is gone, and the application with it
             join_ray(known["ray_address"])
             _take_down(known["app"])
         result["stopped"] = True
@@ -685,13 +685,13 @@ def down() -> dict[str, Any]:
 
 
 def status() -> dict[str, Any]:
-    """What is running: deployments, replicas with process ids and addresses, sessions.
+    """What runs: deployments, replicas with process ids and addresses, sessions.
 
     Returns:
-        ``{"running": False, ...}`` when nothing is.
+        ``{"running": False, ...}`` if nothing runs.
 
     Raises:
-        ClusterError: it should be running but cannot be reached.
+        ClusterError: a deployment should run, but Ray does not answer.
     """
     state = _State(state_folder())
     known = state.read()
@@ -718,9 +718,9 @@ def status() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def showing_progress(show: bool = True) -> Iterator[Report]:
-    """A spinner with the current stage and the time, on standard error.
+    """Show the current stage and the time with a spinner, on standard error.
 
-    Where that is no terminal, each stage is a line, with the seconds that went before it.
+    If that is no terminal, each stage is a line with the seconds since the start.
     """
     console = Console(stderr=True, quiet=not show)
     if not console.is_terminal:
@@ -746,7 +746,7 @@ def showing_progress(show: bool = True) -> Iterator[Report]:
 
 
 def main() -> None:
-    """The background process of a detached ``up``: FILE PORTS."""
+    """The background process of ``up``; its arguments are FILE and PORTS."""
     try:
         _own(_load(sys.argv[1], json.loads(sys.argv[2])), _State(state_folder()), lambda line: None)
     except PacelineError as error:

@@ -1,4 +1,4 @@
-"""Training as a Ray Train job: the trainer of one process, in several of them."""
+"""Train in this process, or with several workers as a Ray Train job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.errors import InvalidArgument, PacelineError
 from paceline.train.trainer import TrainOptions
 
 Report = Callable[[int, dict[str, float]], None]
-"""Told a step and what was measured there on held-out data."""
+"""Called with a step and its measurements on held-out text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class TrainJob:
 
 
 def show_evaluation(step: int, metrics: dict[str, float]) -> None:
-    """A line on standard error, above the progress bar."""
+    """Print measurements as a line on standard error, above the progress bar."""
     from tqdm import tqdm
 
     shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -38,14 +38,14 @@ def show_evaluation(step: int, metrics: dict[str, float]) -> None:
 
 
 def train_here(job: TrainJob, report: Report = show_evaluation) -> dict[str, Any]:
-    """Train in this process, or as one of several that ``torch.distributed`` connects."""
+    """Train in this process, alone or as one of those that ``torch.distributed`` connects."""
     from transformers.utils import logging as transformers_logging
 
     from paceline.loading import pick_device
     from paceline.train.kinds import build
     from paceline.train.trainer import train
 
-    transformers_logging.disable_progress_bar()  # only our own
+    transformers_logging.disable_progress_bar()  # show only our own
     transformers_logging.set_verbosity_error()
     options = replace(job.options, device=pick_device(job.options.device))
     task = build(job.kind, device=options.device, seed=options.seed, **job.knobs)
@@ -53,7 +53,7 @@ def train_here(job: TrainJob, report: Report = show_evaluation) -> dict[str, Any
 
 
 def _worker(config: dict[str, Any]) -> dict[str, Any]:
-    """What runs in each worker. An error on purpose is returned: a retry would not mend it."""
+    """Train in a worker. Returns Paceline's own errors, which a retry would only repeat."""
     from paceline.train.trainer import is_first_worker
 
     def report(step: int, metrics: dict[str, float]) -> None:
@@ -71,17 +71,17 @@ def train_on_ray(
 ) -> dict[str, Any]:
     """Train with ``workers`` processes, each on its share of every batch.
 
-    A worker that dies is replaced, and the training goes on from its last checkpoint.
+    Ray replaces a worker that dies, and training goes on from the last checkpoint.
 
     Args:
-        address: of a Ray to join; None takes the one that this process belongs to (a job of
-            ``ray job submit``), or starts one on this machine for as long as it takes.
-        cpus: that each worker takes of the cluster's.
+        address: of a Ray to join; None joins the Ray of the job that runs this process (``ray job
+            submit``), or starts one on this machine until the training ends.
+        cpus: that Ray reserves for each worker.
 
     Raises:
         InvalidArgument: the batch does not divide among the workers.
-        ClusterError: no Ray, a cluster without so many CPUs, or the training failed; the message
-            says why.
+        ClusterError: no Ray answers, the cluster has too few CPUs, or the training failed; the
+            message says why.
     """
     from paceline.cluster.local import ClusterError, join_ray, prepare_environment
 
@@ -102,7 +102,7 @@ def train_on_ray(
             address="local",
             num_cpus=max(os.cpu_count() or 1, workers),
             include_dashboard=False,
-            object_store_memory=80 * 1024 * 1024,  # Ray's minimum, about; nothing here uses it
+            object_store_memory=80 * 1024 * 1024,  # near Ray's minimum; nothing here stores objects
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -110,7 +110,7 @@ def train_on_ray(
         join_ray(address or "auto")
     _check_room(workers * cpus)
     folder = job.options.out.resolve()
-    # What is said in other processes passes through here: Ray's own log is not for users.
+    # The workers' output passes through here; Ray's own log is not for users.
     progress = Queue()
     printer = threading.Thread(target=_show_progress, args=(progress,), daemon=True)
     printer.start()
@@ -150,7 +150,7 @@ def train_on_ray(
 
 
 def _check_room(cpus: float) -> None:
-    """That the workers can start; a line where they have to wait for others to end."""
+    """Raise ClusterError if the workers can never start; print a line if they have to wait."""
     import ray
     from tqdm import tqdm
 
@@ -177,7 +177,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def absolute(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths that mean the same in another process."""
+    """The knobs with absolute paths, which mean the same in another process."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Path):

@@ -22,12 +22,12 @@ from paceline.deployments.target import TargetDeployment
 TARGET, DRAFTER, GATEWAY = "target", "drafter", "gateway"
 """Names of the deployments in the application."""
 
-# Every lease is a Serve request; a log line for each would drown the rest.
+# Every lease is a Serve request: do not log each one.
 _LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 _COMMON: dict[str, Any] = {
     "logging_config": _LOGGING,
-    # What fails at start (a model file, a port) fails again: say so instead of trying for minutes.
+    # What fails at the start (a model file, a port) fails again: report it at once.
     "max_constructor_retry_count": 1,
     "health_check_period_s": 5,
     "graceful_shutdown_wait_loop_s": 0.1,
@@ -35,9 +35,9 @@ _COMMON: dict[str, Any] = {
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application that ``args`` describe.
+    """The Serve application that ``args`` describe.
 
-    Serve may run this on a node that has no models, so the replicas look for them.
+    Serve may call this on a node without the models, so the replicas look for them.
 
     Raises:
         InvalidArgument: as :func:`paceline.deployments.config.parse_config`.
@@ -47,9 +47,9 @@ def build(args: dict[str, Any]) -> Application:
     return GatewayDeployment.options(
         name=GATEWAY,
         num_replicas=config.gateway.num_replicas,
-        max_replicas_per_node=1,  # the port is fixed
+        max_replicas_per_node=1,  # its port is fixed
         max_ongoing_requests=1000,
-        # Its calls are none of Serve's: it drains by itself, and has to close its ports and files.
+        # Serve does not see its calls: it drains by itself, then closes its ports and files.
         graceful_shutdown_timeout_s=config.gateway.drain_s + 5,
         ray_actor_options=config.gateway.actor_options(),
         **_COMMON,
@@ -61,7 +61,7 @@ def _target(config: DeploymentConfig, drafter: Application | None) -> Applicatio
     return TargetDeployment.options(
         name=TARGET,
         **_num_replicas(config, config.target),
-        # The engine refuses what is beyond its limits, with a reason; Serve would let it wait.
+        # The engine refuses what exceeds its limits, with a reason; Serve would queue it.
         max_ongoing_requests=limits.max_sessions + limits.max_waiting + 16,
         graceful_shutdown_timeout_s=config.target.drain_s,
         ray_actor_options=config.target.actor_options(),
@@ -75,7 +75,7 @@ def _drafter(config: DeploymentConfig) -> Application:
         **_num_replicas(config, config.drafter),
         max_ongoing_requests=1000,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-        # Its leases last as long as the targets live, and losing a drafter costs no tokens.
+        # Its leases live as long as the targets, and losing a drafter costs no tokens.
         graceful_shutdown_timeout_s=1,
         ray_actor_options=config.drafter.actor_options(),
         **_COMMON,
@@ -86,7 +86,7 @@ def _num_replicas(config: DeploymentConfig, role: TargetConfig | DrafterConfig) 
     scaling = role.autoscaling
     if scaling is None and (role is config.drafter or config.drafter.autoscaling is None):
         return {"num_replicas": role.num_replicas}
-    if scaling is None:  # how many drafters there should be is seen by targets, which then report
+    if scaling is None:  # the policy decides about drafters by what targets report
         scaling = Autoscaling(min_replicas=role.num_replicas, max_replicas=role.num_replicas)
     first = min(max(role.num_replicas, scaling.min_replicas), scaling.max_replicas)
     return {

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.model_names import pin_model, resolve_model
@@ -34,9 +35,9 @@ CONFIGS_DIR = Path(__file__).parent / "configs"
 """The files that ship with the package: ``demo.yaml`` (actors) and ``colocated.yaml``."""
 IMPORT_PATH = "paceline.deployments.app:build"
 TENANTS_VARIABLE = "PACELINE_TENANTS"
-"""Names the tenants file where the config file does not."""
+"""Environment variable with the path of the tenants file, if the config file names none."""
 SMALL_MODEL_BYTES = 100e6
-"""Up to this size of the weights, one forward gains nothing from more than one thread."""
+"""Up to this size of the weights, a forward is fastest on one thread."""
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -47,7 +48,7 @@ class _Block(BaseModel):
 
 
 class ModelConfig(_Block):
-    """Which models, and how they are held. Without any of them: the demo pair."""
+    """The models and how they are loaded. Without any: the demo pair."""
 
     name: str = Field("paceline", min_length=1, description="Name of the model that clients see.")
     target: str | None = Field(
@@ -83,7 +84,7 @@ class ModelConfig(_Block):
 
 
 class CallLimits(_Block):
-    """What one replica takes from all callers together; beyond it: RESOURCE_EXHAUSTED."""
+    """What one replica takes from all callers together; it answers the rest RESOURCE_EXHAUSTED."""
 
     opens_per_second: float | None = Field(
         None, gt=0, description="New sessions a second; null: no limit."
@@ -175,10 +176,10 @@ class GatewayTls(_Block):
 
 
 class DataPlaneTls(_Block):
-    """PEM files with which replicas know one another, always in both directions.
+    """PEM files with which replicas authenticate one another, always in both directions.
 
-    The authority must sign replicas only: a process with a certificate of it is admitted, past the
-    gateway and its tenants.
+    The authority must sign replicas only: it admits a process with its certificate past the gateway
+    and its tenants.
     """
 
     cert: str = Field(
@@ -217,7 +218,7 @@ class _Replicas(_Block):
 
     @property
     def max_replicas(self) -> int:
-        """Replicas at most."""
+        """Most replicas that may run."""
         return self.num_replicas
 
     def actor_options(self) -> dict[str, Any]:
@@ -226,7 +227,7 @@ class _Replicas(_Block):
 
 
 class Autoscaling(_Block):
-    """Between how many replicas Serve chooses, and how soon it acts."""
+    """How many replicas Serve may choose, and how soon it acts."""
 
     min_replicas: int = Field(1, ge=1, le=1024)
     max_replicas: int = Field(4, ge=1, le=1024)
@@ -377,11 +378,11 @@ class TracingConfig(_Block):
 
 
 class DeploymentConfig(_Block):
-    """All of it."""
+    """A deployment: what stands under ``args``."""
 
     model: ModelConfig = ModelConfig()
     engine: Literal["paceline", "vllm"] = Field(
-        "paceline", description="What runs the target; vllm wants vLLM 0.32 in the environment."
+        "paceline", description="What runs the target; vllm needs vLLM 0.32 in the environment."
     )
     topology: Literal["colocated", "actors"] = Field(
         "actors", description="The drafter in the target's process, or in replicas of its own."
@@ -410,7 +411,7 @@ class DeploymentConfig(_Block):
 
     @property
     def roles(self) -> list[_Replicas]:
-        """The blocks of those deployments that the topology has."""
+        """The blocks of the deployments that the topology has."""
         drafter = [self.drafter] if self.topology == "actors" else []
         return [self.target, *drafter, self.gateway]
 
@@ -425,31 +426,31 @@ class DeploymentConfig(_Block):
 
     @property
     def target_folder(self) -> str:
-        """Folder or name of the target; a path from :meth:`with_local_models` on."""
+        """Folder or name of the target; after :meth:`with_local_models` a path."""
         return self.model.target or str(TARGET_DIR)
 
     @property
     def drafter_folder(self) -> str | None:
-        """None: a target of the user's own without a drafter."""
+        """Folder or name of the draft model; None: the user's own target has no drafter."""
         if self.model.target is None and self.model.drafter is None:
             return str(DRAFTER_DIR)
         return self.model.drafter
 
     @property
     def hosted_drafter(self) -> str:
-        """What drafter replicas draft with, as the catalogue calls it."""
+        """The catalogue's name of the drafter that drafter replicas host."""
         if self.drafter_folder is not None or self.drafter.method is None:
             return "draft_model"
         return METHODS[self.drafter.method].drafter or ""
 
     def with_local_models(self, *, target_weights: bool = True) -> DeploymentConfig:
-        """The config with paths for names of models, which are downloaded where they have to be.
+        """The config with paths in place of models' names; downloads models if needed.
 
         Args:
-            target_weights: False is content with a target's configuration and tokenizer.
+            target_weights: False gets only the target's configuration and tokenizer.
 
         Raises:
-            ModelNotFound: a model cannot be had on this node.
+            ModelNotFound: a model is not on this node and cannot be downloaded.
         """
         model, paths = self.model, {}
         if model.target is not None:
@@ -460,15 +461,17 @@ class DeploymentConfig(_Block):
 
 
 def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) -> DeploymentConfig:
-    """Check untrusted keys and values; models come back under names for all nodes.
+    """Check untrusted keys and values.
 
-    A folder is an absolute path then, and a model of the hub has the commit that it is now.
+    In the result, models have names that mean the same on all nodes: a folder its absolute path, a
+    model of the hub its present commit.
 
     Args:
-        models_here: False leaves it to the replicas to find the models, on their nodes.
+        models_here: False leaves it to the replicas to find the models on their nodes.
 
     Raises:
-        InvalidArgument: naming the first wrong key, for example ``target.num_cpus``.
+        InvalidArgument: a wrong key or value; the error names the first one, for example
+            ``target.num_cpus``.
         ModelNotFound: a model does not exist.
     """
     try:
@@ -521,7 +524,7 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
-# Fields that may hold a secret by mistake; none belongs into this file.
+# Keys that may hold a secret by mistake: errors do not show their values.
 _SECRET = re.compile(r"(^|\.)(tenants|tokens?|secrets?|passwords?|api_key)(\.|$)|_(token|secret)$")
 
 
@@ -531,13 +534,13 @@ class _Hidden:
 
 
 def _shown(key: str, value: Any) -> Any:
-    """A wrong value for an error, unless it may be a secret."""
+    """A wrong value, as an error shows it: hidden if it may be a secret."""
     return _Hidden() if _SECRET.search(key.lower()) else value
 
 
 def _check_hosted(config: DeploymentConfig, name: str) -> None:
-    """Raise InvalidArgument unless drafter replicas can draft for this row without a model."""
-    hosted = [row.name for row in METHODS.values() if _needs_tokens_alone(row)]
+    """Raise InvalidArgument unless drafter replicas can host this method without a draft model."""
+    hosted = [method.name for method in METHODS.values() if _needs_tokens_alone(method)]
     if name not in hosted:
         raise InvalidArgument("drafter.method", name, f"one of {', '.join(hosted)}")
     if config.drafter_folder is not None:
@@ -546,18 +549,16 @@ def _check_hosted(config: DeploymentConfig, name: str) -> None:
         raise InvalidArgument("drafter.method", name, "null with engine vllm")
 
 
-def _needs_tokens_alone(row: Method) -> bool:
-    return row.drafter in DRAFTERS and not row.needs and not row.uses
+def _needs_tokens_alone(method: Method) -> bool:
+    return method.drafter in DRAFTERS and not method.needs and not method.uses
 
 
 def _default_method(config: DeploymentConfig) -> Method:
-    """The row that a deployment names, as its engine runs it."""
+    """The method that a deployment names, as its engine runs it."""
     speculation = config.speculation
     if config.engine == "paceline":
         return resolve(speculation).method
     if speculation.method not in VLLM_METHODS:
-        from paceline.deployments.engines.rows import chain_plan  # loads torch
-
         return chain_plan(speculation, config.vllm.max_speculative_tokens).method
     if config.topology == "actors":
         raise InvalidArgument(
@@ -568,7 +569,7 @@ def _default_method(config: DeploymentConfig) -> Method:
 
 
 def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:
-    """The config with absolute paths, if no port is open to others by mistake."""
+    """The config with absolute paths; raises InvalidArgument if a port is open by mistake."""
     gateway, data = config.gateway, config.data_plane_tls
     if gateway.tls is None and not gateway.insecure:
         check_plain_text(
@@ -598,14 +599,17 @@ def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _absolute(block: B, *names: str) -> B:
-    """Replicas have another working folder. The files may be on their nodes only."""
+    """The block with absolute paths: replicas have another working folder.
+
+    The files may be on the replicas' nodes only, so they are not looked for here.
+    """
     given = {name: getattr(block, name) for name in names}
     paths = {n: str(Path(p).expanduser().absolute()) for n, p in given.items() if p is not None}
     return block.model_copy(update=paths)
 
 
 class AutoscalingPolicy(_Block):
-    """What the policy of ``cluster/autoscaling.py`` holds."""
+    """Arguments of the policy in ``cluster/autoscaling.py``, which says what they mean."""
 
     sessions_per_target: float = Field(8.0, gt=0)
     round_ms: float = Field(200.0, gt=0)
@@ -616,7 +620,7 @@ class ConfigFile(BaseModel):
     """A Serve config file with one Paceline application.
 
     Attributes:
-        autoscaling_policy: of the application; None is Serve's own.
+        autoscaling_policy: the application's; None: Serve's own.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -649,7 +653,7 @@ def read_config_file(path: str | Path) -> ConfigFile:
     """Read the file that `paceline up`, `serve run` and `serve deploy` share.
 
     Raises:
-        InvalidArgument: not YAML, a key that does not belong there, or a wrong value.
+        InvalidArgument: it is not YAML, or has an unknown key or a wrong value.
         ModelNotFound: a model does not exist.
     """
     path = Path(path)
@@ -690,16 +694,16 @@ def read_config_file(path: str | Path) -> ConfigFile:
 
 
 def _with_names(args: dict[str, Any], config: DeploymentConfig) -> dict[str, Any]:
-    """The args with the checked names of models, which mean the same on all nodes."""
+    """The args with the names of models that mean the same on all nodes."""
     given = {role for role, name in (args.get("model") or {}).items() if name is not None}
     names = {role: getattr(config.model, role) for role in given & {"target", "drafter", "heads"}}
     return {**args, "model": {**args["model"], **names}} if names else args
 
 
 def _with_numbers(args: dict[str, Any], deployments: Any) -> dict[str, Any]:
-    """The args with the replica numbers that a file says in Serve's own words.
+    """The args with the numbers of replicas that a file gives under Serve's own ``deployments``.
 
-    They stand there because Serve replaces all replicas when ``args`` change.
+    The chart writes them there, because Serve replaces all replicas when ``args`` change.
     """
     if deployments is None:
         return args

@@ -1,4 +1,4 @@
-"""The Grafana dashboard, and what a Prometheus of one's own needs to scrape a deployment.
+"""The Grafana dashboard, and the files with which your own Prometheus scrapes a deployment.
 
 `python -m paceline.deployments.dashboard` writes deployments/observability/paceline.json; `--check`
 says whether it is stale.
@@ -166,23 +166,23 @@ def dashboard() -> dict[str, Any]:
 
 
 def series_of(expression: str) -> set[str]:
-    """The metric names that an expression reads."""
+    """Names of the metrics that an expression reads."""
     return set(re.findall(r"\bray_\w+", expression))
 
 
 def text() -> str:
-    """The file's content."""
+    """The content of deployments/observability/paceline.json."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
 def write_observability(folder: Path, scrape: Sequence[str]) -> dict[str, str]:
-    """Write what a Prometheus and a Grafana of one's own need.
+    """Write the config files for your own Prometheus and Grafana.
 
     Args:
         scrape: HOST:PORT of each node's metrics.
 
     Returns:
-        the files by what they are.
+        The paths of the files, by their purpose.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prometheus = {

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from paceline.drafters.base import Drafter
 
 HEALTH_TIMEOUT_S = 10.0
-"""A replica that does not answer for so long is not well; three times, and it is replaced."""
+"""Seconds for a health check; Serve replaces a replica that fails three in a row."""
 
 
 def _load(config: DeploymentConfig) -> tuple[Drafter, int, int | None]:
-    """What drafts, the size of its vocabulary, and how long a session may be for it."""
+    """The drafter, the size of its vocabulary, and its context length in tokens (None: any)."""
     from paceline.loading import limit_threads, load_drafter, make_drafter
 
     folder, model = config.drafter_folder, config.model
@@ -45,15 +45,15 @@ def _load(config: DeploymentConfig) -> tuple[Drafter, int, int | None]:
 class DrafterDeployment:
     """Drafts for the sessions of any number of target replicas.
 
-    When it dies, its sessions go on as AR; Serve starts another one and new sessions use that.
+    When it dies, its sessions go on as AR. Serve starts another one, which new sessions use.
     """
 
     async def __init__(self, config: DeploymentConfig) -> None:
         self._tracing = config.tracing.start("paceline-drafter")
-        # Of the target it takes the tokenizer alone.
+        # A drafter needs the target's tokenizer, not its weights.
         config = await asyncio.to_thread(config.with_local_models, target_weights=False)
         drafter, vocab_size, context_length = await asyncio.to_thread(_load, config)
-        from paceline.rpc.draft_service import DraftServicer  # what it imports is here by now
+        from paceline.rpc.draft_service import DraftServicer  # its imports are loaded already
 
         self._servicer = DraftServicer(
             drafter,
@@ -84,12 +84,12 @@ class DrafterDeployment:
         self._leases = LeaseBook(address)
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
-        """The lease of a target on this replica, for all of its sessions."""
+        """The lease of one target, for all of its sessions: yields this replica's endpoint."""
         async for endpoint in self._leases.hold(holder):
             yield endpoint
 
     def address(self) -> Endpoint:
-        """Where the data plane listens."""
+        """The endpoint of this replica's data plane."""
         return self._leases.endpoint
 
     def status(self) -> dict[str, Any]:
@@ -104,16 +104,16 @@ class DrafterDeployment:
         }
 
     async def check_health(self) -> None:
-        """Serve restarts a replica that targets get no answer from.
+        """Raise if targets get no answer from this replica; Serve then replaces it.
 
-        It drafts on the loop that runs this and that its port is served by, so a draft that never
-        ends is noticed as well as a port that is dead.
+        One event loop drafts, serves the port and runs this check, so a draft that never ends fails
+        it as a dead port does.
         """
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
 
     async def __del__(self) -> None:
-        # Serve awaits this once after draining; it is not reached when the constructor failed.
+        # Serve awaits this once, after draining, and not if the constructor failed.
         if hasattr(self, "_leases"):
             self._leases.close()
             await self._channel.close()

@@ -1,9 +1,9 @@
 """The control plane: a lease is one open Serve call from the user of a replica to that replica.
 
-A streaming handle call is routed by Serve to a replica, which answers with its own data address
-and keeps the call open until the caller lets go. So Serve's routing, autoscaling, health and
-draining count sessions as the ongoing requests that they are, while tokens go to the address
-directly. Letting go, or vanishing, ends the call at the replica at once.
+Serve routes a streaming handle call to a replica, which answers with the address of its data plane
+and keeps the call open until the caller releases it. So Serve counts sessions as ongoing requests
+in routing, autoscaling, health and draining, while tokens go straight to that address. When the
+caller releases the call or dies, the call ends at the replica at once.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from paceline.rpc.errors import ServerUnavailable
 
 _RETRY_S = 0.1
 _ATTEMPT_S = 5.0
-"""A request that went to a replica at the moment of its death may never be answered."""
+"""Seconds for one attempt: a replica that dies as it gets a request may never answer it."""
 HOLDER_CHECK_S = 2.0
 IDLE_S, LONGEST_S = 0.1, 1.0
-"""How long a lease waits for its next session, and may go from one to the next: a replica that
-Serve adds gets its share after that."""
+"""Seconds that a lease waits for its next session, and seconds that it may pass from session to
+session. After that Serve chooses again, so that a new replica gets its share."""
 SERVE_NAMESPACE = "serve"
 """Where Serve registers its replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a replica's data plane listens, and who it is.
+    """A replica and the address of its data plane.
 
     Attributes:
-        fingerprint: of a target's numerics, as text; empty: not known, or a drafter.
+        fingerprint: of a target's numerics; "" for a drafter, or if unknown.
     """
 
     address: str
@@ -53,42 +53,42 @@ class Endpoint:
 
 
 def data_host(config: DeploymentConfig) -> str:
-    """The interface that this replica's data plane listens on."""
+    """The host that this replica's data plane listens on."""
     return "127.0.0.1" if config.data_plane == "loopback" else ray.util.get_node_ip_address()
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The replica that has a lease, by the name of its Ray actor."""
+    """The replica that holds a lease, by the name of its Ray actor."""
 
     name: str
 
     @staticmethod
     @lru_cache(1)
     def this() -> Holder:
-        """The replica that this code runs in."""
+        """The replica in which this code runs."""
         holder = Holder(ray.get_runtime_context().get_actor_name() or "")
         if holder.is_dead():
-            # Leases of a holder that cannot be found would be ended under it.
+            # LeaseBook would end the leases of a holder that it cannot find.
             raise RuntimeError(f"Ray does not know this replica by its name {holder.name!r}")
         return holder
 
     def is_dead(self) -> bool:
-        """True when Ray is sure of it; blocks for a round trip."""
+        """Whether Ray is sure that the holder is dead; blocks for a round trip."""
         try:
             ray.get_actor(self.name, namespace=SERVE_NAMESPACE)
         except ValueError:
             return True
         except ray.exceptions.RayError:
-            return False  # Ray's own trouble says nothing about the holder
+            return False  # a failure of Ray says nothing about the holder
         return False
 
 
 class LeaseBook:
-    """A replica's side: hands out its endpoint, and counts the leases on it.
+    """The replica's side: yields its endpoint to holders, and counts their leases.
 
-    Ray ends a lease when its holder releases it, but not when the holder is killed, so holders are
-    looked for every few seconds.
+    Ray ends a lease when its holder releases it, but not when the holder is killed. So the book
+    looks every few seconds whether the holders live.
     """
 
     def __init__(self, address: str, fingerprint: str = "") -> None:
@@ -102,7 +102,7 @@ class LeaseBook:
         return sum(len(ends) for ends in self._ends.values())
 
     async def hold(self, holder: Holder) -> AsyncIterator[Endpoint]:
-        """What the replica's ``open_session`` streams: one endpoint, then nothing for a while."""
+        """The stream of ``open_session``: yields the endpoint, then waits until the lease ends."""
         end = asyncio.Event()
         ends = self._ends.setdefault(holder, set())
         ends.add(end)
@@ -115,7 +115,7 @@ class LeaseBook:
                 del self._ends[holder]
 
     def close(self) -> None:
-        """End all leases; their holders see it."""
+        """End all leases; their holders notice it."""
         self._watcher.cancel()
         for holder in list(self._ends):
             self._end(holder)
@@ -133,7 +133,7 @@ class LeaseBook:
 
 
 class Lease:
-    """The caller's side. Opened by :func:`open_lease`; release it exactly when done."""
+    """The caller's side of a lease. :func:`open_lease` opens it; release it when done."""
 
     def __init__(self, endpoint: Endpoint, response: DeploymentResponseGenerator[Endpoint]) -> None:
         self.endpoint = endpoint
@@ -144,7 +144,7 @@ class Lease:
         self._watcher = asyncio.create_task(self._watch())
 
     def on_lost(self, callback: Callable[[], object]) -> None:
-        """Call back when the replica ends the lease or dies. At once if it has."""
+        """Call ``callback`` when the replica ends the lease or dies; at once if it already has."""
         if self.lost:
             callback()
         else:
@@ -155,13 +155,13 @@ class Lease:
         self._on_lost.discard(callback)
 
     def release(self) -> None:
-        """Let the replica go. More than once is harmless."""
+        """End the lease. Calling it again does nothing."""
         self._on_lost.clear()
         self._watcher.cancel()
         self._response.cancel()
 
     async def _watch(self) -> None:
-        # An error means that the replica or its node is gone, which is what this task waits for.
+        # An error means that the replica or its node is gone: this is what the task waits for.
         with suppress(ray.exceptions.RayError, RayServeException):
             await anext(self._response, None)
         self.lost = True
@@ -170,14 +170,16 @@ class Lease:
 
 
 class IdleLeases:
-    """Leases of sessions that have just ended, for the next ones: opening one takes Serve
-    milliseconds."""
+    """Leases of sessions that have just ended, kept for the next ones.
+
+    To open a new one takes Serve milliseconds.
+    """
 
     def __init__(self) -> None:
-        self._leases: dict[Lease, asyncio.TimerHandle] = {}  # with what ends their wait
+        self._leases: dict[Lease, asyncio.TimerHandle] = {}  # and the timer that releases each
 
     def take(self, fingerprint: str = "") -> Lease | None:
-        """The last one that was kept of a replica with these numerics; "" are any."""
+        """The lease kept last of a replica with these numerics ("": any); None if there is none."""
         for lease in reversed(self._leases):
             if not lease.lost and fingerprint in ("", lease.endpoint.fingerprint):
                 self._leases.pop(lease).cancel()
@@ -185,7 +187,7 @@ class IdleLeases:
         return None
 
     def keep(self, lease: Lease) -> None:
-        """Hold a lease for a moment, unless it is too old."""
+        """Keep a lease for IDLE_S seconds; release it if it is older than LONGEST_S."""
         if lease.lost or time.monotonic() - lease.opened_at > LONGEST_S:
             lease.release()
             return
@@ -197,7 +199,7 @@ class IdleLeases:
         lease.release()
 
     def close(self) -> None:
-        """Release all of them."""
+        """Release all leases."""
         while self._leases:
             lease, timer = self._leases.popitem()
             timer.cancel()
@@ -205,7 +207,7 @@ class IdleLeases:
 
 
 async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float) -> Lease:
-    """Let Serve pick a replica of ``handle`` and hold a lease on it.
+    """Open a lease on a replica that Serve picks.
 
     Args:
         what: names the replica in errors, for example "target".
@@ -222,7 +224,7 @@ async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float)
         try:
             endpoint = await asyncio.wait_for(anext(response), min(left, _ATTEMPT_S))
         except (ray.exceptions.RayError, RayServeException, StopAsyncIteration) as error:
-            # Serve has not noticed yet that the replica it picked is gone, or going.
+            # Serve picked a replica that is stopping or dead, and has not noticed it yet.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             await asyncio.sleep(_RETRY_S)
         except TimeoutError:

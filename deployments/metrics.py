@@ -1,9 +1,9 @@
-"""What replicas tell Prometheus, through Ray's metrics: one table, and who fills it.
+"""The metrics that replicas export to Prometheus through Ray.
 
-Ray adds the prefix ``ray_``, and to a counter the suffix ``_total``. A replica looks at its
-engine's counters every ``INTERVAL_S`` seconds and tells Ray what has changed, so decoding itself
-does nothing for metrics (paceline/counters.py). Names follow vLLM's; raw counters are exported, and
-ratios computed where they are shown (deployments/dashboard.py).
+Ray adds the prefix ``ray_``, and to a counter the suffix ``_total``. Every ``INTERVAL_S`` seconds a
+replica reads its engine's counters and tells Ray what has changed, so decoding itself does nothing
+for metrics (paceline/counters.py). Names follow vLLM's. Counters are exported raw; the dashboard
+computes ratios (deployments/dashboard.py).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table.
+    """A row of the table of metrics.
 
     Attributes:
-        name: without ``ray_paceline_`` and ``_total``.
-        tags: beside Serve's own ``deployment``, ``replica`` and ``application``.
+        name: without the prefix ``ray_paceline_`` and the suffix ``_total``.
+        tags: beyond Serve's own ``deployment``, ``replica`` and ``application``.
     """
 
     name: str
@@ -62,67 +62,67 @@ class Metric:
 _METHOD = ("method",)
 METRICS = (
     # Speculation, by the method that sessions asked for.
-    Metric("rounds", "counter", "Verifications of one session.", _METHOD),
-    Metric("spec_decode_num_drafts", "counter", "Rounds that drafted something.", _METHOD),
-    Metric("spec_decode_num_draft_tokens", "counter", "Drafted tokens on one path.", _METHOD),
-    Metric("spec_decode_num_draft_nodes", "counter", "Drafted tokens on all paths.", _METHOD),
+    Metric("rounds", "counter", "Rounds of sessions.", _METHOD),
+    Metric("spec_decode_num_drafts", "counter", "Rounds with a draft.", _METHOD),
+    Metric("spec_decode_num_draft_tokens", "counter", "Drafted tokens: depths of drafts.", _METHOD),
+    Metric("spec_decode_num_draft_nodes", "counter", "Drafted tokens: nodes of drafts.", _METHOD),
     Metric("spec_decode_num_accepted_tokens", "counter", "Accepted drafted tokens.", _METHOD),
     Metric(
         "spec_decode_num_draft_tokens_per_pos", "counter",
-        "Drafts that reached a position, 0 the first.", ("method", "position"),
+        "Drafts that have a token at this position, from 0.", ("method", "position"),
     ),
     Metric(
         "spec_decode_num_accepted_tokens_per_pos", "counter",
-        "Accepted tokens at a position, 0 the first.", ("method", "position"),
+        "Accepted tokens at this position of a draft, from 0.", ("method", "position"),
     ),
     Metric(
         "spec_decode_draft_length", "counter",
-        "Rounds by the speculation length of their draft; 0 is AR.", ("method", "length"),
+        "Rounds by the speculation length of their draft; 0 is no draft.", ("method", "length"),
     ),
-    Metric("draft_seconds", "counter", "Time until a round's draft was there.", _METHOD),
-    Metric("verify_seconds", "counter", "Time of the forward that verified it.", _METHOD),
+    Metric("draft_seconds", "counter", "Seconds that rounds took to get their drafts.", _METHOD),
+    Metric("verify_seconds", "counter", "Seconds of the forwards that verified them.", _METHOD),
     Metric("drafters_lost", "counter", "Sessions that lost their drafter.", _METHOD),
     # Requests.
     Metric("generation_tokens", "counter", "Generated tokens.", _METHOD),
     Metric("prompt_tokens", "counter", "Prompt tokens of admitted sessions."),
-    Metric("request_success", "counter", "Ended sessions.", ("finished_reason",)),
+    Metric("request_success", "counter", "Sessions that ended.", ("finished_reason",)),
     Metric("refusals", "counter", "Refused calls and rounds.", ("reason",)),
-    Metric("request_queue_time_seconds", "histogram", "Until a session was admitted.", _METHOD),
-    Metric("time_to_first_token_seconds", "histogram", "From submission.", _METHOD),
+    Metric("request_queue_time_seconds", "histogram", "Submission to admission.", _METHOD),
+    Metric("time_to_first_token_seconds", "histogram", "Submission to first token.", _METHOD),
     Metric(
         "request_time_per_output_token_seconds", "histogram",
         "Mean of a request's tokens after the first.", _METHOD,
     ),
-    Metric("e2e_request_latency_seconds", "histogram", "From submission to the end.", _METHOD),
+    Metric("e2e_request_latency_seconds", "histogram", "Submission to the end.", _METHOD),
     Metric("request_prompt_tokens", "histogram", "Length of prompts.", _METHOD, SIZES),
     Metric("request_generation_tokens", "histogram", "Length of answers.", _METHOD, SIZES),
     # The engine.
-    Metric("step_seconds", "histogram", "Steps: drafts made here, one forward, acceptance."),
-    Metric("num_preemptions", "counter", "Sessions that gave their KV memory back for a while."),
-    Metric("sessions", "gauge", "Sessions in each state.", ("state",)),
+    Metric("step_seconds", "histogram", "Seconds of a step: drafts, one forward, acceptance."),
+    Metric("num_preemptions", "counter", "Times that a session gave its KV memory back."),
+    Metric("sessions", "gauge", "Sessions by state.", ("state",)),
     Metric("kv_cache_usage_perc", "gauge", "Share of KV entries in use, 0 to 1."),
     Metric("kv_cache_tokens", "gauge", "KV entries of the replica."),
-    Metric("prefix_cache_usage_perc", "gauge", "Share of KV entries that hold a prefix only."),
-    Metric("prefix_cache_queries", "counter", "Tokens looked for in the prefix cache."),
-    Metric("prefix_cache_hits", "counter", "Tokens found there."),
-    Metric("prefix_cache_evictions", "counter", "Tokens given up for want of memory."),
+    Metric("prefix_cache_usage_perc", "gauge", "Share of KV entries that only hold a prefix."),
+    Metric("prefix_cache_queries", "counter", "Tokens looked up in the prefix cache."),
+    Metric("prefix_cache_hits", "counter", "Tokens found in the prefix cache."),
+    Metric("prefix_cache_evictions", "counter", "Cached tokens dropped to make room."),
     # The gateway and the drafter.
-    Metric("gateway_calls", "gauge", "Calls to targets that are under way."),
-    Metric("gateway_sessions", "gauge", "Sessions and generations of clients."),
-    Metric("drafter_sessions", "gauge", "Sessions that have drafter state."),
+    Metric("gateway_calls", "gauge", "Open calls to targets."),
+    Metric("gateway_sessions", "gauge", "Open sessions and generations of clients."),
+    Metric("drafter_sessions", "gauge", "Sessions for which the drafter keeps state."),
 )  # fmt: skip
 SERIES = frozenset(name for metric in METRICS for name in metric.series)
-"""Every name that Prometheus can see."""
+"""All names that Prometheus sees."""
 
 
 class Exporter:
-    """Tells Ray what has changed. One for each replica.
+    """Tells Ray what has changed; each replica has one.
 
-    Counters are given as totals: the exporter knows what it told before.
+    Callers give counters as totals: the exporter knows what it told before.
     """
 
     def __init__(self) -> None:
-        from ray.serve import metrics  # they know the replica
+        from ray.serve import metrics  # its metrics know their replica
 
         kinds: dict[str, Any] = {"counter": metrics.Counter, "gauge": metrics.Gauge}
         self._metrics: dict[str, Any] = {}
@@ -136,7 +136,7 @@ class Exporter:
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def total(self, name: str, value: float, **tags: str) -> None:
-        """Bring a counter up to ``value``."""
+        """Raise a counter to ``value``."""
         key = name, tuple(tags.values())
         more = value - self._told.get(key, 0)
         if more > 0:
@@ -144,16 +144,16 @@ class Exporter:
             self._told[key] = value
 
     def set(self, name: str, value: float, **tags: str) -> None:
-        """Set a gauge. Ray forgets one that is not set again."""
+        """Set a gauge. Ray forgets a gauge that is not set again and again."""
         self._metrics[name].set(value, tags)
 
     def observe(self, name: str, value: float | None, **tags: str) -> None:
-        """Add a value to a histogram; None is none."""
+        """Add a value to a histogram; None adds nothing."""
         if value is not None:
             self._metrics[name].observe(value, tags)
 
     def engine(self, counters: EngineCounters) -> None:
-        """Everything of an engine."""
+        """Export all metrics of an engine."""
         for method, counts in counters.methods.items():
             total = _of_method(self, method)
             total("rounds", counts.num_rounds)
@@ -196,7 +196,7 @@ class Exporter:
         self.total("prefix_cache_evictions", counters.prefix_evicted)
 
     def refusals(self, gate: Gate) -> None:
-        """What a gate has refused."""
+        """Export how many calls and rounds a gate has refused."""
         for reason, count in gate.num_refusals.items():
             self.total("refusals", count, reason=reason)
 
@@ -209,7 +209,7 @@ def _of_method(exporter: Exporter, method: str) -> Callable[..., None]:
 
 
 class Reporting:
-    """Runs ``export`` every INTERVAL_S seconds on the replica's event loop, and a last time."""
+    """Calls ``export`` every INTERVAL_S seconds on the replica's event loop, and at the end."""
 
     def __init__(self, export: Callable[[Exporter], Awaitable[None]]) -> None:
         self._export = export
@@ -221,18 +221,18 @@ class Reporting:
             await asyncio.sleep(INTERVAL_S)
             try:
                 await self._export(self._exporter)
-            except Exception:  # metrics never take a replica down
-                logger.exception("metrics cannot be exported; trying again")
+            except Exception:  # an error in metrics must not stop a replica
+                logger.exception("cannot export metrics; trying again")
 
     async def stop(self) -> None:
-        """Tell Ray the rest."""
+        """Stop, after a last export."""
         self._task.cancel()
         with suppress(Exception):
             await self._export(self._exporter)
 
 
 def report_engine(thread: Serving, gate: Gate) -> Reporting:
-    """Report what an engine does and what its server refuses."""
+    """Export the metrics of an engine, and what its server refuses."""
 
     async def export(exporter: Exporter) -> None:
         exporter.engine(await on_engine(thread, lambda engine: engine.take_counters()))
@@ -242,7 +242,7 @@ def report_engine(thread: Serving, gate: Gate) -> Reporting:
 
 
 def report_gauges(gauges: Callable[[], Mapping[str, float]], gate: Gate | None = None) -> Reporting:
-    """Report gauges by their names, and what a server refuses."""
+    """Export gauges, given by name, and what a server refuses."""
 
     async def export(exporter: Exporter) -> None:
         for name, value in gauges().items():

@@ -1,4 +1,4 @@
-"""A target replica: the engine on its own thread, VerifyService and GenerateService beside it."""
+"""A target replica: an engine on its own thread, with VerifyService and GenerateService."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAFTER_TIMEOUT_S = 30.0
-"""How long a new target waits for its drafter before it serves without, and a lease for one."""
+"""Seconds that a new target waits for its drafter, and for the lease of one."""
 HEALTH_TIMEOUT_S = 20.0
 SWITCH_S = 0.0005
-"""How long a thread may wait for the interpreter: a tenth of Python's default."""
+"""Seconds that a thread waits for the interpreter: a tenth of Python's default."""
 POOL_INTERVAL_S = 1.0
-"""How often vLLM's worker is asked which drafter replicas answer."""
+"""Seconds between two looks at the drafter replicas of vLLM's worker."""
 
 
 def _load(config: DeploymentConfig) -> Engine:
@@ -58,7 +58,7 @@ def _load(config: DeploymentConfig) -> Engine:
 
 @serve.deployment
 class TargetDeployment:
-    """Verifies drafts and drives the loop; the drafter is in its process or behind a handle.
+    """Verifies drafts and runs the loop; the drafter is in its process or in another replica.
 
     Args:
         drafters: the drafter deployment in topology ``actors``, else None.
@@ -68,7 +68,7 @@ class TargetDeployment:
         self, config: DeploymentConfig, drafters: DeploymentHandle[Any] | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        # The engine's thread gives the interpreter away in every forward, and is what all wait for.
+        # A forward releases the interpreter, and all wait until the engine has it again.
         sys.setswitchinterval(SWITCH_S)
         self._drafters = drafters
         self._drafter_lease: Lease | None = None
@@ -108,12 +108,12 @@ class TargetDeployment:
         if self._remote is not None:
             ready = await asyncio.to_thread(self._remote.wait_ready, DRAFTER_TIMEOUT_S)
             if not ready:
-                logger.warning("no drafter yet: sessions run as AR until there is one")
+                logger.warning("no drafter answers yet: sessions run as AR until one does")
 
     async def _start_engine(self, config: DeploymentConfig) -> EngineThread:
-        """Paceline's own engine on its thread."""
+        """Start Paceline's own engine on its thread."""
         engine = await asyncio.to_thread(_load, config)
-        # Imported by now, on the thread that loaded the engine.
+        # Loaded already, by the thread that loaded the engine.
         from paceline.engine import EngineThread
         from paceline.profile import LoadCosts
         from paceline.rpc.draft_service import served_with
@@ -126,16 +126,16 @@ class TargetDeployment:
                 deadline_s=config.drafter.deadline_s,
                 tls=None if tls is None else tls.client(),
             )
-            for row in engine.catalogue.values():
-                if served_with(row, config.hosted_drafter):
-                    engine.drafters[row.drafter] = self._remote
-            measured = config.hosted_drafter == "draft_model"  # other drafts are learnt from rounds
+            for method in engine.catalogue.values():
+                if served_with(method, config.hosted_drafter):
+                    engine.drafters[method.drafter] = self._remote
+            measured = config.hosted_drafter == "draft_model"  # rounds measure the others
             if measured and isinstance(engine.length_context.measure, LoadCosts):
                 engine.length_context.measure.remote = self._remote
         return EngineThread(engine).start()
 
     async def _start_vllm(self, config: DeploymentConfig) -> VllmEngine:
-        """vLLM, with a pool of drafter replicas where the topology has some."""
+        """Start vLLM, in topology ``actors`` with a pool of drafter replicas."""
         from paceline.deployments.engines.vllm import VllmEngine
 
         engine = VllmEngine(config, None if self._drafters is None else ())
@@ -146,12 +146,12 @@ class TargetDeployment:
         return engine
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
-        """The lease of one session: yields this replica's address and ends with the session."""
+        """The lease of one session: yields this replica's endpoint and stays open until it ends."""
         async for endpoint in self._leases.hold(holder):
             yield endpoint
 
     def address(self) -> Endpoint:
-        """Where the data plane listens."""
+        """The endpoint of this replica's data plane."""
         return self._leases.endpoint
 
     async def status(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class TargetDeployment:
         return status
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What an autoscaling policy of Serve may know; all but ``sessions`` only grow."""
+        """Measurements for an autoscaling policy of Serve; all but ``sessions`` are totals."""
 
         def measure(engine: Engine) -> dict[str, float]:
             load = engine.load
@@ -205,14 +205,14 @@ class TargetDeployment:
         return stats
 
     async def check_health(self) -> None:
-        """Serve restarts a replica whose engine no longer takes calls."""
+        """Raise if the engine takes no calls any more; Serve then replaces the replica."""
         await asyncio.wait_for(on_engine(self._engine, lambda engine: None), HEALTH_TIMEOUT_S)
         check = getattr(self._engine, "check_health", None)
         if check is not None:
             await check()
 
     def _find_drafter(self) -> str:
-        """The address of a drafter replica; runs on a thread of the remote drafter."""
+        """The address of a drafter replica; the remote drafter calls it on a thread of its own."""
         future = asyncio.run_coroutine_threadsafe(self._lease_drafter(), self._loop)
         return future.result(DRAFTER_TIMEOUT_S + 5)
 
@@ -225,7 +225,7 @@ class TargetDeployment:
         return self._drafter_lease.endpoint.address
 
     async def __del__(self) -> None:
-        # Serve awaits this once after draining. Whatever the constructor reached is taken down.
+        # Serve awaits this once, after draining. The constructor may have failed half-way.
         if hasattr(self, "_leases"):
             self._leases.close()
             await self._server.stop(grace=0.5)
@@ -244,10 +244,10 @@ class TargetDeployment:
 
 
 class DrafterPool:
-    """Keeps vLLM's proposer supplied with the addresses of live drafter replicas.
+    """Tells vLLM's proposer the addresses of the drafter replicas that live.
 
     Args:
-        size: replicas that it holds leases of at most.
+        size: most replicas that it leases.
     """
 
     def __init__(self, engine: VllmEngine, drafters: DeploymentHandle[Any], size: int) -> None:
@@ -255,16 +255,16 @@ class DrafterPool:
         self._drafters = drafters
         self._size = size
         self._leases: dict[str, Lease] = {}
-        self._silent: set[str] = set()  # did not answer when asked last
+        self._silent: set[str] = set()  # addresses that did not answer at the last look
 
     async def run(self) -> None:
-        """Look again and again, until it is cancelled."""
+        """Look every POOL_INTERVAL_S seconds, until cancelled; then release the leases."""
         try:
             while True:
                 try:
                     await self._look()
                 except Exception:
-                    logger.exception("the drafters of vLLM cannot be found; trying again")
+                    logger.exception("cannot find drafter replicas for vLLM; trying again")
                 await asyncio.sleep(POOL_INTERVAL_S)
         finally:
             for lease in self._leases.values():

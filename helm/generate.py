@@ -1,11 +1,11 @@
-"""What is generated for Kubernetes: ``python helm/generate.py`` writes it, ``--check`` tells
-what is stale.
+"""``python helm/generate.py`` writes the generated files for Kubernetes; ``--check`` tells which
+are stale.
 
-- ``helm/paceline/values.schema.json``: helm/schema.yaml, with the blocks of a Serve config file as
-  deployments/config.py has them and the descriptions of values.yaml.
-- ``helm/paceline/README.md``: the values as a table.
+- ``helm/paceline/values.schema.json``: helm/schema.yaml, with the blocks of a Serve config file
+  from deployments/config.py and the descriptions of values.yaml.
+- ``helm/paceline/README.md``: a table of the values.
 - ``helm/paceline/files/dashboard.json``: the dashboard of deployments/observability.
-- ``k8s/*.yaml``: the chart rendered for those without Helm.
+- ``k8s/*.yaml``: the rendered chart, for clusters without Helm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 CHART = HERE / "paceline"
 MANIFESTS = HERE.parent / "k8s"
 
-# What the chart decides: where models lie, where ports listen, and what follows from a pod.
+# Fields that the chart decides: folders of models, hosts of ports, and what follows from a pod.
 DECIDED = {
     "": {"data_plane", "data_plane_tls", "data_plane_insecure"},
     "model": {"target", "drafter", "heads"},
@@ -48,7 +48,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     },
     "sweep.yaml": {"sweep": {"enabled": True, "claimName": "paceline-results"}},
 }
-"""The values of each file under k8s/. Certificates are no part of a file: README.md makes them."""
+"""The values of each file under k8s/, which holds no certificates: README.md makes some."""
 
 
 # --- values.schema.json ---------------------------------------------------------------------------
@@ -57,7 +57,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
 def schema() -> dict[str, Any]:
     """The JSON schema of the chart's values."""
     result: dict[str, Any] = yaml.safe_load((HERE / "schema.yaml").read_text())
-    del result["$defs"]  # anchors only
+    del result["$defs"]  # it only holds anchors
     config = _inlined(DeploymentConfig.model_json_schema(mode="validation"))
     blocks: dict[str, Any] = copy.deepcopy(config["properties"])
     for name in DECIDED[""]:
@@ -74,7 +74,7 @@ def schema() -> dict[str, Any]:
 
 
 def _applications(config: dict[str, Any]) -> dict[str, Any]:
-    """What a sweep writes, as `paceline up --config` takes it."""
+    """The schema of `applications`, as a sweep writes it for `paceline up --config`."""
     return {
         "type": "array",
         "maxItems": 1,
@@ -92,7 +92,7 @@ def _applications(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inlined(node: Any, definitions: dict[str, Any] | None = None) -> Any:
-    """Without references, titles and defaults; tuples and lists are arrays."""
+    """A schema without references, titles and defaults, in which tuples are arrays."""
     if isinstance(node, list):
         return [_inlined(item, definitions) for item in node]
     if not isinstance(node, dict):
@@ -106,7 +106,7 @@ def _inlined(node: Any, definitions: dict[str, Any] | None = None) -> Any:
 
 
 def _close(node: Any) -> None:
-    """Objects with known keys allow no others."""
+    """Forbid further keys in objects with known keys."""
     if isinstance(node, dict):
         if "properties" in node:
             node.setdefault("additionalProperties", False)
@@ -136,16 +136,16 @@ class Value(NamedTuple):
 
 
 def values() -> Iterator[Value]:
-    """All values that have a comment ``# --``, in the order of the file.
+    """All values with a comment ``# --``, in the order of the file.
 
     Raises:
-        ValueError: a value has none, and is in no block that has one.
+        ValueError: neither a value nor a block around it has such a comment.
     """
     lines = (CHART / "values.yaml").read_text().splitlines()
     defaults = yaml.safe_load("\n".join(lines))
     path: list[tuple[int, str]] = []
     comment: list[str] = []
-    covered: tuple[str, ...] | None = None  # a block whose comment is for all of it
+    covered: tuple[str, ...] | None = None  # a block whose comment covers all of it
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if text.startswith("# -- ") or (comment and text.startswith("# ")):
@@ -193,12 +193,11 @@ _README = """\
 $ helm install paceline helm/paceline --dependency-update
 ```
 
-brings up the demo pair on a cluster: Ray's head, a target, a drafter and a gateway, with TLS on
-every port and Ray's token authentication on. [docs/kubernetes.md](../../docs/kubernetes.md)
-explains it and shows other installations. Wrong and unknown values are refused
-(`values.schema.json`).
+starts the demo pair on a cluster: Ray's head, a target, a drafter and a gateway, with TLS on every
+port and Ray's token authentication. [docs/kubernetes.md](../../docs/kubernetes.md) explains it and
+shows other installations. Helm refuses wrong and unknown values (`values.schema.json`).
 
-Written by `python helm/generate.py`, from the comments in `values.yaml`.
+`python helm/generate.py` writes this file from the comments in `values.yaml`.
 
 | chart | app | Kubernetes | Ray | KubeRay operator |
 |---|---|---|---|---|
@@ -220,7 +219,7 @@ def readme() -> str:
     for value in known:
         if isinstance(value.default, dict) and any(
             other.path[:-1] == value.path for other in known
-        ):  # its parts have rows of their own
+        ):  # its parts have their own rows
             rows.append(f"| **`{'.'.join(value.path)}`** | | {_cell(value.text)} |")
             continue
         default = json.dumps(value.default)
@@ -261,7 +260,7 @@ def manifests() -> dict[str, str]:
                     continue
                 for document in re.split(r"^---$", text, flags=re.MULTILINE):
                     kind = (yaml.safe_load(document) or {}).get("kind")
-                    # The sweep's file stands beside paceline.yaml, which has the rest.
+                    # paceline.yaml beside it has the other objects.
                     if kind and (name != "sweep.yaml" or kind == "RayJob"):
                         objects.append(_plain(document).strip())
             header = f"# Written by `python helm/generate.py` from helm/paceline: {name}.\n"
@@ -270,7 +269,7 @@ def manifests() -> dict[str, str]:
 
 
 def _plain(document: str) -> str:
-    """Without labels that say Helm manages the object."""
+    """A document without the labels by which Helm manages objects."""
     managed = r"^ *(helm\.sh/chart|app\.kubernetes\.io/managed-by): .*\n"
     return re.sub(managed, "", document, flags=re.MULTILINE)
 
@@ -294,7 +293,7 @@ def outputs() -> dict[Path, str]:
 def main() -> None:
     check = sys.argv[1:] == ["--check"]
     stale = []
-    # The manifests are rendered with the schema and the files that are written first.
+    # Rendering reads the schema and the other files, so write these first.
     for group in (outputs, lambda: {MANIFESTS / n: t for n, t in manifests().items()}):
         for path, text in group().items():
             if path.exists() and path.read_text() == text:

@@ -378,7 +378,7 @@ def test_no_file_of_a_checkout_is_imported_under_two_names() -> None:
     found = python(
         "import importlib, os, sys\n"
         "for name in ('rpc.server', 'deployments.app', 'cluster.local', 'cluster.cli', "
-        "'tuning.sweep', 'tuning.trial'): importlib.import_module(f'paceline.{name}')\n"
+        "'tuning.stages', 'tuning.trial'): importlib.import_module(f'paceline.{name}')\n"
         "for name, module in sys.modules.items():\n"
         "    if file := getattr(module, '__file__', None): print(name, os.path.realpath(file))"
     )

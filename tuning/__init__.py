@@ -1,1 +1,1 @@
-"""The search over methods and their knobs (Ray Tune)."""
+"""Search over methods and their knobs, with Ray Tune."""

@@ -1,43 +1,49 @@
-"""`paceline sweep`: what a sweep found.
+"""`paceline sweep`: search for the fastest exact configuration, and show what a sweep found.
 
-`paceline` finds this module through an entry point (pyproject.toml): it imports nothing of
-paceline.tuning.
+`paceline` finds this module through an entry point (pyproject.toml) and imports it for `--help`, so
+the commands import the rest of ``paceline.tuning`` themselves.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from paceline.cluster.cli_output import Command, Json, err, out, print_json, require
+from paceline.cluster.cli_options import Json
+from paceline.cluster.cli_output import Command, err, out, print_json, require
 from paceline.errors import InvalidArgument, PacelineError
 
 if TYPE_CHECKING:
     from paceline.tuning.results import Results
 
 VERIFY_WITHIN = 0.1
-"""How far the served speedup may be from the measured one."""
+"""Largest relative difference between the served speedup and the measured one."""
 _SHIPPED = sorted(path.stem for path in (Path(__file__).parent / "spaces").glob("*.yaml"))
 
 sweep = typer.Typer(
     name="sweep",
     add_completion=False,
-    help="Search the fastest exact configuration, and read what a search found.",
+    help="Search for the fastest exact configuration, and show what a search found.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 _command = partial(sweep.command, cls=Command)
 
-Result = Annotated[
-    str,
-    typer.Argument(
-        metavar="RESULT",
-        help="Folder that a sweep wrote: a path, or a URL that fsspec opens (`s3://...`).",
-    ),
-]
+
+def _result_argument(metavar: str) -> Any:
+    return typer.Argument(
+        metavar=metavar,
+        help="Folder of a sweep's results: a path, or a URL that fsspec opens (`s3://...`).",
+    )
+
+
+Result = Annotated[str, _result_argument("RESULT")]
 
 
 @_command()
@@ -46,14 +52,15 @@ def run(
         str,
         typer.Option(
             metavar="FILE",
-            help="What to search: a YAML file, or a space that ships: " + ", ".join(_SHIPPED),
+            help="What to search: a YAML file, or one of the spaces that ship: "
+            + ", ".join(_SHIPPED),
         ),
     ] = "demo",
     result: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where results go: a folder, or a URL (`s3://...`). Default: one in "
+            help="Folder for the results, or a URL (`s3://...`). Default: a new one in "
             "`~/paceline/sweeps`.",
         ),
     ] = None,
@@ -61,7 +68,7 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with a sweep that was stopped or killed: `--result`, or the "
+            help="Go on with a sweep that was stopped or killed: the one in `--result`, else the "
             "newest of this space.",
         ),
     ] = False,
@@ -70,17 +77,17 @@ def run(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change the file: `search.trials=8`, `workload.concurrency=4`. Repeatable.",
+            help="Change a key of the file, such as `search.trials=8`. Repeatable.",
         ),
     ] = None,
     check_only: Annotated[
-        bool, typer.Option("--check", help="Check the file, say what it holds, and stop.")
+        bool, typer.Option("--check", help="Check the file, show what it holds, and stop.")
     ] = False,
 ) -> None:
     """Find the fastest exact configuration for a model, a workload and this cluster.
 
-    Runs on the Ray cluster that it is submitted to (or that RAY_ADDRESS names), else on a local
-    Ray for as long as it takes. Ends with `best.yaml`, for `paceline up --config`, and a report.
+    Runs on the Ray cluster to which it is submitted or that RAY_ADDRESS names, else on a local Ray
+    that it starts and stops. Writes `best.yaml`, for `paceline up --config`, and a report.
 
     Examples:
 
@@ -89,14 +96,41 @@ def run(
     - `ray job submit --working-dir . -- python tuning/sweep.py --space tuning/spaces/demo.yaml`
     """
     require("tune", "ray", "optuna", "plotly")
-    from paceline.tuning.sweep import run_command
+    from paceline.tuning.space import read_space
 
-    run_command(space, result, resume=resume, changes=change or (), check_only=check_only)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    checked = read_space(space, change or ())
+    num_prompts = len(checked.prompts)
+    if check_only:
+        methods = dict.fromkeys(point.speculation.method for point in checked.points)
+        say(
+            f"{checked.source}: {len(checked.points)} points of {', '.join(methods)}; "
+            f"{num_prompts} prompts"
+        )
+        return
+    from paceline.tuning.results import Results
+    from paceline.tuning.stages import Sweep, result_url
+
+    results = Results(result_url(checked, result, resume))
+    say(f"results: {results.url}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Sweep(checked, results, console, resume=resume).run()
+    except KeyboardInterrupt:
+        say("interrupted: the same command with --resume goes on from here")
+        raise typer.Exit(130) from None
+    from paceline.tuning.tables import show
+
+    show(results, console)
 
 
 @_command()
 def show(result: Result, as_json: Json = False) -> None:
-    """Show what a sweep found: the best trials, AR, and where the files lie.
+    """Show what a sweep found: the best trials, AR, and where its files are.
 
     Works while the sweep runs, too.
     """
@@ -111,14 +145,14 @@ def show(result: Result, as_json: Json = False) -> None:
 
 @_command()
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="Folder that a sweep wrote, or its URL.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[str, _result_argument("A")],
+    b: Annotated[str, _result_argument("B")],
     as_json: Json = False,
 ) -> None:
     """Show what changed from sweep A to sweep B.
 
-    Settings, environment, the best configurations, and every point that both measured. A point
-    counts as changed where the confidence intervals of its ratios do not overlap.
+    It compares settings, environment, the best configurations, and every point that both measured.
+    A point counts as changed if the confidence intervals of its ratios do not overlap.
     """
     before, after = _open(a), _open(b)
     from paceline.tuning import tables
@@ -131,7 +165,7 @@ def compare(
 
 @_command()
 def report(result: Result) -> None:
-    """Write RESULT/report.html anew: one page with all pictures, which needs no network."""
+    """Write RESULT/report.html again: one page with all pictures that needs no network."""
     require("tune", "plotly", "jinja2")
     found = _open(result)
     with err.status("drawing ..."):
@@ -143,9 +177,9 @@ def report(result: Result) -> None:
 
 @_command()
 def verify(result: Result, as_json: Json = False) -> None:
-    """Serve RESULT/best.yaml on a local Ray, and measure its speedup once more, over gRPC.
+    """Serve RESULT/best.yaml on a local Ray and measure its speedup again, over gRPC.
 
-    Exit code 1 where it is not the measured one within 10 %.
+    Exit code 1 if it differs from the sweep's by more than 10 %.
     """
     require("serve", "ray", "grpc")
     found = _open(result)
@@ -173,7 +207,7 @@ def _open(url: str) -> Results:
     """The result folder at ``url``.
 
     Raises:
-        InvalidArgument: there is no sweep, or nothing that can open such a URL.
+        InvalidArgument: no sweep is there, or nothing installed opens such a URL.
     """
     require("tune", "fsspec", "scipy")
     with err.status("loading torch ..."):
@@ -184,7 +218,7 @@ def _open(url: str) -> Results:
         results.manifest()
     except PacelineError:
         raise
-    except (ValueError, ImportError, OSError) as error:  # of fsspec and what it opens URLs with
+    except (ValueError, ImportError, OSError) as error:  # of fsspec and the packages that open URLs
         reason = f"a folder that can be read ({error})"
         raise InvalidArgument("result", url, reason) from None
     return results

@@ -1,14 +1,14 @@
 """What rounds cost on this machine, family by family: the simulator's clock.
 
-A round of a configuration costs what drafting, verifying and everything else take::
+The time of a round is that of drafting, verifying and the rest::
 
     seconds = draft(levels, expanded nodes, exit layer) + verify(exit layer) * V(1 + nodes) + rest
 
 ``V`` is the target's own cost profile (:mod:`paceline.profile`). The other numbers are fitted to
-short runs of the real engine, a few configurations of each group: in the loop, drafter and target
-drive each other's weights out of the caches, which neither does when it is measured alone. Every
-run has a run of AR before it and counts in units of AR's round, so that a machine that slows down
-for a while slows both. All of them are medians.
+short runs of the real engine with a few configurations of each group: in the loop, drafter and
+target evict each other's weights from the caches, which a measurement of one alone would not show.
+Each run follows a run of AR and is measured in units of AR's round, so that a machine that is slow
+for a while slows both. All numbers are medians.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from paceline.tuning.shapes import size_of
 VERSION = 1
 FILE = "costs.json"
 REPETITIONS = 3
-LIMIT_S = 90.0  # after which no further run begins
-_TOKENS = 40  # generated for each prompt of a run
-_GROUPS = 2  # of prompts in a run
+LIMIT_S = 90.0  # no run begins after this time
+_TOKENS = 40  # that a run generates for each prompt
+_GROUPS = 2  # of prompts in each run
 _AR = SpeculationConfig(method="ar")
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, int, str], None]
-"""Called with (runs done, runs in all, what comes next)."""
+"""Called with the number of runs done, the number of all runs, and a name of the next one."""
 
 
 class SimulatedRound(BaseModel):
-    """Seconds of a round, all sessions that are decoded together.
+    """Coefficients of the seconds of a round, for all sessions that are decoded together.
 
     Attributes:
-        draft: base; for each level, and that times the exit layer; for each node that is expanded,
-            and that times the exit layer.
-        verify: factor on the target's profile, and what each exit layer adds to it: it is below 1
-            where verification goes on from layers that drafting has computed.
+        draft: of 1, levels, levels times exit layer, expanded nodes, and expanded nodes times exit
+            layer.
+        verify: a factor on the target's profile, and what each exit layer adds to it. It is below 1
+            if verification goes on from layers that drafting has computed.
         rest: acceptance, commit and bookkeeping.
-        prefill: for each token of a prompt, the drafter's reading of it included.
+        prefill: for each token of a prompt, by target and drafter.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,7 +69,7 @@ class SimulatedRound(BaseModel):
     prefill: float
 
     def drafting(self, size: Size) -> float:
-        """Seconds until a draft is there."""
+        """Seconds to make a draft."""
         return float(np.dot(self.draft, _features(size)))
 
     def verify_factor(self, exit_layer: int) -> float:
@@ -80,7 +80,7 @@ class Size(NamedTuple):
     """What the cost of a draft depends on.
 
     Attributes:
-        exit_layer: 0 where there is none, or the target's default.
+        exit_layer: 0: none, or the target's default.
     """
 
     exit_layer: int
@@ -102,7 +102,7 @@ class MeasuredCosts(BaseModel):
     """Measured costs of one machine.
 
     Attributes:
-        key: what they hold for, as :func:`paceline.profile.profile_key` makes it.
+        key: machine and models that they hold for, see :func:`paceline.profile.profile_key`.
         concurrency: sessions that were decoded together.
         profile: the target's forwards.
         ar: a round of AR.
@@ -126,8 +126,8 @@ class MeasuredCosts(BaseModel):
         """Read the costs of a result folder.
 
         Raises:
-            InvalidArgument: there are none, they are damaged or of another version, or they hold
-                for another machine or other models than ``key`` says.
+            InvalidArgument: the folder has no costs, or they are damaged, of another version, or
+                of another machine or other models than ``key``.
         """
         where = results.path(name)
         try:
@@ -157,7 +157,7 @@ class _Sample:
     """Medians of a run: seconds of the parts of a round, and of a prompt's token.
 
     Attributes:
-        factor: seconds of verification over what the profile says for as many nodes.
+        factor: seconds of verification over the profile's for the same number of nodes.
     """
 
     draft: float
@@ -195,15 +195,16 @@ def measure_costs(
     """Measure what the rounds of the given configurations cost.
 
     Args:
-        engine: is idle; siblings of it run.
-        prompts: the first ``2 * concurrency`` of them are decoded.
+        engine: must be idle; the runs use siblings of it.
+        prompts: the runs decode the first ``2 * concurrency``.
         key: see :func:`paceline.profile.profile_key`.
         concurrency: sessions decoded together.
-        limit_s: seconds after which no further run begins. Groups that serve many configurations
-            come first; those that no time was left for have no costs.
+        limit_s: no run begins after so many seconds. Groups with many configurations come first;
+            groups for which no time is left get no costs.
 
     Raises:
-        InvalidArgument: no prompts, no time, or more sessions than KV memory has room for.
+        InvalidArgument: there are no prompts, ``limit_s`` is too short for a run of AR, or the KV
+            memory has no room for ``concurrency`` sessions.
     """
     if not prompts:
         raise InvalidArgument("prompts", [], "at least one prompt")
@@ -220,7 +221,9 @@ def measure_costs(
     progress(0, total, "target forwards")
     started = time.monotonic()
     profile = _profile(engine, dict(key), largest, concurrency)
-    _run(engine, _AR, groups, params, profile)  # the first run allocates and reads pages
+    _run(
+        engine, _AR, groups, params, profile
+    )  # unmeasured: the first run allocates and reads pages
     ars: list[_Sample] = []
     samples: dict[tuple[str, Size], list[_Sample]] = defaultdict(list)
     for done, (group, size, config) in enumerate(runs * repetitions):
@@ -228,7 +231,7 @@ def measure_costs(
             break
         progress(done, total, config.method)
         ar = _run(engine, _AR, groups, params, profile)
-        assert ar is not None  # every engine takes it
+        assert ar is not None  # every engine runs AR
         ars.append(ar)
         sample = _run(engine, config, groups, params, profile)
         if sample is not None:
@@ -255,7 +258,7 @@ def measure_costs(
 def _choose(
     engine: Engine, configs: Iterable[SpeculationConfig], params: SamplingParams
 ) -> tuple[_Picks, int]:
-    """A few configurations of each group, far apart, and the largest number of nodes of all."""
+    """A few configurations of each group, far apart in size, and the largest number of nodes."""
     known: dict[str, dict[Size, FamilyPart]] = defaultdict(dict)
     count: dict[str, int] = defaultdict(int)
     largest = 1
@@ -284,7 +287,7 @@ def _choose(
 
 def _profile(engine: Engine, key: dict[str, str], largest: int, concurrency: int) -> CostProfile:
     nodes, batches = [1, 2, 3, 5], [1]
-    room = engine.target.context_length // 2  # beyond the last one, the profile goes straight on
+    room = engine.target.context_length // 2  # beyond its last one, the profile extrapolates
     while nodes[-1] <= largest and 2 * nodes[-1] <= room:
         nodes.append(2 * nodes[-1] - 1)
     while batches[-1] < concurrency:
@@ -299,12 +302,12 @@ def _run(
     params: SamplingParams,
     profile: CostProfile,
 ) -> _Sample | None:
-    """Decode groups of prompts; None where the engine refuses."""
+    """Decode groups of prompts with a configuration; None if the engine refuses it."""
     sibling = engine.sibling()
     depth = config.num_speculative_tokens or 0
     params = replace(params, max_tokens=min(params.max_tokens, max(_TOKENS, 4 * depth)))
-    # The best are those with full drafts: after the prefill, and before the last tokens. Where
-    # outputs are too short for such rounds, others have to do.
+    # Rounds with full drafts, after the prefill and before the last tokens, are the best samples.
+    # If outputs are too short for such rounds, take others.
     rounds: dict[tuple[bool, bool], list[tuple[float, float, float, float]]] = defaultdict(list)
     prefills: list[tuple[float, int]] = []
     for prompts in groups:
@@ -325,7 +328,7 @@ def _run(
             elapsed = time.perf_counter() - step_started
             draft, verify = stats.draft_seconds - draft, stats.verify_seconds - verify
             nodes = sum(session.stats.num_draft_nodes for session in sessions) - nodes
-            if verify:  # not a step of prefill alone
+            if verify:  # not a step that only reads prompts
                 expected = profile.verify(1 + nodes / len(sessions), len(sessions))
                 parts = draft, verify, elapsed - draft - verify, verify / expected
                 rounds[early, late].append(parts)
@@ -353,7 +356,7 @@ def _medians(samples: Sequence[_Sample]) -> _Sample:
 
 
 def _fit(samples: Sequence[tuple[Size, _Sample]]) -> SimulatedRound:
-    """Least squares of the relative error, no part of drafting below 0."""
+    """Fit by least squares of the relative error; no coefficient of drafting is below 0."""
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
     features: Floats = np.array([_features(size) for size, _ in samples], np.float64)

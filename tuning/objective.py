@@ -1,8 +1,8 @@
-"""What a trial measures: a configuration against AR, in pairs, until the answer is sure enough.
+"""What a trial measures: a configuration against AR, in pairs, until the result is sure enough.
 
-A pair is a group of prompts that is decoded together, with the configuration and with AR right
-before or after it, in one process. The prompts are the workload and do not vary: the confidence
-intervals say what repeating the measurement would change, not what other prompts would.
+A pair is a group of prompts that are decoded together, once with the configuration and once with AR
+right before or after it, in one process. The prompts are the workload and stay the same: confidence
+intervals tell how much a repeated measurement would differ, not one with other prompts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PairedMeasurement:
 
     Args:
         backend: runs the configuration.
-        baseline: runs AR; another one where the configuration has another dtype.
+        baseline: runs AR; it differs from ``backend`` if the configuration has another dtype.
         groups: token ids of the prompts that are decoded together.
     """
 
@@ -94,7 +94,7 @@ class PairedMeasurement:
 
     @property
     def num_groups(self) -> int:
-        """Groups of prompts that were measured."""
+        """How many groups of prompts were measured."""
         return sum(1 for pairs in self._pairs if pairs)
 
     @property
@@ -102,7 +102,7 @@ class PairedMeasurement:
         return self.num_groups == len(self._groups)
 
     def step(self) -> None:
-        """Measure twice what the next rung adds; when all prompts are in, each of them once."""
+        """Measure the groups of the next rung twice; after the last rung, all groups once more."""
         start = self.num_groups
         if self.covers_all:
             self.repeat(self._backend)
@@ -118,8 +118,8 @@ class PairedMeasurement:
         """Measure all prompts once more.
 
         Args:
-            backend: the one of before, or another one in its place where that one cannot forget:
-                the same prompts come again, and no drafter may know their answers.
+            backend: the same one, or a new one if it cannot forget: the same prompts come again,
+                and no drafter may know their answers.
         """
         if self._baseline is self._backend:
             self._baseline = backend
@@ -144,7 +144,7 @@ class PairedMeasurement:
         )
 
     def _expected(self, group: int, ar: BatchRun) -> tuple[tuple[int, ...], ...]:
-        """AR's tokens, by the same engine: another dtype has other ones."""
+        """AR's tokens from the engine of the configuration: another dtype gives other tokens."""
         if self._baseline is self._backend:
             return tuple(sequence.token_ids for sequence in ar.sequences)
         if group not in self._truth:
@@ -154,7 +154,7 @@ class PairedMeasurement:
 
     @property
     def is_sure(self) -> bool:
-        """Whether all prompts are in, and another pair would not change the answer."""
+        """Whether all prompts were measured, and another pair would not change the result."""
         if not self.covers_all:
             return False
         if min(map(len, self._pairs)) >= self._settings.repetitions:
@@ -168,7 +168,7 @@ class PairedMeasurement:
         return estimate([pairs for pairs in self._pairs if pairs], self._settings.confidence)
 
     def metrics(self, example: ExampleDraft | None = None) -> Metrics:
-        """What the pairs measured so far say."""
+        """The metrics of all pairs so far."""
         intervals = self._intervals()
         sequences = [sequence for run in self._runs for sequence in run.sequences]
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
@@ -206,7 +206,7 @@ class PairedMeasurement:
 
 
 class _Watch:
-    """A drafter whose outcomes are seen; everything else is the drafter's."""
+    """Stands in for a drafter to see its outcomes; the drafter does everything else."""
 
     def __init__(self, drafter: object) -> None:
         self._drafter = drafter
@@ -227,7 +227,7 @@ class _Watch:
 def example_draft(
     engine: Engine, point: Point, prompt: Sequence[int], params: SamplingParams
 ) -> ExampleDraft | None:
-    """Decode a prompt and keep the largest draft that was verified; None where nothing drafts."""
+    """Decode a prompt and return the largest draft that was verified; None without drafts."""
     engine, name = engine.sibling(), resolve(point.speculation).method.drafter
     if name == "none":
         return None
@@ -264,13 +264,13 @@ def _summed(counts: Any) -> tuple[int, ...]:
 def estimate(groups: Sequence[Sequence[Pair]], confidence: float) -> dict[str, Interval]:
     """Ratios over AR with their confidence intervals, by objective.
 
-    The noise of a measurement is how far the logarithms of a group's times lie from their mean,
-    all groups together, the configuration's and AR's of a pair jointly; the interval is what
-    drawing that noise anew would give (a residual bootstrap: Efron, Tibshirani 1993, chapter 9).
-    With a single pair of each group nothing is known of the noise, and the interval is wide open.
+    It is a residual bootstrap (Efron, Tibshirani 1993, chapter 9). The residuals are the distances
+    of the logarithms of a group's times from their mean, over all groups, those of configuration
+    and AR of a pair drawn together. With a single pair of each group nothing is known of the noise,
+    and the interval is unbounded.
 
     Args:
-        groups: the pairs of each group of prompts; equally many requests in each.
+        groups: the pairs of each group of prompts; all groups have the same number of requests.
     """
     residuals, centres, repetitions = [], [], []
     for pairs in groups:
@@ -314,7 +314,7 @@ def estimate(groups: Sequence[Sequence[Pair]], confidence: float) -> dict[str, I
 
 
 def _statistics(times: Floats, latencies: Floats) -> Mapping[str, Floats]:
-    """Ratios in favour of the configuration.  # [B, G, 2], [B, G, 2, concurrency] -> [B] each"""
+    """Ratios of the objectives.  # [B, G, 2], [B, G, 2, concurrency] -> [B] each"""
     total = times.sum(axis=1)
     result = {"goodput": total[:, 1] / total[:, 0]}
     for name, percent in (("latency_p50", 50), ("latency_p99", 99)):
@@ -327,13 +327,13 @@ def _statistics(times: Floats, latencies: Floats) -> Mapping[str, Floats]:
 
 
 def reset_peak_memory() -> None:
-    """Start counting anew, where the system can."""
+    """Reset the peak, if the system can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_mb() -> float:
-    """Peak resident memory of this process, and what its GPU held at most."""
+    """Peak resident memory of this process plus the peak of its GPU memory, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if sys.platform == "darwin":
         peak /= 1024

@@ -1,7 +1,7 @@
 """The pictures of a report: from records to plotly figures, and the layout of draft trees.
 
-A picture whose data is not there is not made: every function returns the pictures it could draw.
-Colours work on light and dark paper alike; what differs between the two is in ``TEMPLATES``.
+Each function returns the pictures for which there is data. Colours work on a light and a dark page
+alike; ``TEMPLATES`` holds what differs between the two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.tuning.tables import (
 
 GREY = "#8b93a1"
 ACCENT = "#3b7ddd"
-# Neighbours differ in hue and in lightness; none of them vanishes on white or on near-black.
+# Neighbours differ in hue and lightness; all are visible on white and on near-black.
 COLOURS = (
     "#3b7ddd", "#e8793a", "#2ba882", "#c94f9b", "#8a6fe8",
     "#b98a1d", "#1fa3c4", "#d64550", "#6d8f2e", "#7b8794",
@@ -45,7 +45,7 @@ STATUS_STYLE = {
     "refused": (GREY, "x"),
     "ar": (GREY, "circle-open"),
 }
-# Below 1 is slower than AR and orange, above 1 faster and blue; the middle is paper-like on both.
+# Orange below 1 (slower than AR), blue above 1; the middle is near the page's own colour.
 DIVERGING = (
     (0.0, "#b3541e"), (0.25, "#e59a63"), (0.5, "#d9dce1"), (0.75, "#6ba3dd"), (1.0, "#1f5fae"),
 )  # fmt: skip
@@ -82,11 +82,11 @@ class Picture:
     """One figure of the report.
 
     Attributes:
-        name: unique; the id of its place in the page.
+        name: unique; the id of its element in the page.
         caption: one sentence that says how to read it.
-        narrow: changes of the layout for a screen as narrow as a phone.
-        half: it needs half the width of a laptop's screen.
-        min_width: pixels that it needs at least; a narrower screen scrolls.
+        narrow: changes of the layout for a phone's screen.
+        half: whether half the width of a laptop's screen is enough.
+        min_width: least width in pixels; a narrower screen scrolls.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A box of a draft tree, in pixels; ``parent`` is the centre of its parent's right edge."""
+    """A box of a draft tree, in pixels; ``parent`` is the middle of its parent's right edge."""
 
     x: float
     y: float
@@ -122,7 +122,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The example draft of a trial as it is drawn."""
+    """The example draft of a trial, laid out."""
 
     label: str
     shape: str
@@ -135,11 +135,11 @@ class Tree:
 
 
 class SweepPicture:
-    """What the pictures are drawn from.
+    """The data of the pictures.
 
     Attributes:
         measured: trials with metrics, the best first.
-        compared: the same without AR.
+        compared: those without AR.
     """
 
     def __init__(
@@ -173,14 +173,14 @@ class SweepPicture:
 
 
 def draw(sweep: SweepPicture) -> list[Picture]:
-    """Every picture for which there is data."""
+    """All pictures for which there is data."""
     makers: tuple[Callable[[SweepPicture], list[Picture]], ...] = (
         lengths, heat_maps, intervals, fronts, acceptance_by_position, parallel_coordinates,
         predicted_against_measured,
     )  # fmt: skip
     drawn = [picture for make in makers for picture in make(sweep)]
     halves = [i for i, picture in enumerate(drawn) if picture.half]
-    if len(halves) % 2:  # the one that nothing would stand beside
+    if len(halves) % 2:  # the one that would stand alone in its line
         drawn[halves[-1]] = replace(drawn[halves[-1]], half=False)
     return drawn
 
@@ -189,7 +189,7 @@ def draw(sweep: SweepPicture) -> list[Picture]:
 
 
 def markup(text: str) -> str:
-    """Untrusted text for plotly, which reads a part of HTML in labels."""
+    """Untrusted text, escaped for plotly's labels, which may hold some HTML."""
     return html.escape(printable(text).replace("\n", " "), quote=False)
 
 
@@ -244,11 +244,11 @@ def _line_at_one(figure: go.Figure, axis: str = "y") -> None:
 def _legend_below(
     num_entries: int, height: int, columns: int = 4, narrow_columns: int = 1
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Layouts, for a laptop and a phone, with room for a legend under the plot.
+    """Layouts for a laptop and a phone, with room for a legend under the plot.
 
     Args:
         height: of the plot with its axis, in pixels.
-        columns, narrow_columns: entries that stand side by side, about.
+        columns, narrow_columns: about how many entries stand side by side.
     """
     layouts = []
     for side_by_side in (columns, narrow_columns):
@@ -270,12 +270,12 @@ def _legend_below(
 
 
 def lengths(sweep: SweepPicture) -> list[Picture]:
-    """Goodput over speculation length: a line for each method, the best of each length."""
+    """Goodput over speculation length: for each method a line of the best at each length."""
     figure = go.Figure()
     several, shown = False, 0
     for method in sweep.methods:
         measured: dict[int, TrialRecord] = {}
-        for record in reversed(sweep.compared):  # the best one comes last
+        for record in reversed(sweep.compared):  # the best trial comes last and wins
             if record.point.speculation.method == method:
                 measured[sweep.config(record.point).num_speculative_tokens or 0] = record
         predicted: dict[int, PredictedResult] = {}
@@ -317,7 +317,7 @@ def lengths(sweep: SweepPicture) -> list[Picture]:
     ticks = seen[:1]
     for length in seen[1:]:
         if not logarithmic or length >= 1.15 * ticks[-1]:
-            ticks.append(length)  # the others' labels would run into this one's
+            ticks.append(length)  # other labels would overlap this one
     figure.update_xaxes(
         title={"text": "speculation length γ"}, tickmode="array", tickvals=ticks,
         type="log" if logarithmic else "linear",
@@ -336,7 +336,7 @@ def lengths(sweep: SweepPicture) -> list[Picture]:
 
 @dataclass(frozen=True, slots=True)
 class HeatmapCell:
-    """What a heat map shows at one place."""
+    """A cell of a heat map."""
 
     ratio: float
     measured: bool
@@ -348,7 +348,7 @@ def heat_cells(
 ) -> dict[tuple[float, float], HeatmapCell]:
     """The best goodput for each pair of values: a measured one if there is any, else predicted.
 
-    A point without ``y`` has no cell: what a default follows from ``x`` says nothing about ``y``.
+    A point that does not set ``y`` has no cell: its default may follow from ``x``.
     """
     cells: dict[tuple[float, float], HeatmapCell] = {}
 
@@ -410,7 +410,7 @@ def _heat_map(
 
     figure = go.Figure(
         go.Heatmap(
-            # Categories, so that 2, 4, 8 and 16 stand side by side.
+            # Categories, so that 2, 4, 8 and 16 have equal distances.
             x=[_number(value) for value in columns],
             y=[_number(value) for value in rows],
             z=[[None if c is None else _colour_value(c.ratio) for c in row] for row in grid],
@@ -448,7 +448,7 @@ def _heat_map(
 
 
 def _colour_value(ratio: float) -> float:
-    """Twice and half as fast as AR are equally far from it."""
+    """Place of a ratio on the colour scale, on which 2 and 1/2 are equally far from 1."""
     return math.log2(max(ratio, 1e-3))
 
 
@@ -504,7 +504,7 @@ def intervals(sweep: SweepPicture) -> list[Picture]:
     ticks = {"tickmode": "array", "tickvals": list(range(len(records)))}
     figure.update_yaxes(range=[len(records) - 0.4, -0.6], showgrid=False, ticktext=labels, **ticks)
     figure.update_xaxes(title={"text": f"{objective_name(sweep.objective)} (AR is 1)"})
-    # A phone has no room beside the plot: the labels stand in it, above their intervals.
+    # A phone has no room beside the plot: labels go into it, above their intervals.
     narrow = {
         "height": 110 + 40 * len(records),
         "yaxis": {"showticklabels": False, "range": [len(records) - 0.4, -0.9]},
@@ -530,7 +530,7 @@ def intervals(sweep: SweepPicture) -> list[Picture]:
 
 
 def fronts(sweep: SweepPicture) -> list[Picture]:
-    """Each pair of objectives with the trials that none beats in all of them."""
+    """For each pair of objectives, the trials and the Pareto front."""
     names = sweep.manifest.objectives
     front = pareto_front(sweep.records, names)
     counting = [record for record in sweep.measured if record.counts]
@@ -554,7 +554,7 @@ def _front(
         figure.add_scatter(
             x=[r.objective(x).value for r in records],
             y=[r.objective(y).value for r in records], name=name,
-            # With a third objective the front is a surface, and a line between its points no edge.
+            # With a third objective the front is a surface, which no line can show.
             mode="lines+markers" if records is not beaten and len(sweep.manifest.objectives) == 2
             else "markers",
             line={"color": colour, "width": 2, "shape": "vh"},
@@ -580,7 +580,7 @@ def _front(
 
 
 def acceptance_by_position(sweep: SweepPicture, num_trials: int = 6) -> list[Picture]:
-    """Share of drafted tokens that were accepted, by depth, for the best trial of each method."""
+    """Accepted share of drafted tokens by depth, for the best trial of each method."""
     figure = go.Figure()
     seen: set[str] = set()
     for record in sweep.compared:
@@ -625,8 +625,8 @@ def acceptance_rates(accepted: Sequence[int], drafted: Sequence[int]) -> list[fl
 def parallel_coordinates(sweep: SweepPicture) -> list[Picture]:
     """A line for each trial through its knobs to its ratio.
 
-    Drawn as a plain scatter plot: plotly's own parallel coordinates need WebGL, which many browsers
-    on servers and virtual machines lack, and have no place for a knob that a method does not have.
+    It is a scatter plot: plotly's own parallel coordinates need WebGL, which many browsers on
+    servers and virtual machines lack, and cannot show that a method lacks a knob.
     """
     records = sweep.compared
     axes = _knob_axes(sweep)
@@ -689,7 +689,7 @@ def parallel_coordinates(sweep: SweepPicture) -> list[Picture]:
 
 
 def _knob_axes(sweep: SweepPicture) -> list[tuple[str, dict[str, str], list[str]]]:
-    """Name, value of each trial and values in order, for whatever differs between trials."""
+    """For each knob that differs between trials: name, value of each trial, and sorted values."""
     columns: dict[str, dict[str, Any]] = {
         "method": {r.key: r.point.speculation.method for r in sweep.compared}
     }
@@ -722,12 +722,12 @@ def _tick_order(item: tuple[str, Any]) -> tuple[int, float, str]:
 
 
 def _place(tick: str, ticks: Sequence[str]) -> float:
-    """Height of a value on its axis, 0 to 1: values are evenly spaced."""
+    """Height of a value on its axis, 0 to 1, with values evenly spaced."""
     return 0.5 if len(ticks) == 1 else 0.02 + 0.96 * ticks.index(tick) / (len(ticks) - 1)
 
 
 def _between(share: float) -> str:
-    """Colour at ``share`` of ``SEQUENTIAL``."""
+    """The colour at ``share`` (0 to 1) of ``SEQUENTIAL``."""
     low, high = (SEQUENTIAL[0], SEQUENTIAL[1]) if share < 0.5 else (SEQUENTIAL[1], SEQUENTIAL[2])
     part = (share - low[0]) / (high[0] - low[0])
     ends = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for _, colour in (low, high)]
@@ -739,7 +739,7 @@ def _between(share: float) -> str:
 
 
 def predicted_against_measured(sweep: SweepPicture) -> list[Picture]:
-    """What the simulator said and what was measured, a dot for each trial."""
+    """Predicted against measured goodput, a dot for each trial."""
     pairs = predicted_and_measured(sweep.records)
     if len(pairs) < 2:
         return []
@@ -780,7 +780,7 @@ _CHARACTER, _PADDING, _ROW, _GAP, _BOX = 7.3, 14, 28, 34, 22
 
 
 def trees(sweep: SweepPicture, num_shapes: int = 4) -> list[Tree]:
-    """Example drafts: the best trial's, then the best one of each other tree shape."""
+    """Example drafts: the best trial's, then that of the best trial of each other shape."""
     found: dict[str, Tree] = {}
     for record in sweep.compared:
         plan = resolve(record.point.speculation)
@@ -807,7 +807,7 @@ def layout_tree(
     label: str = "",
     shape: str = "",
 ) -> Tree:
-    """Boxes from left to right: a column for each depth, leaves on rows of their own."""
+    """Lay out boxes from left to right: a column for each depth, a row for each leaf."""
     count = len(parent_indices)
     children: list[list[int]] = [[] for _ in range(count + 1)]
     depth = [0] * count
@@ -841,7 +841,7 @@ def layout_tree(
 
 
 def _rows(children: Sequence[Sequence[int]], count: int) -> list[float]:
-    """Height of each node: leaves one below another, inner nodes amid their children."""
+    """The row of each node: leaves below one another, inner nodes amid their children."""
     rows = [0.0] * count
     next_row = _ROW / 2
     # Depth first without recursion: a chain may be as deep as drafts go.
@@ -865,7 +865,7 @@ def _row_of_parent(rows: Sequence[float], children: Sequence[int]) -> float:
 
 
 def token_text(text: str, longest: int = 20) -> str:
-    """A token as its box shows it: · for a space, ⏎ for a line break, cut when it is long."""
+    """The text of a token's box: · for a space, ⏎ for a line break, cut if it is long."""
     shown = printable(text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·"))
     shown = shown if len(shown) <= longest else shown[: longest - 1] + "…"
     return shown or "∅"

@@ -1,8 +1,8 @@
-"""Looks at what drafters propose, in the place where the engine expects them.
+"""Record what drafters propose, in the engine, in the drafter's place.
 
-A recorder stands in for a drafter and hands everything on to it, only that its drafts are written
-down and then thrown away: the session moves on by one token a round, along an output that is
-known. So the drafter is seen at every position, in the state that it has there.
+A recorder stands in for a drafter and passes every call on to it. It writes down the drafts and
+drops them, so that the session moves along a known output by one token a round. The drafter is thus
+recorded at every position, in the state that it has there.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Budgets = Collection[tuple[int, int]]  # depth and nodes
 class _Follow:
     """An acceptance rule that commits a known output token by token.
 
-    Without it the output could come to differ from the known one, where a target's rounding
-    depends on what is computed beside a token.
+    Another rule could commit other tokens, if a target's rounding depends on what is computed
+    beside a token.
     """
 
     lossless = True
@@ -60,10 +60,10 @@ class _Follow:
 
 
 class DraftRecorder(ABC):
-    """In the place of a drafter: looks at what it proposes, and proposes nothing itself.
+    """Takes a drafter's place: records what it proposes, and proposes nothing.
 
     Attributes:
-        config: what sessions are submitted with.
+        config: method and knobs of the sessions.
     """
 
     config: SpeculationConfig
@@ -72,27 +72,27 @@ class DraftRecorder(ABC):
         self._error: Exception | None = None
         self._truth = truth
         self._rules: dict[str, _Follow] = {}
-        self._prompts: dict[str, int] = {}  # number of each session's
+        self._prompts: dict[str, int] = {}  # the number of each session's prompt
         self._outputs = [truth.output(prompt) for prompt in range(truth.num_prompts)]
         self._drafter: Any = None
         self._fallback: Drafter | None = None
 
     def wrap(self, drafter: Drafter) -> None:
-        """Take the place of a drafter that has no sessions, until :meth:`release`."""
+        """Take the place of a drafter, which must have no sessions, until :meth:`release`."""
         if drafter.elsewhere:
             raise InvalidArgument("engine", "a drafter elsewhere", "drafters in this process")
         self._drafter = drafter
         if isinstance(drafter, LookupDrafter):
             self._fallback = drafter.fallback
-            drafter.fallback = None  # which has a recording of its own
+            drafter.fallback = None  # the fallback has a recording of its own
 
     def release(self) -> None:
-        """Leave the drafter as it was."""
+        """Restore the drafter."""
         if isinstance(self._drafter, LookupDrafter):
             self._drafter.fallback = self._fallback
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)  # open, observe, ...: passed on unchanged
+        return getattr(self._drafter, name)  # open, observe, ...: pass on
 
     def follow(self, session: Session, number: int) -> None:
         """Make a session commit the known output of a prompt."""
@@ -110,10 +110,10 @@ class DraftRecorder(ABC):
         return [EMPTY_DRAFT] * len(sessions)
 
     def check(self, sessions: Iterable[Session]) -> None:
-        """That these sessions were followed to their end.
+        """Check that the recorder followed these sessions to their end.
 
         Raises:
-            RuntimeError: the drafter failed; the engine would go on without it.
+            RuntimeError: the drafter failed, so the engine went on without it.
         """
         for session in sessions:
             if session.error is not None:
@@ -125,12 +125,12 @@ class DraftRecorder(ABC):
                 )
 
     def _position(self, session: Session) -> int:
-        """Where a session is, in the arrays over all outputs."""
+        """The position of a session in the arrays over all outputs."""
         first = int(self._truth.offsets[self._prompts[session.session_id]])
         return first + session.length - session.prompt_length
 
     def _following(self, session: Session) -> list[int]:
-        """The right tokens from here on."""
+        """The tokens of the known output from a session's position on."""
         output = self._outputs[self._prompts[session.session_id]]
         return output[session.length - session.prompt_length :]
 
@@ -139,25 +139,25 @@ class DraftRecorder(ABC):
 
     @abstractmethod
     def _look(self, sessions: Sequence[Session]) -> None:
-        """Write down what the drafter proposes now."""
+        """Record what the drafter proposes now."""
 
     @abstractmethod
     def recording(self) -> Recording:
-        """What was written down."""
+        """The recording."""
 
     @property
     def _context_length(self) -> int:
-        """Behind which the drafter makes no drafts, where it has a context of its own."""
+        """Context length behind which the drafter makes no drafts; 0: it has none of its own."""
         runner = getattr(self._drafter, "runner", None)
         return int(getattr(runner, "context_length", 0))
 
 
 class _Expanded(DraftRecorder):
-    """Looks at an expanding drafter through a shape of its own."""
+    """Records an expanding drafter through a shape of its own."""
 
     def __init__(self, plan: Plan, truth: Truth, depth: int, nodes: int, **changes: Any) -> None:
         super().__init__(truth)
-        # At temperature 0 all rules want the most likely tokens, above it only this one is here.
+        # At temperature 0 all rules draw the most likely tokens; above it, this is the only rule.
         self.config = with_budget(
             plan, Budget(depth, nodes), acceptance="coupled", draft_support=None, **changes
         )
@@ -180,7 +180,7 @@ class _Expanded(DraftRecorder):
     def build(
         self, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
     ) -> list[Draft]:
-        """As a shape does. A drafter may have cut the budgets."""
+        """Build the trees, as a shape does. A drafter may have cut the budgets."""
         self._reached = max(self._reached, *(budget.depth for budget in budgets))
         return self._build(expander, sessions, budgets)
 
@@ -191,7 +191,7 @@ class _Expanded(DraftRecorder):
 
 
 class _Ranks(_Expanded):
-    """Follows the right path, as deep as the drafter's candidates have it."""
+    """Records the rank of each right token, as deep as the drafter's candidates have it."""
 
     def __init__(self, plan: Plan, budgets: Budgets, truth: Truth) -> None:
         self._prefix_only = plan.method.drafter in PREFIX_ONLY
@@ -227,7 +227,7 @@ class _Ranks(_Expanded):
 
 
 class _Order(_Expanded):
-    """Grows the largest tree with the real shape."""
+    """Records the largest tree of the real shape, and the order in which it grows."""
 
     def __init__(self, plan: Plan, budgets: Budgets, truth: Truth) -> None:
         depth, nodes = (max(sizes) for sizes in zip(*budgets, strict=True))
@@ -245,7 +245,7 @@ class _Order(_Expanded):
             if not draft.num_nodes:
                 continue
             position, limits = self._position(session), np.arange(1, self._depth + 1)
-            place = np.argsort(order)  # of each node
+            place = np.argsort(order)  # rank of each node in that order
             shallow = depths(draft.parent_indices)[order][:, None] <= limits  # [nodes, depth]
             self._total[position] = shallow.sum(0)
             for depth, node in enumerate(right_path(draft, self._following(session))):
@@ -262,7 +262,7 @@ class _Order(_Expanded):
 def _grown(
     shape: Shape, expander: Expander, sessions: Sequence[Session], budgets: Sequence[Budget]
 ) -> tuple[list[Draft], list[list[int]]]:
-    """Trees, and their nodes in the order in which smaller trees would take them."""
+    """Grow trees; also returns their nodes in the order in which smaller trees take them."""
     if isinstance(shape, ConfidenceTree):
         trees = shape.grow(expander, sessions, budgets)
         orders = [
@@ -276,7 +276,7 @@ def _grown(
 
 
 class _Drafts(DraftRecorder):
-    """Asks for a draft of every budget."""
+    """Records a draft of every budget."""
 
     def __init__(self, plan: Plan, budgets: Budgets, truth: Truth) -> None:
         super().__init__(truth)
@@ -313,12 +313,12 @@ RECORDERS: Mapping[Kind, Callable[[Plan, Budgets, Truth], DraftRecorder]] = {
 
 
 def right_path(draft: Draft, output: Sequence[int]) -> list[int]:
-    """Nodes of a draft that say what comes, from the root down."""
+    """The nodes of a draft that equal the output, from the root down."""
     below: dict[tuple[int, int], int] = {}
     for node, step in enumerate(
         zip(draft.parent_indices.tolist(), draft.token_ids.tolist(), strict=True)
     ):
-        below.setdefault(step, node)  # of equal siblings a rule takes the first
+        below.setdefault(step, node)  # of equal siblings, rules take the first
     path: list[int] = []
     for token in output:
         step = (path[-1] if path else -1, token)

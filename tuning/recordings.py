@@ -1,7 +1,6 @@
-"""What was recorded of a target and its drafters: arrays with a row for each position.
+"""Recordings of a target and its drafters: arrays with a row for each position.
 
-A position is a token of the target's output after a prompt; those of all prompts stand one after
-the other.
+A position is a token of the target's output; the outputs of all prompts follow one another.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ import numpy.typing as npt
 from paceline.tuning.families import Kind
 from paceline.types import Budget
 
-NUM_RANKS = 64  # candidates among which the right token is looked for: all that a template can name
-ABSENT = 255  # the right token is not among them, or the draft ends before
-NEVER = 65535  # a node that no draft has
+NUM_RANKS = 64  # candidates of which the right token may be one: all that a template can name
+ABSENT = 255  # the right token is not among them, or the draft ends before it
+NEVER = 65535  # no draft has the node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRecording:
-    """Where the right tokens are among a drafter's candidates.
+    """The ranks of the right tokens among a drafter's candidates.
 
     Attributes:
-        ranks: of the right token at each depth, given that the tokens before it were drafted;
-            ABSENT where no draft has it.  # uint8 [positions, depth]
-        reached: depth of the deepest drafts that the drafter makes, if less than asked for.
-        prefix_only: the rank at a depth is the first one of the position where the token stands.
-        context_length: where a draft would end behind it the drafter makes none; 0: no matter.
+        ranks: rank of the right token at each depth, if the tokens before it were drafted; ABSENT
+            if no draft has it.  # [positions, depth] uint8
+        reached: depth of the drafter's deepest drafts, if it makes shallower ones than asked for.
+        prefix_only: the rank at a depth equals the first one at that token's own position.
+        context_length: the drafter makes no draft that ends behind it; 0: no limit.
     """
 
     kind: ClassVar[Kind] = "ranks"
@@ -45,13 +44,13 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrderRecording:
-    """When trees of different sizes take the right path's nodes.
+    """How large a tree must be to have the nodes of the right path.
 
     Attributes:
         before: how many nodes of a tree that is ``d + 1`` deep come before the right path's node
-            at depth ``k + 1``; NEVER where there is no such node.
-            # uint16 [positions, depth (k), depth (d)]
-        total: nodes of the largest tree of each depth.  # uint16 [positions, depth]
+            at depth ``k + 1``; NEVER if there is no such node.
+            # [positions, depth (k), depth (d)] uint16
+        total: nodes of the largest tree of each depth.  # [positions, depth] uint16
         reached: as in :class:`RankRecording`.
         nodes: budget of the largest tree.
         context_length: as in :class:`RankRecording`.
@@ -74,9 +73,9 @@ class DraftRecording:
     """How much of each draft is right.
 
     Attributes:
-        budgets: depth and nodes.  # int64 [budgets, 2]
-        accepted: length of the right path in the draft.  # uint8 [positions, budgets]
-        nodes: of the draft.  # uint16 [positions, budgets]
+        budgets: depth and nodes.  # [budgets, 2] int64
+        accepted: length of the right path in the draft.  # [positions, budgets] uint8
+        nodes: of the draft.  # [positions, budgets] uint16
     """
 
     kind: ClassVar[Kind] = "drafts"
@@ -86,7 +85,7 @@ class DraftRecording:
     nodes: npt.NDArray[np.uint16]
 
     def place(self, budget: Budget) -> int | None:
-        """Column of a budget."""
+        """The column of a budget; None if it was not recorded."""
         found = np.flatnonzero((self.budgets == (budget.depth, budget.nodes)).all(axis=1))
         return int(found[0]) if len(found) else None
 
@@ -94,7 +93,7 @@ class DraftRecording:
         return self.place(budget) is not None
 
     def joined(self, other: DraftRecording) -> DraftRecording:
-        """With the budgets of another recording of the same positions."""
+        """This recording with the budgets of another one of the same positions."""
         new = [i for i, budget in enumerate(other.budgets) if not self.covers(Budget(*budget))]
         return DraftRecording(
             np.concatenate([self.budgets, other.budgets[new]]),
@@ -108,14 +107,14 @@ Recording: TypeAlias = RankRecording | OrderRecording | DraftRecording
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """What the target says after each prompt, one output after the other.
+    """The target's outputs for all prompts, one after the other.
 
     Attributes:
-        output_ids: # int64 [positions]
-        offsets: where each output begins, and the end of the last.  # int64 [prompts + 1]
-        prompt_lengths: # int64 [prompts]
-        room: tokens that could have been generated: more than there are where the output came to
-            an end by itself.  # int64 [prompts]
+        output_ids: # [positions] int64
+        offsets: where each output begins, and the end of the last one.  # [prompts + 1] int64
+        prompt_lengths: # [prompts] int64
+        room: tokens that could have been generated: more than the output has if it ended by itself.
+            # [prompts] int64
     """
 
     output_ids: npt.NDArray[np.int64]

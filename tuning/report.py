@@ -26,30 +26,30 @@ from paceline.tuning.tables import (
 
 
 def write_report(results: Results) -> str:
-    """Write ``report.html`` into a result folder, over the one that is there.
+    """Write ``report.html`` into a result folder, replacing an older one.
 
     Returns:
-        where it lies.
+        Its path or URL.
 
     Raises:
-        InvalidArgument: there is no sweep in the folder.
+        InvalidArgument: the folder has no sweep.
     """
     results.write("report.html", render(results))
     return results.path("report.html")
 
 
 def render(results: Results) -> str:
-    """The page. Pictures and tables without data are left out.
+    """The page as HTML, without the pictures and tables for which there is no data.
 
     Raises:
-        InvalidArgument: there is no sweep in the folder.
+        InvalidArgument: the folder has no sweep.
     """
     manifest, records = results.manifest(), results.trials()
     objective = manifest.objectives[0]
     best, measured = best_trial(records, objective), best_first(records, objective)
     sweep = pictures.SweepPicture(manifest, records, results.predictions())
     drawn = pictures.draw(sweep)
-    environment = Environment(  # everything is escaped; what is not says `safe`
+    environment = Environment(  # it escapes everything that is not marked `safe`
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
@@ -87,7 +87,7 @@ def render(results: Results) -> str:
 
 
 def _verdict(best: TrialRecord | None, measured: bool) -> str:
-    """What the best trial's interval allows to say."""
+    """A sentence about the best trial, no stronger than its interval allows."""
     if best is None and not measured:
         return "No trial has been measured yet."
     if best is None or best.point.is_ar:
@@ -107,7 +107,7 @@ def _serve_command(results: Results) -> str | None:
 
 
 def _confidence(manifest: Manifest) -> str:
-    """``95 % confidence interval``, the number as far as the sweep file says one."""
+    """``95 % confidence interval``, with the number if the sweep file gives one."""
     measurement = manifest.space.get("measurement")
     level = measurement.get("confidence") if isinstance(measurement, dict) else None
     return f"{100 * level:g} % confidence interval" if level else "confidence interval"

@@ -1,16 +1,16 @@
-"""What a sweep leaves behind: a folder of small JSON files, on any storage that fsspec reaches.
+"""The results of a sweep: a folder of small JSON files, on any storage that fsspec reaches.
 
 ::
 
     sweep.json        the manifest: space, models, workload, environment, state
-    trials/KEY.json   one record for each trial that ended, written when it ends
-    predictions.json  what the simulator says of every point of the space
+    trials/KEY.json   a record of each trial, written when it ends
+    predictions.json  the simulator's predictions for the points of the space
     best.yaml         the fastest exact configuration, a file for `paceline up --config`
-    pareto/KEY.yaml   with several objectives: every configuration that none beats in all
+    pareto/KEY.yaml   with several objectives: the configurations that no other one beats in all
     report.html       the pictures
-    tune/             what Ray Tune keeps for itself
+    tune/             Ray Tune's own files
 
-The records are the truth about what is finished: a sweep that was killed goes on from them.
+A sweep that was killed goes on from the records of its trials.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Point(_Value):
 
     @cached_property
     def key(self) -> str:
-        """Short name of what is decoded: equal for points that differ in spelling only."""
+        """Short name, the same for points that differ only in how they are written."""
         resolved = resolve(self.speculation).config.model_dump(mode="json")
         text = json.dumps([resolved, self.topology, self.dtype], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -65,7 +65,7 @@ class Point(_Value):
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The knobs that the space sets beside the method, as JSON values."""
+        """The knobs that the space sets, without the method, as JSON values."""
         dumped = self.speculation.model_dump(mode="json", exclude_defaults=True)
         return {name: value for name, value in dumped.items() if name != "method"}
 
@@ -90,11 +90,11 @@ class Interval(_Value):
 
 
 class ExampleDraft(_Value):
-    """A draft that was verified while measuring: the largest of them, for a picture.
+    """The largest draft that was verified while measuring, for a picture.
 
     Attributes:
         parent_indices: as in a Draft.
-        texts: what each node's token says.
+        texts: the text of each node's token.
         accepted: the nodes of the accepted path.
     """
 
@@ -104,13 +104,13 @@ class ExampleDraft(_Value):
 
 
 class Metrics(_Value):
-    """What was measured in pairs: the same prompts with the configuration and with AR.
+    """The measurements of a configuration, in pairs with AR on the same prompts.
 
-    Ratios above 1 are in favour of the configuration: AR's latency is over its own.
+    In all ratios, more than 1 means that the configuration is faster.
 
     Attributes:
-        goodput_ratio: tokens per second over AR's; 1 means no gain.
-        latency_p50_ratio, latency_p99_ratio: AR's latency of a request over this one's.
+        goodput_ratio: tokens per second over AR's.
+        latency_p50_ratio, latency_p99_ratio: AR's latency of a request over the configuration's.
         accepted_by_depth, drafted_by_depth: raw counters, see SessionStatistics.
         memory_mb: peak resident memory of the measuring process.
     """
@@ -128,7 +128,7 @@ class Metrics(_Value):
     drafted_by_depth: tuple[int, ...] = ()
     memory_mb: float
     identical_to_ar: bool | None = Field(
-        description="None where the rule promises AR's distribution and not its tokens."
+        description="None if the rule promises AR's distribution, not its tokens."
     )
     num_pairs: int
     num_prompts: int
@@ -140,7 +140,7 @@ OBJECTIVES: Mapping[str, str] = {
     "latency_p50": "latency_p50_ratio",
     "latency_p99": "latency_p99_ratio",
 }
-"""What a sweep may maximise, and the field of Metrics that says it."""
+"""What a sweep may maximise, and the field of Metrics with its ratio."""
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -150,16 +150,16 @@ class TrialRecord(_Value):
 
     Attributes:
         key: of its point.
-        number: in the order in which trials were started, AR is 0.
-        status: "finished"; "stopped" before all pairs were measured, because it could not win;
-            "failed", and then it counts as no result.
+        number: of the trial in the order of their starts; AR is 0.
+        status: "finished", "stopped" before all pairs were measured, because it could not win, or
+            "failed", which is no result.
         reason: why it was stopped or failed.
-        metrics: None where it failed.
-        confirmed: measured once more at the end, side by side with the other best ones: an
-            estimate that being chosen for being high has not lifted.
+        metrics: None if it failed.
+        confirmed: measurements taken once more at the end, side by side with the other best trials.
+            Unlike ``metrics`` they are not high because the highest were chosen.
         refused: the constraint that it breaks, with the value; such a trial is never the best.
-        predicted: the simulator's goodput ratio; None where it was not simulated.
-        seconds: that it took, loading included.
+        predicted: the simulator's goodput ratio; None if it was not simulated.
+        seconds: that the trial took, loading included.
         node: host that ran it.
     """
 
@@ -177,11 +177,11 @@ class TrialRecord(_Value):
 
     @property
     def counts(self) -> bool:
-        """Whether it may be the best: measured, and within the constraints."""
+        """Whether the trial may be the best: it was measured and keeps the constraints."""
         return self.metrics is not None and self.refused is None
 
     def objective(self, name: str) -> Interval:
-        """The ratio that the objective ``name`` maximises."""
+        """The ratio of the objective ``name``, with its interval."""
         metrics = self.confirmed or self.metrics
         assert metrics is not None
         found: Interval = getattr(metrics, OBJECTIVES[name])
@@ -189,7 +189,7 @@ class TrialRecord(_Value):
 
 
 class PredictedResult(_Value):
-    """What the simulator says of a point."""
+    """The simulator's prediction for a point."""
 
     key: str
     point: Point
@@ -198,14 +198,14 @@ class PredictedResult(_Value):
 
 
 class Manifest(_Value):
-    """What the sweep is about.
+    """What a sweep searches, where, and how far it came.
 
     Attributes:
         space: the YAML document, with its defaults filled in.
-        objectives: names of OBJECTIVES, the first one decides.
+        objectives: names of OBJECTIVES; the first one decides.
         environment: machine, versions, commit; see paceline.bench.environment.
-        num_runs: how often it was started or resumed.
-        seconds: spent in each stage ("check", "simulation", "trials", "confirm"), over all runs.
+        num_runs: how often the sweep was started or resumed.
+        seconds: of each stage ("check", "simulation", "trials", "confirm"), over all runs.
     """
 
     version: int = VERSION
@@ -225,7 +225,7 @@ class Results:
     """A result folder.
 
     Args:
-        url: a local path, or any URL that fsspec understands (``s3://bucket/sweeps/x``).
+        url: a local path, or any URL that fsspec opens (``s3://bucket/sweeps/x``).
     """
 
     def __init__(self, url: str) -> None:
@@ -235,7 +235,7 @@ class Results:
     # --- files ------------------------------------------------------------------------------------
 
     def path(self, name: str) -> str:
-        """Where a file of the folder lies, as users write it."""
+        """The path or URL of a file of the folder, as users write it."""
         return f"{self.url}/{name}"
 
     def exists(self, name: str = "sweep.json") -> bool:
@@ -245,7 +245,7 @@ class Results:
         return self.read_bytes(name).decode("utf-8")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file whole or not at all: a reader never sees half of it."""
+        """Write a file at once: a reader never sees half of it."""
         self.write_bytes(name, text.encode("utf-8"))
 
     def read_bytes(self, name: str) -> bytes:
@@ -254,7 +254,7 @@ class Results:
         return content
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """As :meth:`write`."""
+        """Write bytes, as :meth:`write` writes text."""
         target = f"{self._root}/{name}"
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         part = f"{target}.part"
@@ -274,7 +274,7 @@ class Results:
         """The manifest.
 
         Raises:
-            InvalidArgument: there is no sweep, or one of another version.
+            InvalidArgument: no sweep is there, or it is of another version.
         """
         if not self.exists():
             raise InvalidArgument("result", self.url, "a folder that a sweep wrote")
@@ -284,7 +284,7 @@ class Results:
         self.write(f"trials/{record.key}.json", record.model_dump_json(indent=1) + "\n")
 
     def trials(self) -> list[TrialRecord]:
-        """Every trial that ended, in the order in which they were started."""
+        """The trials that ended, in the order of their starts."""
         if not self.exists("trials"):
             return []
         names = sorted(n for n in self._fs.ls(f"{self._root}/trials", detail=False))
@@ -322,8 +322,8 @@ def _parse(kind: TypeAdapter[T], text: str, where: str) -> T:
 def best_trial(records: Iterable[TrialRecord], objective: str) -> TrialRecord | None:
     """The fastest trial: AR, unless another one is surely faster.
 
-    Of the trials that count, those that were confirmed go before those that were not. A trial
-    whose confidence interval reaches down to AR is no reliable gain.
+    Of the trials that count, confirmed ones go first. A trial whose confidence interval includes
+    AR's ratio, 1, is not surely faster.
     """
     counting = [record for record in records if record.counts]
     confirmed = [record for record in counting if record.confirmed is not None]
@@ -337,9 +337,9 @@ def best_trial(records: Iterable[TrialRecord], objective: str) -> TrialRecord | 
 
 
 def pareto_front(records: Iterable[TrialRecord], objectives: Iterable[str]) -> list[TrialRecord]:
-    """The trials that no other one beats or equals in every objective, the first one's best first.
+    """The trials that no other one beats or equals in all objectives, best in the first one first.
 
-    Of trials that are equal in all objectives, the one that was started first stays.
+    Of trials that are equal in all objectives, the one that started first stays.
     """
     names = list(objectives)
     counting = [record for record in records if record.counts]

@@ -1,4 +1,4 @@
-"""Which point is measured next, and which trial is not worth its time any more."""
+"""Choose the point to measure next, and the trials to end early."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from paceline.errors import InvalidArgument
 from paceline.tuning.results import OBJECTIVES, Point, TrialRecord
 from paceline.tuning.space import Choice, Space
 
-# Asking again and again for a point that is new: small spaces run dry.
+# How often to ask TPE for a point that is new; a small space may have none left.
 _MAX_ASKS = 8
-# A point that simulates so far below the best measurement is not worth a trial.
+# A point whose prediction is below this share of the best measurement gets no trial.
 _HOPELESS = 0.8
 
 
 class PointSearch(Searcher):
-    """Fixed points first, then those that Optuna's TPE suggests; no point twice.
+    """Suggests given points first, then those of Optuna's TPE; no point twice.
 
     TPE: Bergstra, Bardenet, Bengio, Kegl 2011; with several objectives, Ozaki et al. 2022.
 
     Args:
-        first: measured before anything is suggested, in this order.
-        records: of earlier runs of the same sweep: their points are known.
+        first: the points to measure first, in this order.
+        records: of earlier runs of the same sweep; their points are not measured again.
         refused: keys of points that the target cannot run.
         predicted: the simulator's goodput ratios by key.
-        suggest: go on with TPE after ``first``.
+        suggest: go on with TPE after ``first``; False ends there.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class PointSearch(Searcher):
         self._seen = set(self._known) | self._refused
         self._first = [point for point in first if point.key not in self._seen]
         self._number = 1 + max((record.number for record in records), default=-1)
-        self._asked: dict[str, str] = {}  # trial -> what TPE calls it
+        self._asked: dict[str, str] = {}  # trial -> its name in TPE
         self._running: dict[str, str] = {}  # trial -> key of its point
         self._rng = random.Random(space.document.search.seed)
-        self._told: set[str] = set()  # points whose value TPE has learnt
-        self._num_given = 0  # of the points that TPE gets, before it suggests its own
+        self._told: set[str] = set()  # keys of points whose value TPE has learnt
+        self._num_given = 0  # points that TPE was given before it suggests its own
         self._tpe = (
             self._new_tpe([*self._known, *(p.key for p in self._first)]) if suggest else None
         )
 
     def _new_tpe(self, keys: Iterable[str]) -> OptunaSearch:
-        """TPE that knows these points first: it learns from them as from its own."""
+        """A TPE that starts with these points and learns from them as from its own."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         within = [self._points[key] for key in keys if key in self._points]
         points = [self._encode(point) for point in within if not point.is_ar]
@@ -85,7 +85,7 @@ class PointSearch(Searcher):
             sampler = optuna.samplers.TPESampler(
                 seed=self._space.document.search.seed,
                 multivariate=True,
-                group=True,  # points have different fields
+                group=True,  # points of different methods have different fields
                 n_startup_trials=5,
             )
         return OptunaSearch(
@@ -154,7 +154,7 @@ class PointSearch(Searcher):
         )
 
     def _report_result(self, name: str, key: str) -> None:
-        """What is known of a point that needs no trial."""
+        """Report to TPE what is known of a point that needs no trial."""
         assert self._tpe is not None
         known = self._known.get(key) if key not in self._told else None
         if known is None and self._is_hopeless(key) and key not in self._told:
@@ -163,7 +163,7 @@ class PointSearch(Searcher):
         self._tpe.on_trial_complete(name, known, error=known is None)
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """TPE learns at the end."""
+        """Nothing: TPE learns when a trial ends."""
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
@@ -201,7 +201,7 @@ def _suggest(trial: Any, choice: Choice) -> Any:
 class CannotWin(tune.Stopper):
     """Ends a trial whose interval lies below that of another one on the same prompts.
 
-    With several objectives, a trial goes on while it may win in one of them.
+    With several objectives, a trial goes on while it can still win in one of them.
     """
 
     def __init__(self, objectives: Iterable[str]) -> None:
@@ -228,3 +228,50 @@ class CannotWin(tune.Stopper):
 
     def stop_all(self) -> bool:
         return False
+
+
+def first_points(
+    space: Space, refused: Iterable[str], predicted: Mapping[str, float], limit: int
+) -> list[Point]:
+    """The points to measure first: AR, then the chosen ones, ``limit`` in all.
+
+    With TPE these are the points that simulate best, and one of each method that cannot be
+    simulated, because nothing is known of it. Without TPE they are all points.
+
+    Args:
+        refused: keys of points that the target cannot run.
+        predicted: simulated goodput ratios, by the keys of points.
+    """
+    search, left_out = space.document.search, set(refused)
+    able = [p for p in space.points if p.key not in left_out and not p.is_ar]
+    if search.algorithm == "optuna":
+        simulated = [p for p in able if p.key in predicted]
+        simulated.sort(key=lambda p: -predicted[p.key])
+        chosen = _spread(simulated, search.simulated_first)
+        known = {p.speculation.method for p in simulated}
+        for point in able:
+            if point.speculation.method not in known:
+                known.add(point.speculation.method)
+                chosen.append(point)
+    elif search.algorithm == "random":
+        chosen = random.Random(search.seed).sample(able, len(able))
+    else:
+        chosen = able
+    return [space.ar, *chosen][:limit]
+
+
+def _spread(ranked: Sequence[Point], count: int) -> list[Point]:
+    """The first points of a ranking, of each method a quarter at most while others are left.
+
+    Neighbours of the best point simulate nearly as well as it does. Where a prediction is wrong for
+    a whole method, that method alone would fill the list.
+    """
+    chosen: list[Point] = []
+    share = max(2, count // 4)
+    taken: dict[str, int] = {}
+    for point in ranked:
+        if taken.get(point.speculation.method, 0) < share:
+            taken[point.speculation.method] = taken.get(point.speculation.method, 0) + 1
+            chosen.append(point)
+    rest = [point for point in ranked if point not in chosen]
+    return [*chosen, *rest][:count]

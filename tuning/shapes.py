@@ -1,4 +1,4 @@
-"""Trees of the shapes, before any token is known: which ranks they hold and what they cost."""
+"""The trees of shapes, before any token is known: their ranks and their sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.types import Budget
 
 Path = tuple[int, ...]  # ranks from the root down
 StaticShape = Kary | Template | BranchingVector | IndependentSequences
-"""Those whose nodes do not depend on tokens; the last one at temperature 0."""
+"""Shapes whose nodes do not depend on tokens; the last one only at temperature 0."""
 
 
 @lru_cache(maxsize=4096)
@@ -43,12 +43,12 @@ def paths_of(shape: StaticShape, depth: int, nodes: int) -> tuple[Path, ...]:
 
 
 def size_of(shape: Shape | None, budget: Budget) -> tuple[int, int]:
-    """Levels of a full draft, and nodes that the drafter is asked about, the root among them.
+    """Levels of a full draft, and the nodes that the drafter expands, the root among them.
 
-    Of trees that grow by what is in them it is what they can have at most.
+    For trees that grow by their probabilities these are the largest possible numbers.
     """
     depth, nodes = budget.depth, budget.nodes
-    if shape is None:  # a lookup
+    if shape is None:  # a lookup expands no nodes
         return min(depth, nodes), 0
     if isinstance(shape, DySpec):
         return min(depth, nodes), nodes

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
 from paceline.config import SpeculationConfig, keys_at, parse_speculation
 from paceline.deployments.config import ModelConfig, VllmConfig
-from paceline.deployments.engines.rows import chain_plan
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.loading import DTYPES
 from paceline.methods import KNOBS, METHODS

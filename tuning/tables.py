@@ -1,6 +1,6 @@
-"""A sweep on the terminal: what it found, and what changed since another one.
+"""A sweep on the terminal: what it found, and what changed from one sweep to another.
 
-Each table has a twin that returns the same as JSON values (`--json`).
+For each table there is a function that returns the same as JSON values (`--json`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from paceline.tuning.results import (
 NUM_BEST = 10
 LENGTH = "num_speculative_tokens"
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# They differ between any two sweeps and say nothing about either.
+# Settings that differ between any two sweeps and tell nothing.
 _ALWAYS_DIFFERENT = frozenset({"environment.date"})
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal or a page: no colours of its own, no control characters."""
+    """``text`` without escape sequences and control characters, for a terminal or a page."""
     plain = _ESCAPE_SEQUENCE.sub("", text)
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in plain
@@ -46,7 +46,7 @@ def rank_correlation(records: Iterable[TrialRecord]) -> tuple[float | None, int]
     """Spearman's rho between predicted and measured goodput, and the number of trials behind it.
 
     Returns:
-        None for rho with fewer than three trials, or where all predictions or all measurements are
+        rho is None with fewer than three trials, or if all predictions or all measurements are
         equal. AR does not count: its ratio is known beforehand.
     """
     pairs = predicted_and_measured(records)
@@ -61,7 +61,7 @@ def rank_correlation(records: Iterable[TrialRecord]) -> tuple[float | None, int]
 def predicted_and_measured(
     records: Iterable[TrialRecord],
 ) -> list[tuple[float, float, TrialRecord]]:
-    """Both goodput ratios of the trials that have both, AR left out."""
+    """Predicted and measured goodput ratios of the trials that have both, without AR."""
     return [
         (record.predicted, record.objective("goodput").value, record)
         for record in records
@@ -72,7 +72,7 @@ def predicted_and_measured(
 def best_first(records: Iterable[TrialRecord], objective: str) -> list[TrialRecord]:
     """The measured trials, the highest ratio first.
 
-    As for the best trial, confirmed ones go before others; those that do not count come last.
+    Confirmed trials go before others, as for the best trial; those that do not count come last.
     """
     measured = [record for record in records if record.metrics is not None]
     return sorted(
@@ -82,14 +82,14 @@ def best_first(records: Iterable[TrialRecord], objective: str) -> list[TrialReco
 
 
 def latest(record: TrialRecord) -> Metrics:
-    """What a measured trial's tables show: the confirmation where there is one."""
+    """The metrics that tables show of a measured trial: the confirmation if there is one."""
     found = record.confirmed or record.metrics
     assert found is not None
     return found
 
 
 def short_label(point: Point) -> str:
-    """Method and knobs, the speculation length as the papers' γ."""
+    """Method and knobs, with the speculation length as γ."""
     return _shortened(point.label)
 
 
@@ -98,7 +98,7 @@ def _shortened(label: str) -> str:
 
 
 def moment(text: str) -> str:
-    """An ISO date as people write it: ``2026-11-20 10:14 UTC``; other text as it is."""
+    """An ISO date in the form ``2026-11-20 10:14 UTC``; other text unchanged."""
     try:
         return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
     except ValueError:
@@ -153,7 +153,7 @@ def summary(results: Results) -> dict[str, Any]:
 
 
 def show(results: Results, console: Console) -> None:
-    """Print what :func:`summary` returns: the best few trials, AR, counts, where the files lie.
+    """Print what :func:`summary` returns: the best few trials, AR, counts, and the files.
 
     Raises:
         InvalidArgument: there is no sweep.
@@ -210,7 +210,7 @@ def show(results: Results, console: Console) -> None:
 
 
 def counted(records: Iterable[TrialRecord]) -> str:
-    """``trials: 20 finished, 3 stopped; 1 refused``: a refused trial has been measured, too."""
+    """``trials: 20 finished, 3 stopped; 1 refused``: refused trials are among the measured."""
     counts = _counts(records)
     refused = counts.pop("refused")
     ended = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
@@ -229,7 +229,7 @@ def _counts(records: Iterable[TrialRecord]) -> dict[str, int]:
 
 
 def _row(record: TrialRecord) -> dict[str, Any]:
-    """A record with the name that tables show; the example's place is the report."""
+    """A record with its label for tables, without the example draft, which the report shows."""
     hidden = {"metrics": {"example"}, "confirmed": {"example"}}
     values = record.model_dump(mode="json", exclude=hidden)
     values["point"]["speculation"] = record.point.speculation.overrides()
@@ -260,7 +260,7 @@ def _trial_table(
     *,
     wide: bool,
 ) -> Table:
-    """A line for each trial; α and predictions only where there is room (and are any)."""
+    """A line for each trial; α and predictions only if there is room, and if there are any."""
     first, *others = objectives
     records = list(records)
     predictions = wide and any(record.predicted is not None for record in records)
@@ -268,7 +268,7 @@ def _trial_table(
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, style="green")
     table.add_column("configuration", overflow="fold")
-    # The interval has a column of its own so that the estimates stand below one another.
+    # The interval has its own column, so that the estimates align.
     table.add_column("× AR", justify="right", no_wrap=True)
     table.add_column("interval", no_wrap=True, style="dim")
     numbers = [name.replace("latency_", "") for name in others] + ["tok/s", "τ"]
@@ -309,7 +309,7 @@ def _identity(identical: bool | None) -> Text:
 
 
 def _print_reasons(records: Iterable[TrialRecord], console: Console) -> None:
-    """Why trials failed or were refused, each reason once."""
+    """Print why trials failed or were refused, each reason once."""
     reasons: dict[str, list[str]] = {}
     for record in records:
         if record.status == "failed":
@@ -329,14 +329,14 @@ def _print_reasons(records: Iterable[TrialRecord], console: Console) -> None:
 def comparison(a: Results, b: Results) -> dict[str, Any]:
     """What changed from sweep ``a`` to sweep ``b``, as JSON values.
 
-    The ratios are those of the first objective of ``a``. AR over AR, which only shows how noisy a
-    machine is, is not among them; its speed is in ``a`` and ``b``.
+    The ratios are those of the first objective of ``a``. AR over AR is left out, because it only
+    shows how noisy a machine is; AR's speed is in ``a`` and ``b``.
 
     Returns:
         ``settings``: what differs in the sweep files, the objectives and the environment, by dotted
-        name; ``points``: those measured in both, with both intervals, ``difference`` (b - a) and
-        ``changed``, which is true only where the intervals do not overlap; ``only_a`` and
-        ``only_b``: labels of points measured in one sweep alone.
+        name; ``points``: the points measured in both, with both intervals, ``difference`` (b - a)
+        and ``changed``, which is true only if the intervals do not overlap; ``only_a`` and
+        ``only_b``: labels of the points measured in one sweep only.
 
     Raises:
         InvalidArgument: one of them is no sweep.
@@ -476,7 +476,7 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names; lists stay whole."""
+    """Nested mappings as one with dotted names; lists stay as they are."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

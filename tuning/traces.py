@@ -1,9 +1,9 @@
-"""What the target says, and what each drafter would have proposed at every position of it.
+"""Traces: the target's output, and what each drafter proposes at every position of it.
 
-Recording runs the real engine with the real drafters (:mod:`paceline.tuning.recorders`). The
-target's own output is generated first, and rounds follow it. From the recordings the accepted
-length of thousands of configurations is computed without a model
-(:mod:`paceline.tuning.simulator`).
+Recording runs the real engine with the real drafters (:mod:`paceline.tuning.recorders`): first the
+target generates its output, then rounds follow that output. From these recordings
+:mod:`paceline.tuning.simulator` computes the accepted lengths of thousands of configurations
+without a model.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from paceline.tuning.results import Results
 
 VERSION = 1
 FILE = "traces.npz"
-LIMIT_S = 120.0  # after which no further recording begins
-_TOGETHER = 16  # prompts that are recorded at once, where drafters do not remember earlier ones
-_BUDGETS = 4  # of a drafter with models in it that are asked for in one recording
+LIMIT_S = 120.0  # no recording begins after this time
+_TOGETHER = 16  # prompts in one recording, unless the drafter remembers earlier ones
+_BUDGETS = 4  # in one recording of a drafter that has models in it
 _KINDS: tuple[type[Recording], ...] = (RankRecording, OrderRecording, DraftRecording)
 
 Progress = Callable[[int, int, str], None]
-"""Called with (recordings done, recordings in all, what comes next)."""
+"""Called with the number of recordings done, of all recordings, and a name of the next one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class Traces:
     """Recordings of a set of prompts.
 
     Attributes:
-        key: what they hold for, see :func:`traces_key`.
+        key: models and workload that they hold for, see :func:`traces_key`.
         concurrency: prompts that are decoded together.
         params: how the target's tokens were chosen.
         truth: the target's output.
@@ -81,12 +81,12 @@ class Traces:
     refused: dict[str, str]
 
     def covers(self, part: FamilyPart) -> bool:
-        """Whether nothing is left to record of a part itself."""
+        """Whether a part itself is recorded completely."""
         found = self.recordings.get(part.family.key)
         return part.family.key in self.refused or (found is not None and found.covers(part.budget))
 
     def missing(self, configs: Iterable[SpeculationConfig]) -> list[SpeculationConfig]:
-        """Those of the configurations that could be simulated, and are not recorded."""
+        """The configurations that could be simulated but are not recorded."""
         return [
             config
             for config in configs
@@ -96,7 +96,7 @@ class Traces:
     # --- files ------------------------------------------------------------------------------------
 
     def save(self, results: Results, name: str = FILE) -> None:
-        """Write one file into a result folder."""
+        """Write the traces into a result folder, as one file."""
         arrays = {f"truth.{field.name}": getattr(self.truth, field.name) for field in fields(Truth)}
         index = []
         for number, (key, recording) in enumerate(self.recordings.items()):
@@ -126,8 +126,8 @@ class Traces:
         """Read the traces of a result folder.
 
         Raises:
-            InvalidArgument: there are none, they are damaged or of another version, or they hold
-                for other models, prompts or parameters than ``key`` says.
+            InvalidArgument: the folder has no traces, or they are damaged, of another version, or
+                of other models, prompts or parameters than ``key``.
         """
         where = results.path(name)
         try:
@@ -179,10 +179,10 @@ def traces_key(
     params: SamplingParams,
     concurrency: int = 1,
 ) -> dict[str, str]:
-    """What traces hold for: models and what is decoded, not the machine.
+    """What traces hold for: the models and the workload, not the machine.
 
     Args:
-        heads: the folder with a folder for each of the target's trained heads.
+        heads: folder that holds a folder for each of the target's trained heads.
     """
     kinds = sorted(path for path in Path(heads).iterdir() if path.is_dir()) if heads else []
     workload = json.dumps([[list(map(int, prompt)) for prompt in prompts], asdict(params)])
@@ -201,10 +201,10 @@ def traces_key(
 
 @dataclass(slots=True)
 class _Task:
-    """A family, and the budgets that it will be asked for.
+    """A family to record, and the budgets of its drafts.
 
     Attributes:
-        num_points: configurations that it serves.
+        num_points: how many configurations it serves.
     """
 
     family: Family
@@ -214,12 +214,12 @@ class _Task:
 
     @property
     def rank(self) -> tuple[bool, bool, int]:
-        """What is recorded first: what is cheap, and what serves many points."""
+        """Sort key: cheap recordings first, and of those the ones that serve many points."""
         composite = self.plan.method.drafter in COMPOSITE
         return composite, self.family.kind == "order", -self.num_points
 
     def split(self) -> list[_Task]:
-        """In parts, where each budget costs as much as the first."""
+        """Split into parts if each budget costs as much as the first."""
         if self.plan.method.drafter not in COMPOSITE:
             return [self]
         budgets = sorted(self.budgets)
@@ -241,23 +241,23 @@ def record(
     limit_s: float = LIMIT_S,
     progress: Progress = lambda done, total, what: None,
 ) -> Traces:
-    """Record what the given configurations need to be simulated.
+    """Record what the simulation of these configurations needs.
 
-    Configurations that cannot be simulated are passed over, and so are those that this engine
-    refuses (:attr:`Traces.refused`). The engine itself learns nothing: siblings of it run.
+    Skips configurations that cannot be simulated, and those that the engine refuses
+    (:attr:`Traces.refused`). It runs siblings of the engine, so that the engine learns nothing.
 
-    A recording takes about as long as decoding all prompts a few times. Drafters that are made of
-    others with models in them need one for every few budgets, so they come last.
+    A recording takes about as long as decoding all prompts a few times. Drafters that consist of
+    others with models need one for every few budgets, so they come last.
 
     Args:
-        engine: whose drafters are in this process.
+        engine: its drafters are in this process.
         params: of all prompts.
         key: see :func:`traces_key`.
         concurrency: prompts that will be decoded together. Drafters that remember earlier outputs
-            find those of the groups of so many prompts that came before.
-        known: traces with the same key, whose recordings are taken over where they suffice.
-        limit_s: seconds after which no further recording begins: :meth:`Traces.missing` says what
-            is left out.
+            know those of the groups of this size that came before.
+        known: traces with the same key; their recordings are used if they suffice.
+        limit_s: no recording begins after so many seconds; :meth:`Traces.missing` returns what is
+            left out.
 
     Raises:
         InvalidArgument: ``known`` has another key, or the engine cannot decode a prompt.
@@ -292,7 +292,7 @@ def record(
 
 
 class _RefusedError(Exception):
-    """The engine does not take a configuration."""
+    """The engine refuses a configuration."""
 
 
 def _submit(
@@ -317,14 +317,14 @@ def _tasks(
             task.num_points += 1
     for key, task in tasks.items():
         before = known.recordings.get(key) if known else None
-        if isinstance(before, OrderRecording):  # what it covers is not given up
+        if isinstance(before, OrderRecording):  # the new one covers what it covers, too
             task.budgets.add((before.before.shape[1], before.nodes))
     parts = [part for task in tasks.values() for part in task.split()]
     return sorted(parts, key=lambda task: task.rank)
 
 
 def _wanted(plan: Plan, params: SamplingParams) -> list[FamilyPart]:
-    """All that has to be recorded of a configuration."""
+    """The parts of a configuration that have to be recorded."""
     if is_ar(plan) or why_not(plan, params) is not None:
         return []
     return [each for part in parts_of(plan) for each in part.everything()]
@@ -364,7 +364,9 @@ def _record(
                 for number in range(start, min(start + together, len(prompts))):
                     sessions.append(_submit(sibling, prompts[number], params, recorder.config))
                     recorder.follow(sessions[-1], number)
-                if sibling.drafters[name] is not recorder:  # it is made for the first session
+                if (
+                    sibling.drafters[name] is not recorder
+                ):  # the engine makes it for the first session
                     recorder.wrap(sibling.drafters[name])
                     sibling.drafters[name] = recorder
                 while not all(session.finished for session in sessions):

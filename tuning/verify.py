@@ -1,4 +1,4 @@
-"""Serve what a sweep found, and measure its speedup once more where clients would see it."""
+"""Serve the best configuration of a sweep, and measure its speedup as clients see it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ REPETITIONS = 3
 def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
     """Deploy ``best.yaml`` on a local Ray, as `paceline up --config` does, and measure it.
 
-    The configuration and AR are asked for in turn through the gateway, over gRPC, with the
-    prompts, the concurrency and the sampling of the sweep.
+    It sends the sweep's prompts through the gateway over gRPC, by turns with the configuration and
+    with AR, with the sweep's concurrency and sampling.
 
     Returns:
         ``measured`` and ``served`` (intervals of the goodput ratio), ``difference`` (served over
         measured, minus 1), and tokens per second through the gateway.
 
     Raises:
-        InvalidArgument: the sweep has no best configuration, or AR is it.
+        InvalidArgument: the sweep has no best configuration, or it is AR.
     """
     from paceline.cluster import local
     from paceline.cluster.cli_bench import ServerBackend
@@ -42,7 +42,7 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
         raise InvalidArgument("result", results.url, "a sweep that has measured something")
     if best.point.is_ar:
         raise InvalidArgument("result", results.url, "a sweep whose best configuration is not AR")
-    with tempfile.TemporaryDirectory() as folder:  # the result may be on another storage
+    with tempfile.TemporaryDirectory() as folder:  # the result may be on remote storage
         path = Path(folder) / _CONFIG
         path.write_text(results.read(_CONFIG), encoding="utf-8")
         file = read_config_file(path).with_args({"gateway": {"grpc_port": 0, "http_port": None}})
@@ -55,7 +55,7 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
     ]
     measurement: PairedMeasurement | None = None
     for number in range(1, REPETITIONS + 1):
-        # Replicas remember what they drafted: only a new one has not met the prompts.
+        # Drafters remember earlier outputs: only new replicas have not seen the prompts.
         with (
             local.deployed(file, report=report) as running,
             Client(str(running["gateway"])) as client,

@@ -1,4 +1,4 @@
-"""Points of a sweep with ``engine: vllm``: one vLLM serves all points of a topology and a dtype."""
+"""Sweeps with ``engine: vllm``: one vLLM measures all points of a topology and a dtype."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.tokenizer import Tokenizer
 class VllmBackend:
     """vLLM with Paceline's drafters as a :class:`paceline.bench.backends.Backend`.
 
-    Each request names its method, so AR and all points are measured in the same engine.
+    Each request names its method, so one engine measures AR and all points.
 
     Args:
-        drafters: addresses of drafter replicas; None has the draft model in vLLM's worker.
+        drafters: addresses of drafter replicas; None loads the draft model in vLLM's worker.
 
     Raises:
         FailedPrecondition, InvalidArgument: as
@@ -37,12 +37,12 @@ class VllmBackend:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
         self.fingerprint = str(engine.target.fingerprint)
-        reasons = {name: engine.refusal(row) for name, row in engine.catalogue.items()}
+        reasons = {name: engine.refusal(method) for name, method in engine.catalogue.items()}
         self.methods = [name for name, reason in reasons.items() if reason is None]
         self.unavailable: Mapping[str, str] = {n: r for n, r in reasons.items() if r is not None}
 
     def check(self, speculation: SpeculationConfig) -> None:
-        """Raises InvalidArgument for what this engine cannot run."""
+        """Raise InvalidArgument if this engine cannot run the configuration."""
         self._vllm.engine.plan(speculation)
 
     def generate(

@@ -1,4 +1,4 @@
-"""What a sweep does while trials run: it writes their records and says how it stands."""
+"""While trials run: write their records and show progress."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TABLE_LINES = 5
 
 
 class SweepRecorder(tune.Callback):
-    """Writes the record of each trial that ends, and a line about it.
+    """Writes the record of each trial that ends, and shows a line about it.
 
     Attributes:
-        error: why a record could not be written; the sweep then ends.
+        error: why a record could not be written, which ends the sweep; else None.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SweepRecorder(tune.Callback):
         self.error: SweepError | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks to restore them, and sweeps are not restored so."""
+        """Nothing: Tune pickles callbacks to restore runs, but sweeps go on from their records."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -132,7 +132,7 @@ class SweepRecorder(tune.Callback):
 
 
 def _reason(trial: Any) -> str:
-    """What went wrong, in one line: the exception, without the way to it."""
+    """The reason of a failure in one line: the exception without its traceback."""
     error = trial.get_pickled_error()
     text = str(error) if error is not None else (trial.get_error() or "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""A VllmEngine for callers that have no event loop: benchmarks, sweeps, tests."""
+"""A VllmEngine for callers without an event loop: benchmarks, sweeps and tests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ START_TIMEOUT_S = 600.0
 
 
 class LocalVllm:
-    """Starts the engine on an event loop of its own thread.
+    """A VllmEngine on the event loop of a thread of its own.
 
     Args:
-        drafters: addresses of drafter replicas; it waits until all of them answer.
+        drafters: addresses of drafter replicas; the constructor waits until all of them answer.
 
     Raises:
-        what :class:`VllmEngine` raises; TimeoutError: drafters that do not answer.
+        InvalidArgument, FailedPrecondition: as :class:`VllmEngine`.
+        TimeoutError: a drafter replica does not answer.
     """
 
     def __init__(self, config: DeploymentConfig, drafters: Sequence[str] | None = None) -> None:
@@ -46,11 +47,15 @@ class LocalVllm:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """The result of a coroutine on the engine's loop."""
+        """Run a coroutine on the engine's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def use_drafters(self, addresses: Sequence[str], timeout: float = 60.0) -> None:
-        """Draft with these replicas from now on; waits until they answer."""
+        """Draft with these replicas from now on; waits until all of them answer.
+
+        Raises:
+            TimeoutError: not all of them answer within ``timeout`` seconds.
+        """
         end = time.monotonic() + timeout
         while set(self.run(self.engine.use_drafters(addresses))) != set(addresses):
             if time.monotonic() > end:
@@ -67,16 +72,16 @@ class LocalVllm:
         predictions: Sequence[Sequence[int]] = (),
         on_done: Callable[[int], None] = lambda count: None,
     ) -> list[Session]:
-        """One session for each prompt, all of them finished.
+        """Generate for all prompts; returns their finished sessions in the same order.
 
         Args:
-            speculation: of the prompts, in turn.
-            concurrency: sessions at a time; None: all.
-            predictions: of the prompts, for methods that draft them.
+            speculation: methods and knobs; prompts take them in turn.
+            concurrency: how many sessions run at a time; None: all.
+            predictions: token ids of the expected outputs, for methods that draft them.
             on_done: called on another thread with the number of sessions that have ended.
 
         Raises:
-            what a session failed with, the first one.
+            PacelineError: the error of the first session that failed.
         """
 
         async def all_of_them() -> list[Session]:
@@ -115,11 +120,11 @@ class LocalVllm:
         return self.run(all_of_them())
 
     def forget(self) -> None:
-        """Drop what drafters have learnt from earlier prompts."""
+        """Drop what drafters have learnt."""
         self.run(self.engine.forget())
 
     def stop(self) -> None:
-        """End vLLM's processes and the thread."""
+        """End vLLM's processes and the event loop's thread."""
         self.engine.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)

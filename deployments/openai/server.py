@@ -1,4 +1,4 @@
-"""The HTTP server of a gateway: uvicorn on a socket of its own, and who may reach the app on it."""
+"""The HTTP server of a gateway: uvicorn on a socket of its own, and the guard before its app."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from paceline.sampling import CONSTRAINTS
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset(("/health", *PLAYGROUND_PATHS))
-"""Probes have no token, and learn nothing but whether it serves; the playground's page is the same
-everywhere, and asks its reader for the token."""
+"""Open without a token: probes have none and learn only that the gateway serves; the page of the
+playground holds no data and asks its reader for the token."""
 BODY_TIMEOUT_S = 30.0
-"""A client that sends half of a request holds a socket; honest ones take milliseconds."""
+"""Seconds in which a body must arrive, so that a client with half of one does not hold a socket."""
 _CHEAP = frozenset((400, 401, 403, 404, 405, 429))
-"""Answers that a client can have by the thousand at no cost of its own."""
+"""Statuses that cost a client nothing, so the gate slows them down."""
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
           404: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
 
@@ -42,12 +42,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """An error in the shape that OpenAI's clients read."""
+    """The body of an error, in the form that OpenAI's clients read."""
     return _described(error)[1]
 
 
 def error_response(error: BaseException) -> JSONResponse:
-    """The response that an exception ends a request with: that of :mod:`paceline.rpc.errors`."""
+    """The response for an exception; :mod:`paceline.rpc.errors` has the table of statuses."""
     status, body = _described(error)
     headers = {}
     if isinstance(error, Unauthenticated):
@@ -55,7 +55,7 @@ def error_response(error: BaseException) -> JSONResponse:
     if isinstance(error, ResourceExhausted):
         if error.retry_after_s > 0:
             headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-        else:  # it never fits; clients of OpenAI's would try again by themselves
+        else:  # it will never fit, and OpenAI's clients would retry by themselves
             headers["x-should-retry"] = "false"
     return JSONResponse(body, status, headers)
 
@@ -74,26 +74,26 @@ def _described(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def as_sent(error: BaseException) -> BaseException:
-    """The error with the field's name in the request, not in the message to the target."""
+    """The error, with the field's name in the HTTP request, not in the target's message."""
     if not isinstance(error, InvalidArgument):
         return error
     name = error.field.removeprefix("sampling.")
     name = {"prompt.text": "prompt"}.get(name, name.replace("prompt_token_ids[", "prompt["))
     if name in CONSTRAINTS:
         name = "response_format" if name == "json_schema" else f"structured_outputs.{name}"
-    if name in SpeculationConfig.model_fields:  # refused by the target, which has them unwrapped
+    if name in SpeculationConfig.model_fields:  # the target names knobs without `speculation.`
         name = f"speculation.{name}"
     return error if name == error.field else InvalidArgument(name, error.value, error.allowed)
 
 
 class Guard:
-    """Lets requests through to an app whose caller is known and whose body has come in time.
+    """Passes a request on to an app once its caller is known and its body has arrived.
 
-    Refusals queue, the app's own among them, and so do answers that need no token
+    Refusals, the app's own among them, and answers that need no token are slowed down
     (:meth:`paceline.rpc.access.Gate.slow_down`).
 
     Args:
-        gate: finds out who calls; its limit for a message counts for bodies too.
+        gate: identifies callers; its limit for messages holds for bodies as well.
     """
 
     def __init__(self, app: App, gate: Gate) -> None:
@@ -142,7 +142,7 @@ class Guard:
 
 
 def _peer(scope: Scope) -> str:
-    """Where a request comes from, in gRPC's notation."""
+    """The address of a request's client, in gRPC's notation."""
     host, port = scope.get("client") or ("", 0)
     try:
         version = ipaddress.ip_address(host).version
@@ -154,14 +154,14 @@ def _peer(scope: Scope) -> str:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # they are the process's, not this server's
+        yield  # signal handlers belong to the process, not to this server
 
 
 class HttpServer:
-    """A server that is running.
+    """A running server.
 
     Attributes:
-        url: to connect to.
+        url: where clients connect.
     """
 
     def __init__(self, url: str, port: int, server: uvicorn.Server, task: asyncio.Task[None]):
@@ -185,16 +185,16 @@ async def start_http(
     tls: ServerTls | None = None,
     insecure: bool = False,
 ) -> HttpServer:
-    """Serve an ASGI app on the running loop.
+    """Serve an ASGI app on the running event loop.
 
     Args:
-        port: 0 takes a free one.
-        tls: None is plain text.
-        insecure: allow plain text where other machines can connect.
+        port: 0 picks a free one.
+        tls: None serves plain text.
+        insecure: allow plain text on addresses that other machines reach.
 
     Raises:
-        InvalidArgument: plain text on an address that is not loopback's, or a TLS file is wrong.
-        PortInUse: something else listens there, or the host is not one of this machine.
+        InvalidArgument: plain text beyond loopback without ``insecure``, or a wrong TLS file.
+        PortInUse: the port is taken, or the host is not an address of this machine.
     """
     if tls is None and not insecure:
         check_plain_text(host, "tls", "TLS, or insecure=True")

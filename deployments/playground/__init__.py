@@ -1,7 +1,7 @@
 """The playground at the gateway's root: a page that shows generations round by round.
 
-The files in ``static/`` are all there is to it; the page asks the same HTTP API as all clients,
-with the token that its reader types in. It needs no other server, and runs no inline code.
+It consists of the files in ``static/`` alone. The page uses the same HTTP API as all clients, with
+the token that its reader types in. It needs no other server and runs no inline code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript",
           ".svg": "image/svg+xml", ".json": "application/json"}  # fmt: skip
 _HEADERS = {
-    "Cache-Control": "no-cache",  # with the ETag: asked for again, sent only when it has changed
+    "Cache-Control": "no-cache",  # ask each time; the ETag tells if it has changed
     "Content-Security-Policy": "; ".join((
         "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'",
         "connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
@@ -45,7 +45,7 @@ def _file(name: str, content: bytes) -> _File:
 
 
 def _group(method: Method) -> str:
-    """Where drafts come from, for the list of methods."""
+    """The group of a method in the page's list: where its drafts come from."""
     if method.drafter == "none":
         return "No drafts"
     if method.head is not None:
@@ -56,21 +56,21 @@ def _group(method: Method) -> str:
 
 
 def _catalogue() -> bytes:
-    """What the page says about each method of the catalogue."""
-    rows = [
+    """What the page shows about each method, as JSON."""
+    entries = [
         {
             "name": method.name,
             "group": _group(method),
             "summary": method.summary,
             "paper": method.paper,
             "lossless": method.lossless,
-            "coupled": method.lossless and method.acceptance == "coupled",  # has AR's very tokens
+            "coupled": method.lossless and method.acceptance == "coupled",  # has the tokens of AR
             "length": method.defaults.get("num_speculative_tokens"),
-            "adaptive": method.length == "goodput",  # decides by itself how long drafts are
+            "adaptive": method.length == "goodput",  # chooses the speculation length by itself
         }
         for method in METHODS.values()
     ]
-    return json.dumps(rows, ensure_ascii=False).encode()
+    return json.dumps(entries, ensure_ascii=False).encode()
 
 
 _FILES = {

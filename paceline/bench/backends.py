@@ -1,7 +1,7 @@
-"""What a benchmark measures: a function from (method, prompts) to tokens, times and counters.
+"""Backends of benchmarks: from a method and prompts to tokens, times and counters.
 
-:class:`LocalBackend` drives an engine in this process. A deployment with actors is measured
-through a :class:`Backend` of its own, built by the code that can reach it.
+:class:`LocalBackend` runs an engine in this process. The code that can reach a deployment measures
+it through a :class:`Backend` of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BatchRun:
 
 
 class Backend(Protocol):
-    """Something that can generate with the methods of the catalogue.
+    """Generates with methods of the catalogue.
 
     Attributes:
         topology: "colocated", "actors", ...
@@ -136,7 +136,7 @@ class LocalBackend:
         self.fingerprint = str(self.runner.fingerprint)
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
-        # The method `client` needs drafts from outside, and no client sends any here.
+        # The method `client` needs drafts of a client, and there is none.
         reasons = {
             name: engine.refusal(method)
             for name, method in engine.catalogue.items()
@@ -152,7 +152,7 @@ class LocalBackend:
         params: SamplingParams,
     ) -> BatchRun:
         overheads, rounds = [], []
-        # Methods can share a drafter; none may profit from what it learnt for another.
+        # Methods may share a drafter: it must not know what it learnt for another one.
         if speculation not in self._engines:
             self._engines[speculation] = self.engine.sibling()
         engine = self._engines[speculation]

@@ -38,7 +38,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the checkout that this file lies in, with ``+changes`` where files differ."""
+    """Commit of this file's checkout, with ``+changes`` if files differ from it."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,9 +1,9 @@
-"""How near the kernels come to the processor's limits: products against a measured roofline.
+"""Measure the kernels against the processor's limits: products beside a roofline.
 
 The roofline of a product is the lower of two numbers measured beside it: the processor's
 multiply-adds in registers, and the rate at which it reads an array that no cache holds (Williams,
-Waterman, Patterson 2009). The weights are more copies of a model's layers than any cache holds,
-because in a forward each layer finds the caches full of the others' weights.
+Waterman, Patterson 2009). The calls take so many copies of a model's layers in turn that no cache
+holds them, because in a forward each layer finds the caches full of the others' weights.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Products:
         generator = torch.Generator().manual_seed(1)
 
         def pack(inputs: int, outputs: int) -> tuple[int, Packing, int]:
-            """Address of a first one, packing and bytes; further ones are copies of its bytes."""
+            """Pack a matrix; returns its address, packing and bytes. The others are copies."""
             weight = torch.randn(outputs, inputs, generator=generator)
             if dtype in QUANTISED:
                 packed = ops.pack_quantised(quantise(weight.numpy(), dtype))
@@ -169,7 +169,7 @@ class Products:
             self._kept.append(packed.data)
             return packed.data.data_ptr(), packed.packing, packed.data.nbytes
 
-        # Every layer has weights of its own, as in a model; only what they are is the same.
+        # Every layer has its own weights, as in a model, though their values are the same.
         firsts = [pack(*each) for each in shapes.layer]
         per_layer = sum(first[2] for first in firsts)
         store = torch.empty(copies * shapes.layers * per_layer + 64, dtype=torch.uint8)
@@ -233,11 +233,11 @@ def measure(
     seconds: float = 0.3,
     progress: Callable[[ProductTiming], None] = lambda cell: None,
 ) -> list[ProductTiming]:
-    """Products of each variant, model, dtype and number of rows, beside their roofline.
+    """Time the products of each variant, model, dtype and number of rows, beside their roofline.
 
-    The numbers of rows take turns, and the fastest turn of each counts. Of two measurements of the
-    roofline, before and after, the faster one counts: on a shared machine that makes the shares
-    lower, never higher.
+    The numbers of rows take turns, and the fastest turn of each counts. The roofline is measured
+    before and after, and the faster one counts: on a shared machine that lowers the shares, and
+    never raises them.
 
     Args:
         seconds: time for each cell.

@@ -1,4 +1,4 @@
-"""transformers' own ``generate`` on the same weights: what a user would run instead.
+"""transformers' own ``generate`` with the same weights: what a user would run instead.
 
 It runs on the same terms as the engine: the same dtype, device and number of threads, greedy
 decoding, the same prompts and number of tokens (no end-of-sequence token stops it), the KV cache
@@ -29,8 +29,8 @@ class TransformersPeer:
     """``AutoModelForCausalLM.generate`` with and without its assisted decoding.
 
     Attributes:
-        methods: what it can run at batch 1; at any other batch size it is ``transformers:ar``
-            alone, because assisted decoding takes one sequence.
+        methods: that it runs at batch 1; at other batch sizes only ``transformers:ar``, because
+            assisted decoding takes one sequence.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TransformersPeer:
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros((len(prompts), longest), dtype=torch.int64, device=self._device)
         mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padded on the left, as generate wants it
+        for row, prompt in enumerate(prompts):  # padded on the left, as generate() expects
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
         self._num_forwards = 0

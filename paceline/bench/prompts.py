@@ -3,8 +3,8 @@
 The built-in prompts are cut from standard library modules that no demo model was trained on
 (:func:`paceline.train.corpus.held_out_modules`), so they need no download and are the same on
 every machine with the same Python, to its last version number (some systems leave modules out).
-They are natural beginnings: the models are base models of code, and continue text rather than
-follow instructions.
+They are beginnings of texts, because the models are base models of code: they continue text and do
+not follow instructions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PROMPTS_PER_CATEGORY = 8
 
 # Size of a built-in prompt: about 100 to 350 tokens with the demo tokenizer.
 _MIN_CHARS, _MAX_CHARS = 320, 720
-_MAX_WORDS = 230  # words and signs: tables of numbers have many relative to their length
-_MAX_DIGITS = 120  # digits: a token holds few of them
+_MAX_WORDS = 230  # words and signs, of which tables of numbers have many
+_MAX_DIGITS = 120  # digits, of which a token holds few
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """Read questions in Spec-Bench's format, one JSON object a line; ``turns[0]`` is the prompt.
 
     Raises:
-        InvalidArgument: the file cannot be read, or a line is not such a question; names the line.
+        InvalidArgument: the file cannot be read, or the line that the error names is no question.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -102,7 +102,7 @@ def _question(line: str, place: str) -> Prompt:
 
 
 def limit_per_category(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:
-    """The first ``limit`` prompts of each category, all of them for None."""
+    """The first ``limit`` prompts of each category; None: all."""
     taken: dict[str, int] = {}
     kept = []
     for prompt in prompts:

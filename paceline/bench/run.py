@@ -45,7 +45,7 @@ _WARMUP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What to measure.
+    """The options of a benchmark.
 
     Attributes:
         target, drafter: folders or names of models (:mod:`paceline.model_names`); without a
@@ -57,10 +57,10 @@ class BenchOptions:
         batch: prompts generated together.
         repetitions: runs of every method on every prompt.
         limit: prompts of each category at most.
-        peers: also run transformers' ``generate``; None does so at temperature 0 only, where the
-            two compare.
-        batch_invariant: "auto" is the default of the model's path; "both" measures what the mode
-            costs.
+        peers: also run transformers' ``generate``; None: at temperature 0, where the two can be
+            compared.
+        batch_invariant: "auto" is the default of the model's path; "both" also measures the cost
+            of the mode.
         topology: "colocated" measures an engine in this process; "actors" and "both" need the
             backend of a deployment.
         allow_lossy: also measure methods that can change the target's output.
@@ -207,7 +207,7 @@ def run_bench(
         ``batch_invariant_cost`` if both modes were measured.
 
     Raises:
-        InvalidArgument: an option that does not fit; names it.
+        InvalidArgument: an option is wrong; the message names it.
         ModelNotFound: a model folder is missing or damaged.
     """
     if options.topology != "colocated" and not backends:
@@ -330,12 +330,12 @@ def _groups(options: BenchOptions, backend: Backend, notes: list[str]) -> list[_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """One line of the comparison.
+    """A line of the comparison: a method on a backend.
 
     Attributes:
-        baseline: index of the entry that is AR on the same backend: what a speedup is over.
+        baseline: index of the entry of AR on the same backend, over which speedups are measured.
         reference: index of the entry of AR whose tokens these have to be.
-        has_same_tokens: whether its tokens have to be AR's; None where they may differ by design.
+        has_same_tokens: whether its tokens must be AR's; None if they may differ by design.
     """
 
     method: str
@@ -500,7 +500,7 @@ def _rows(
 
 
 def _compare_rounds(rows: Sequence[dict[str, Any]]) -> None:
-    """What a topology adds to a round: the same method's round is computed in both."""
+    """Add to each round what its topology costs, over the same method's in one process."""
     local = {row["method"]: row["round_ms_p50"] for row in rows if row["topology"] == "colocated"}
     for row in rows:
         here, there = row["round_ms_p50"], local.get(row["method"])

@@ -1,4 +1,4 @@
-"""A benchmark's result for people."""
+"""A benchmark's result as a table."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _fastest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Categories as they come, and inside each the largest speedup first."""
+    """Categories in their order, and in each the largest speedup first."""
     categories = list(dict.fromkeys(row["category"] for row in rows))
     return sorted(rows, key=lambda r: (categories.index(r["category"]), -r["speedup_vs_ar"]))
 

@@ -1,7 +1,7 @@
 """A small draft model for a chat model: some of its layers, trained on its conversations.
 
 The drafter starts as the target's embedding and a few of its layers, and learns the target's
-distributions at each token of its own answers (:mod:`paceline.train.conversations`). Its head
+distribution at each token of the target's answers (:mod:`paceline.train.conversations`). Its head
 covers only part of the vocabulary: the most frequent tokens (FR-Spec, Zhao et al. 2025, arXiv
 2502.14856).
 """
@@ -26,7 +26,7 @@ from paceline.models.llama import LlamaConfig, load_weights
 from paceline.train.pretrain import Trainer, layer_states, new_model
 
 HELD_OUT = 0.04
-"""Share of the conversations that is held out from training."""
+"""Share of the conversations that training does not use."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Talks:
 
     @classmethod
     def read(cls, folder: Path, length: int) -> Talks:
-        """What :mod:`paceline.train.conversations` saved; at most ``length`` tokens of each."""
+        """Read saved conversations, of each at most ``length`` tokens."""
         talks = cls([], [], [], [])
         for file in sorted(folder.glob("*.npz")):
             shard = np.load(file)
@@ -60,7 +60,7 @@ class Talks:
         return len(self.tokens)
 
     def split(self) -> tuple[Talks, Talks]:
-        """Training and held-out conversations: every n-th one is held out."""
+        """Split into training and held-out conversations; every n-th one is held out."""
         every = round(1 / HELD_OUT)
         parts = [[i for i in range(len(self)) if (i % every == 7) == held] for held in (0, 1)]
         training, held_out = (
@@ -95,8 +95,8 @@ def build(target: Path, layers: Sequence[int]) -> LlamaForCausalLM:
 
 
 def choose_vocabulary(talks: Talks, size: int, vocab_size: int) -> NDArray[np.int64]:
-    """The tokens that the target finds likeliest, in ascending order; then the tokenizer's
-    first."""
+    """The tokens that the target finds most likely, in ascending order; after them the
+    tokenizer's first ones."""
     mass = np.zeros(vocab_size)
     for ids, probs in zip(talks.top_ids, talks.top_probs, strict=True):
         np.add.at(mass, ids.reshape(-1), probs.reshape(-1).astype(np.float64))
@@ -107,7 +107,7 @@ def choose_vocabulary(talks: Talks, size: int, vocab_size: int) -> NDArray[np.in
 class ReducedHead(torch.nn.Module):
     """Logits of a part of the vocabulary: rows of the target's own table, which are not trained.
 
-    So none of it has to be shipped: the target holds the drafter's embedding and head.
+    So a drafter's file has neither embedding nor head: they are the target's.
 
     Args:
         embedding: of the target.  # [vocab_size, hidden_size]
@@ -130,24 +130,24 @@ class ReducedHead(torch.nn.Module):
 
 
 class ChatDrafter(torch.nn.Module):
-    """Body and head, for an optimizer and a checkpoint."""
+    """Body and head as one module, for an optimiser and a checkpoint."""
 
     def __init__(self, body: LlamaForCausalLM, head: ReducedHead) -> None:
         super().__init__()
         self.body, self.head = body, head
 
     def logits(self, tokens: Tensor, rows: Tensor, before: Tensor) -> Tensor:
-        """# tokens [batch, length], places [n] of the states that are wanted -> [n, vocabulary]"""
+        """Logits after the chosen tokens.  # [batch, length], [n], [n] -> [n, vocabulary]"""
         states = layer_states(self.body, tokens)[-1][rows, before]
         logits: Tensor = self.head(self.body.model.norm(states))
         return logits
 
 
 def loss_of(logits: Tensor, ids: Tensor, probs: Tensor, places: Tensor) -> Tensor:
-    """Distance from the target, a scalar: forward KL, total variation, and its argmax.
+    """Distance from the target: forward KL, total variation and cross entropy on its argmax.
 
-    ``logits`` [n, vocabulary]; ``ids``, ``probs`` [n, k]. What the head lacks, and the target's
-    mass outside its k, count as one event.
+    ``logits`` [n, vocabulary]; ``ids``, ``probs`` [n, k]; the result is a scalar. Tokens that the
+    head lacks, and the target's mass outside its k, count as one event.
     """
     own = places[ids]  # [n, k]
     inside = (own >= 0).float()
@@ -182,10 +182,10 @@ def batch_of(talks: Talks, picked: Sequence[int]) -> tuple[Tensor, Tensor, Tenso
 def measure(
     drafter: ChatDrafter, talks: Talks, vocabulary: NDArray[np.int64], depth: int = 5
 ) -> dict[str, float]:
-    """``agreement`` with the target's argmax, and ``tau``: the mean accepted length of chains.
+    """``agreement`` with the target's argmax, and ``tau``, the mean accepted length of chains.
 
-    Both at the answers' own tokens. For a greedy answer tau is exact: up to its first miss a greedy
-    draft continues the same text that the target writes.
+    Both are measured at the answers' own tokens. For a greedy answer tau is exact: up to its first
+    miss, a greedy draft continues the text that the target writes.
     """
     rounds = committed = matches = total = 0
     for i in range(len(talks)):

@@ -1,4 +1,4 @@
-"""Hugging Face folders: read for training, and written so that other tools load them."""
+"""Read Hugging Face folders for training, and write folders that other tools load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.models.layouts import read_config
 from paceline.models.llama import MODEL_TYPES
 from paceline.models.transformers import load_causal_lm
 
-# Files of a tokenizer and its use, in all versions of transformers.
+# Files of a tokenizer and its chat template, in all versions of transformers.
 _COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "chat_template.*", "generation_config.json",
@@ -95,8 +95,8 @@ def check_length(model: Any, length: int, *, windows: bool = True) -> None:
     """Raise InvalidArgument for rows longer than the model's context.
 
     Args:
-        windows: False where layers are called one by one, without a mask: a sliding window must
-            then hold the whole row.
+        windows: False if the training calls layers one by one, without a mask: then a sliding
+            window must hold the whole row.
     """
     config = model.config
     limit = getattr(config, "max_position_embeddings", length)

@@ -1,10 +1,9 @@
 """Conversations of a chat model with itself, and its distribution at each of its tokens.
 
-A drafter learns best from what its target writes when it serves (DistillSpec, arXiv 2310.08461), so
-only prompts come from outside: the target continues the empty user's turn of its own
-chat template, which gives questions of its own (Magpie, Xu et al. 2024, arXiv 2406.08464), and
-then answers them. Some questions are about texts (earlier answers, documentation of Python's
-standard library), and files with questions may be added.
+A drafter learns best from text that its target writes when it serves (DistillSpec, arXiv
+2310.08461). So the target writes the questions, too: it continues the empty user turn of its chat
+template (Magpie, Xu et al. 2024, arXiv 2406.08464), and then answers. Some questions are about
+texts (earlier answers, documentation of Python's standard library), and files may add questions.
 
 For every token of an answer the file keeps the target's ``top_k`` most likely tokens and their
 probabilities, so that training need not run the target again.
@@ -42,7 +41,7 @@ SYSTEMS = (
     "Answer in a few sentences.",
     "",
 )
-"""Instructions before a conversation; the first is what the model's own template adds."""
+"""Instructions before a conversation; the first one is that of the model's template."""
 OPENERS = (
     "", "", "", "", "", "What is", "What are", "How do I", "How can", "Why", "Can you", "Explain",
     "Write a short story about", "Write an email to", "Write a poem about", "Describe",
@@ -73,7 +72,7 @@ class Conversation:
         system: instruction before it.
         kind: of its first question.
         tokens: so far.
-        positions: of the tokens that the model wrote as assistant.
+        positions: of the tokens that the model wrote as the assistant.
         top_ids, top_probs: for each of these, its likeliest tokens and their probabilities.
         turns: number of answers still to come.
     """
@@ -121,7 +120,7 @@ class Writer:
         self._running: dict[str, Conversation] = {}
 
     def write(self) -> Iterator[Conversation]:
-        """Yield conversations as they end, without end."""
+        """Yield conversations as they end, for ever."""
         ended: list[Conversation] = []
 
         def hear(event: RoundEvent) -> None:
@@ -228,10 +227,10 @@ def documentation(limit: int = 900) -> list[str]:
 
 
 def save(shard: Sequence[Conversation], file: Path) -> None:
-    """One file, with the conversations one after the other.
+    """Write conversations, one after the other, into one file.
 
-    ``tokens`` uint16, ``ends`` of the conversations in it; ``positions`` of answers' tokens in
-    ``tokens``, and for these ``top_ids`` uint16 and ``top_probs`` float16 [n, TOP_K].
+    It holds ``tokens`` (uint16) and the ``ends`` of the conversations in them; the ``positions`` of
+    answers' tokens, and for these ``top_ids`` (uint16) and ``top_probs`` (float16), [n, TOP_K].
     """
     starts = np.cumsum([0, *(len(talk.tokens) for talk in shard)])
     arrays: dict[str, Any] = {
@@ -261,7 +260,7 @@ def write_conversations(
     bar = tqdm(total=tokens, initial=have, unit="token", desc="conversations")
     shard: list[Conversation] = []
     if have < tokens:
-        # Another seed each time, or a resumed run would repeat earlier conversations.
+        # A new seed for each run: a resumed one must not repeat earlier conversations.
         for talk in Writer(model, questions, seed=number, batch=batch).write():
             shard.append(talk)
             bar.update(len(talk.positions))
@@ -275,7 +274,7 @@ def write_conversations(
 
 
 def read_questions(files: Sequence[Path]) -> list[str]:
-    """The ``question`` of each line of JSON Lines files."""
+    """The field ``question`` of each line of JSON Lines files."""
     return [
         str(json.loads(line)["question"])
         for file in files

@@ -1,9 +1,8 @@
 """The demo pair's text: the running CPython's own standard library, plus files of your choice.
 
 The library's source is on every machine that runs Python, so the corpus needs no download. A tenth
-of the modules and a tenth of the extra records never reach training; which ones is decided by a
-hash of the module's relative path or of the record's text, so every machine and every run holds out
-the same ones.
+of the modules and a tenth of the extra records are held out from training. A hash of the module's
+relative path or of the record's text chooses them, so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SKIPPED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text to learn from or to be tested on."""
+    """A text for training or for measurements."""
 
     source: str
     """`CODE`, or the stem of the extra file the record came from."""
@@ -39,7 +38,7 @@ class Document:
 
 
 def is_held_out(key: str) -> bool:
-    """True for a tenth of all keys, the same ones on every machine."""
+    """Whether a key is in the held-out tenth, which is the same on every machine."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 10 == 0
 
 
@@ -73,12 +72,12 @@ def held_out_modules() -> list[tuple[str, str]]:
 def read_extra(path: Path) -> list[Document]:
     """Read one `--extra-corpus` file.
 
-    `.jsonl`: a record a line with a `text` field, `prompt` and `completion`, or `question` and
-    `answer`. Anything else is one plain text, cut at blank lines into records of at least 2,000
-    characters.
+    Each line of a `.jsonl` is a record with `text`, `prompt` and `completion`, or `question` and
+    `answer`. Any other file is a plain text, which is cut at blank lines into records of at least
+    2,000 characters.
 
     Raises:
-        ValueError: a jsonl record has none of these forms; names the file and line.
+        ValueError: a jsonl record has none of these forms; the message names file and line.
     """
     raw = path.read_text(encoding="utf-8")
     texts: list[str] = []

@@ -22,7 +22,7 @@ SUFFIXES = (".txt", ".jsonl")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingText:
-    """Tokenized rows; the last token of a row is only a label, and the first of the next row.
+    """Tokenized rows. The last token of a row is only a label, and begins the next row.
 
     Attributes:
         training: # int64 [num_rows, length + 1]
@@ -40,13 +40,13 @@ class TrainingText:
 
     @property
     def digest(self) -> str:
-        """A hash of the rows: equal rows have equal values."""
+        """A hash of the rows."""
         digest = hashlib.sha256(self.training.numpy().tobytes())
         digest.update(self.held_out.numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self, rows: IntArray) -> str:
-        """The rows' numbers and documents."""
+        """The numbers of rows and the documents that they begin in, for a message."""
         return "rows " + ", ".join(f"{row} ({self.sources[row]})" for row in rows.tolist())
 
 
@@ -55,8 +55,8 @@ def load_text(
 ) -> TrainingText:
     """Read and tokenize ``files``, or the demo corpus without any.
 
-    A tenth of the documents, chosen by their hash, is held out; if that gives no whole row, the
-    last tenth of all rows is.
+    A tenth of the documents, chosen by their hash, is held out; if that is less than a row, the
+    last tenth of all rows is held out.
 
     Args:
         files: ``.txt``, or ``.jsonl`` whose records have ``text``, ``prompt`` and ``completion``,

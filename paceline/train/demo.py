@@ -1,8 +1,8 @@
 """Make the demo pair: `python -m paceline.train.demo --out paceline/demo`.
 
-Tokenizer, target, drafter, export, model card. Every stage keeps its state in `--work-dir`; after
-an interruption, even a kill, the same command resumes where it stopped. With `--drafter-only` the
-target in `--out` stays, and its drafter trains further.
+The stages are tokenizer, target, drafter, export and model card. They keep their state in
+`--work-dir`: after an interruption, even a kill, the same command goes on where it stopped. With
+`--drafter-only` the target in `--out` stays, and its drafter trains further.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def load(folder: Path) -> LlamaForCausalLM:
 
 
 def copy_tokenizer(folder: Path, work: Path) -> None:
-    """Put an exported model's tokenizer where :func:`prepare` looks for one."""
+    """Copy an exported model's tokenizer to the place where :func:`prepare` looks for one."""
     (work / "tokenizer").mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, work / "tokenizer" / name)
@@ -166,8 +166,8 @@ def model_card(
     """The model card, in Markdown.
 
     Args:
-        earlier: rows of the table of models, from the card of the models that this training started
-            from.
+        earlier: rows of the table of models, from the card of the pair that this training
+            continues.
     """
     hardware = f"{torch.get_num_threads()} threads of a CPU ({platform.machine()})"
     if torch.cuda.is_available():
@@ -278,7 +278,7 @@ def make(
     max_documents: int | None = None,
     drafter_only: bool = False,
 ) -> None:
-    """Run every stage that `work` does not already hold, then write the folders of `out`.
+    """Run the stages that `work` does not hold yet, then write the folders of `out`.
 
     Args:
         drafter_only: keep the target in `out`, and train its drafter further.
@@ -300,7 +300,7 @@ def make(
     )  # fmt: skip
     export(drafter.model, work / "tokenizer", out / "drafter")
     exits, acceptance = {}, {}
-    # Weights as they ship, rounded to bfloat16, computed in float32 as the CPU engine does.
+    # As the CPU engine computes: in float32, with the weights rounded to bfloat16 as they ship.
     shipped, proposer = (
         new_model(t.model.config, {k: v.bfloat16() for k, v in t.model.state_dict().items()})
         for t in (target, drafter)
@@ -318,7 +318,7 @@ def make(
 
 
 def smoke_configs() -> tuple[PretrainConfig, DistillConfig]:
-    """Shapes and budgets of `--smoke`: every stage, within a minute."""
+    """Shapes and budgets of `--smoke`, which runs every stage within a minute."""
     target = PretrainConfig(
         vocab_size=512, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=2,
         max_steps=30, batch_size=4, sequence_length=64, checkpoint_seconds=0.0,

@@ -1,9 +1,9 @@
 """Distil the demo drafter: two layers that predict the target's next token.
 
-The drafter starts as the target's embedding, first two layers and final norm. The frozen target is
-run once over the training text and over text it wrote itself (at serving time the drafter reads
-the target's own text: DistillSpec, arXiv 2310.08461), and its `top_k` probabilities at every
-position are kept on disk, so the drafter can take many passes without the target.
+The drafter starts as the target's embedding, first two layers and final norm. The frozen target
+runs once over the training text and over text that it wrote itself, because a drafter reads the
+target's own text when it serves (DistillSpec, arXiv 2310.08461). Its `top_k` probabilities at every
+position are kept on disk, so that the drafter can take many passes without the target.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class DistillConfig:
     """Shape and budget of the drafter."""
 
     minutes: float = 70.0
-    """Total time: at most `sample_share` of it to let the target write, at most
-    `cache_share` to run the target over all text, the rest to train."""
+    """Total time. The target writes for at most `sample_share` of it and runs over all text for
+    at most `cache_share`; the rest is for training."""
     sample_share: float = 0.2
     cache_share: float = 0.21
     max_steps: int | None = None
@@ -152,7 +152,10 @@ def let_target_write(
 
 @dataclass(frozen=True)
 class TeacherCache:
-    """The target's top k after every token of some rows. The mass outside the k is 1 - sum."""
+    """The target's k most likely tokens after every token of some rows.
+
+    The mass outside the k is 1 - sum.
+    """
 
     rows: NDArray[np.uint16]  # [num_rows, length]
     token_ids: NDArray[np.uint16]  # [num_rows, length, k], most probable first
@@ -303,7 +306,7 @@ def distill(
 
 @dataclass(frozen=True)
 class HeldOutAcceptance:
-    """How well a drafter predicts its target on one source of held-out text."""
+    """How well a drafter predicts its target, on one source of held-out text."""
 
     agreement: float
     """Share of positions of the held-out text where both have the same argmax."""

@@ -1,6 +1,6 @@
 """``distill``, ``align`` and ``sorted``: draft models that learn their target's distribution.
 
-One task in three variants:
+It is one task in three variants:
 
 - DistillSpec (Zhou et al. 2023, arXiv 2310.08461): any of several divergences between drafter and
   target, on text of the corpus, of the target, or of the drafter itself (on-policy).
@@ -43,20 +43,21 @@ DATA_SOURCES: tuple[str, ...] = get_args(DataSource)
 
 
 class DraftTask:
-    """See the module. ``acceptance`` is sum_x min(p, q) on held-out text, ``agreement`` greedy.
+    """The task of the three kinds; it measures ``acceptance`` and ``agreement``.
 
-    Both are also measured on what the target writes after held-out prompts (``_written``), the text
-    that a drafter meets when it serves.
+    On held-out text, ``acceptance`` is sum_x min(p, q), and ``agreement`` the share of positions
+    with the same argmax. With the suffix ``_written`` both are measured on text that the target
+    writes after held-out prompts, which is what a drafter reads when it serves.
 
     Args:
         target: folder of the model to draft for; unchanged.
         drafter: folder to start from. A folder with a config.json and no weights (it borrows the
             target's tokenizer) gives random weights; None takes the target's first ``layers``.
         divergence: one of :data:`paceline.train.losses.DIVERGENCES`.
-        data_source: content of the rows after their first quarter: the ``corpus``'s own text; what
-            the ``target`` or the drafter (``on_policy``) writes there at temperature 1, with a loss
-            on the written part; ``mixed`` lets the drafter write a share ``mix`` of the rows and
-            takes the others from the corpus.
+        data_source: what stands in rows after their first quarter. ``corpus``: its own text;
+            ``target``, ``on_policy``: what target or drafter writes at temperature 1, with a loss
+            on that part only; ``mixed``: the drafter writes the share ``mix`` of the rows, the
+            others are the corpus's.
         beta: weight of the target in ``jsd``.
         exits: nested sub-models, in layers; their losses are added to the whole drafter's.
         device: of the training.
@@ -144,7 +145,7 @@ class DraftTask:
         return total
 
     def _rewrite(self, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The data source's version of the rows, and the positions whose prediction counts."""
+        """The rows with the data source's text, and the positions that have a loss."""
         counts = torch.ones(rows.shape[0], rows.shape[1] - 1, dtype=torch.bool, device=rows.device)
         if self._source == "corpus":
             return rows, counts

@@ -5,8 +5,8 @@ often, and reads out intermediate layers through the model's own final norm and 
 their own. The result is an ordinary checkpoint of the same shape, whose first layers can draft for
 the whole.
 
-One difference: training skips a layer for a whole batch, not per sequence, so that skipping saves
-its compute.
+Unlike the paper, training skips a layer for a whole batch, not for single sequences, which saves
+the layer's computation.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def enabled_exits(
 ) -> list[int]:
     """Exits (in layers, from 1; without the last layer) that have a loss in a step; section 4.1.2.
 
-    ``rotational``: one in ``period``, another one at each step. ``gradual``: from the last to the
-    first, all of them from half of the training on. ``all``: all.
+    ``rotational``: every ``period``-th exit, others at each step. ``gradual``: from the last exit
+    to the first, all of them after half of the training. ``all``: always all.
     """
     exits = range(1, num_layers)
     if curriculum == "rotational":
@@ -64,7 +64,7 @@ def enabled_exits(
 def exit_weights(exits: Sequence[int], num_layers: int, scale: float) -> dict[int, float]:
     """The share of each layer's loss, the last layer's included; equations 5 and 6.
 
-    A deeper exit weighs more, quadratically, because its task is easier.
+    The weight of an exit grows quadratically with its depth, because its task gets easier.
     """
     weights = {e: scale * e * (e - 1) / 2 for e in exits}
     last = num_layers - 1 + scale * (num_layers - 2) * (num_layers - 1) / 2
@@ -73,9 +73,9 @@ def exit_weights(exits: Sequence[int], num_layers: int, scale: float) -> dict[in
 
 
 class ExitsTask:
-    """See the module. The measured ``acceptance`` is the mean over ``exits`` of sum_x min(p, q).
+    """The task of ``exits``. It measures ``acceptance``: the mean over exits of sum_x min(p, q).
 
-    There p is the exit's distribution, and q that of the last layer of the same weights.
+    p is the exit's distribution, and q that of the last layer of the same weights.
 
     Args:
         target: a folder with a Llama-type model.

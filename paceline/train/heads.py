@@ -1,4 +1,4 @@
-"""One kind for each draft head: its own loss, on what the frozen target computes for text."""
+"""Train a draft head of any kind: its own loss, on what the frozen target computes for text."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from paceline.types import IntArray, Need
 DataSource = Literal["corpus", "target"]
 DATA_SOURCES: tuple[str, ...] = get_args(DataSource)
 
-_ROWS = 4  # rows that the target reads at once
-_TEMPERATURES = (0.0, 1.0)  # temperatures of the texts that the target writes, row after row
+_ROWS = 4  # that the target reads at once
+_TEMPERATURES = (0.0, 1.0)  # of the rows that the target writes, in turn
 
 
 class DraftHeadTask:
@@ -46,9 +46,9 @@ class DraftHeadTask:
         target: folder of a Llama-type model.
         kind: one of :data:`paceline.models.heads.HEADS`.
         options: the head's options by name; missing ones have the kind's defaults.
-        data_source: ``corpus`` trains on the text as it is. ``target`` lets the target write the
-            rows after their first quarter, every other one greedily, the rest at temperature 1, the
-            texts that a head sees when it serves.
+        data_source: ``corpus`` trains on the text as it is. With ``target`` the target continues
+            the first quarter of each row, by turns greedily and at temperature 1, because a head
+            reads such text when it serves.
         device: of the training.
         seed: of the head's first weights and of what the target writes.
 
@@ -132,7 +132,7 @@ class DraftHeadTask:
 
     @torch.no_grad()
     def _read(self, rows: Tensor, generator: torch.Generator) -> HeadBatch:
-        """What the target computes for rows of text.  # int64 [batch, length + 1]"""
+        """Run the target over rows of text.  # [batch, length + 1] int64"""
         wants = self.head.needs & {Need.HIDDEN_STATES, Need.LAYER_STATES}
         wants |= {Need.HIDDEN_STATES}
         hidden, logits, states = [], [], []
@@ -185,7 +185,7 @@ class DraftHeadTask:
 
 
 def read_options(head: type[Head], given: Mapping[str, Any]) -> Any:
-    """The options of a head, from values or from their JSON.
+    """The options of a head, from values or from JSON texts.
 
     Raises:
         InvalidArgument: an option that the head does not have, or a value of another type.

@@ -1,7 +1,7 @@
 """The kinds of ``paceline train``: a name, and a function that builds its task.
 
-The functions take plain values, so that a worker on another machine can build the same task; it
-resolves names of models (:mod:`paceline.model_names`) there.
+The functions take plain values, so that a worker on another machine builds the same task, and
+resolves the names of models (:mod:`paceline.model_names`) there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def exits(
     seed: int = 0,
     **knobs: Any,
 ) -> Task:
-    """Layer dropout and early-exit losses on ``target``, by default the demo's."""
+    """Train early exits of ``target``, by default the demo's, by layer dropout and exit losses."""
     target = resolve_model(target or "demo")
     return ExitsTask(target, load_text(target, data, length, held_out_rows), **knobs)
 
@@ -46,7 +46,7 @@ def distill(
     held_out_rows: int = 32,
     **knobs: Any,
 ) -> Task:
-    """DistillSpec. Without ``target`` it takes the demo pair, and starts from its drafter.
+    """DistillSpec; without ``target``, for the demo pair and from its drafter on.
 
     Args:
         fresh: start from the target's first layers even if the target has a drafter.
@@ -60,13 +60,13 @@ def distill(
 
 
 def align(**knobs: Any) -> Task:
-    """Direct alignment: TVD++ on what the target writes."""
+    """Direct alignment: TVD++ on text that the target writes."""
     chosen = {"name": "align", "divergence": "tvdpp", "data_source": "target"}
     return distill(**(chosen | knobs))
 
 
 def nested(*, exits: Sequence[int] = (1,), **knobs: Any) -> Task:
-    """Sorted fine-tuning: the losses of the drafter's nested sub-models added up."""
+    """Sorted fine-tuning: the sum of the losses of the drafter's nested models."""
     return distill(**({"name": "sorted", "divergence": "ce"} | knobs), exits=exits)
 
 
@@ -79,7 +79,7 @@ def head(
     held_out_rows: int = 32,
     **knobs: Any,
 ) -> Task:
-    """A draft head for ``target``, by default the demo's."""
+    """Train a draft head for ``target``, by default the demo's."""
     target = resolve_model(target or "demo")
     text = load_text(target, data, length, held_out_rows)
     return DraftHeadTask(target, text, kind=kind, **knobs)
@@ -98,7 +98,7 @@ def build(kind: str, **knobs: Any) -> Task:
     """The task of a kind.
 
     Raises:
-        InvalidArgument: an unknown kind, or a knob with a bad value.
+        InvalidArgument: an unknown kind, or a knob with a wrong value.
     """
     if kind not in KINDS:
         raise InvalidArgument("kind", kind, f"one of {', '.join(KINDS)}")

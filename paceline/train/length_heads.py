@@ -1,9 +1,9 @@
 """Train the length controllers that learn: `specdecpp`, `disco` and `ldlp`.
 
-The target writes text greedily; draft model and target then run over it once. Up to its first miss
-a draft continues that same text, so the draft model's hits on it are exactly the acceptance labels
-"accepted if all tokens before were accepted" that the three controllers predict, and runs of hits
-are the best draft lengths.
+The target writes text greedily, then draft model and target run over it once. Up to its first miss
+a draft continues that same text. So the draft model's hits are exactly the labels "accepted if all
+tokens before were accepted" that the three controllers predict, and runs of hits are the best
+speculation lengths.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HIDDEN = frozenset({Need.HIDDEN_STATES})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledRows:
-    """Outputs of both models on texts that the target wrote; all texts in one row.
+    """Outputs of both models on all texts that the target wrote, one after the other.
 
     ``hits[i]`` tells whether the draft model would have drafted token ``i``, ``run_before[i]`` how
     many tokens before it were hits, ``run_from[i]`` how many from it on (-1: the text ends first).
@@ -220,7 +220,7 @@ def specdecpp_task(rows: LabelledRows, metadata: dict[str, str]) -> LengthHeadTa
 
 
 def disco_task(rows: LabelledRows, metadata: dict[str, str], seed: int) -> LengthHeadTask:
-    """Logistic regression on hits, each token at one of its possible depths, drawn at random."""
+    """Logistic regression on hits; the depth of each token is drawn from its possible ones."""
     random = np.random.default_rng(seed)
     depth = random.integers(1, np.minimum(rows.run_before + 1, MAX_LENGTH) + 1)
     x = torch.from_numpy(
@@ -294,7 +294,7 @@ def train_length_head(
             "drafter_hidden_size": str(rows.draft_hidden.shape[1]),
         }
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # of the first weights
+            torch.manual_seed(seed)  # for the first weights
             if name == "specdecpp":
                 task = specdecpp_task(rows, metadata)
             elif name == "disco":
@@ -335,7 +335,7 @@ def training_prompts(engine: Engine, count: int, length: int = 64) -> list[list[
     step = max(1, len(training) // count)
     prompts = []
     for i, document in enumerate(training[::step]):
-        middle = len(document.text) * (i % 7) // 8  # not always a file's first lines
+        middle = len(document.text) * (i % 7) // 8  # do not always take a file's first lines
         ids = engine.tokenizer.encode(document.text[middle : middle + 8 * length])
         if len(ids) >= length:
             prompts.append(ids[:length])

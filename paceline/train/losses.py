@@ -1,8 +1,8 @@
 """Distances of a drafter from its target, as losses over positions.
 
-Everywhere ``draft_logits`` and ``target_logits`` are float32 [n, vocab_size], one row a position,
-p is the drafter's distribution there and q the target's (as in the TVD++ paper), and a loss is the
-mean over positions. Gradients reach the drafter alone.
+``draft_logits`` and ``target_logits`` are float32 [n, vocab_size], a row for each position. p is
+the drafter's distribution and q the target's, as in the TVD++ paper. A loss is the mean over
+positions, and its gradients reach the drafter only.
 """
 
 from __future__ import annotations

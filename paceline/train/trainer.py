@@ -6,8 +6,8 @@ follows from the seed and the step's number, and nothing depends on the clock, s
 resumes from its checkpoint after a kill gives the same numbers as an uninterrupted one, bit for
 bit.
 
-Where ``torch.distributed`` is initialised, every process trains on its share of each batch and
-gradients are averaged: any number of workers follows the same path, up to rounding.
+If ``torch.distributed`` is initialised, every process trains on its share of each batch, and the
+gradients are averaged: any number of workers trains the same weights, up to rounding.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class TrainResult:
     metrics: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as JSON values."""
         first = self.history.evaluations[0][1]
         return {
             "out": str(self.folder),
@@ -403,7 +403,7 @@ def _place() -> tuple[int, int]:
 
 
 def is_first_worker() -> bool:
-    """True on the worker that writes files, and without other workers."""
+    """Whether this worker writes the files; a single process does."""
     return _place()[0] == 0
 
 
@@ -525,7 +525,7 @@ def _resume(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _save_result(task: Task, out: Path, draft: Path) -> None:
-    """Each file of the result appears whole; files of the result before are replaced."""
+    """Save the result; each file appears at once and replaces an older one."""
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
@@ -605,7 +605,7 @@ def plot(history: History, file: Path, title: str) -> None:
             width = 2 if name == history.criterion else 0.8
             right.plot(steps, values, marker="o", markersize=3, linewidth=width, label=name)
     right.set(title="held-out data", xlabel="step")
-    right.legend(fontsize="small", loc="upper left")  # finding the best place takes long
+    right.legend(fontsize="small", loc="upper left")  # finding the best place is slow
     file.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)

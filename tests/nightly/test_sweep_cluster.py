@@ -17,7 +17,7 @@ from rich.console import Console
 from paceline.deployments.config import read_config_file
 from paceline.tuning.results import Results, best_trial
 from paceline.tuning.space import read_space
-from paceline.tuning.sweep import Sweep
+from paceline.tuning.stages import Sweep
 from paceline.tuning.verify import verify
 from tests.deployments.conftest import free_port
 from tests.ray_nodes import RAY, ROOT, clean_environment, make_token, ray_node, raylets

@@ -20,7 +20,7 @@ from paceline.errors import InvalidArgument
 from paceline.plan import resolve
 from paceline.tuning.results import Point, Results, TrialRecord
 from paceline.tuning.space import Space, SweepError, parse_space
-from paceline.tuning.sweep import Sweep
+from paceline.tuning.stages import Sweep
 from tests.modelzoo import make_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
@@ -99,7 +99,7 @@ def test_from_a_space_to_a_file_that_can_be_served(
 def test_a_tracker_that_is_not_installed_is_named_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.tuning.sweep.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.tuning.tuner.find_spec", lambda name: None)
     space = small(tracking={"mlflow_uri": "sqlite:///runs.db"})
     with pytest.raises(InvalidArgument, match=r"tracking\.mlflow_uri.*pip install mlflow"):
         Sweep(space, Results(str(tmp_path / "sweep")), quiet())

@@ -15,7 +15,7 @@ const TOP_SEED = 2 ** 32;
 
 const selects = [$("method-0"), $("method-1")];
 const runs = [new Run($("runs")), new Run($("runs"))];
-let rows = new Map(); // by method name
+let entries = new Map(); // of the catalogue, by name of the method
 let stopper = null; // of the runs under way
 const prompts = { ...EXAMPLES };
 
@@ -24,7 +24,7 @@ const prompts = { ...EXAMPLES };
 async function load() {
   try {
     const [served, known] = await Promise.all([model($("key").value), catalogue()]);
-    rows = new Map(known.map((row) => [row.name, row]));
+    entries = new Map(known.map((entry) => [entry.name, entry]));
     $("model").textContent = served.id;
     if (served.has_chat_template && $("prompt").value === EXAMPLES.completion) {
       document.querySelector("[name=kind][value=chat]").click();
@@ -41,9 +41,9 @@ function fill(select, methods, first) {
   const kept = select.value || first;
   const groups = new Map(GROUPS.map((group) => [group, []]));
   for (const name of methods) {
-    const row = rows.get(name) ?? { group: "Others", lossless: true };
-    if (!groups.has(row.group)) groups.set(row.group, []);
-    groups.get(row.group).push(new Option(row.lossless ? name : `${name} (lossy)`, name));
+    const entry = entries.get(name) ?? { group: "Others", lossless: true };
+    if (!groups.has(entry.group)) groups.set(entry.group, []);
+    groups.get(entry.group).push(new Option(entry.lossless ? name : `${name} (lossy)`, name));
   }
   select.replaceChildren();
   for (const [label, options] of groups) {
@@ -60,15 +60,15 @@ function fill(select, methods, first) {
 /** Say what the chosen methods are, and which fields they have. */
 function explain() {
   selects.forEach((select, i) => {
-    const row = rows.get(select.value);
+    const entry = entries.get(select.value);
     const paper = document.createElement("cite");
-    paper.textContent = row?.paper ?? "";
-    $(`about-${i}`).replaceChildren(row?.summary ?? "\u00a0", paper);
+    paper.textContent = entry?.paper ?? "";
+    $(`about-${i}`).replaceChildren(entry?.summary ?? "\u00a0", paper);
     if (!stopper && !runs[i].rounds.length) runs[i].clear(select.value, "");
   });
-  const row = chosen().map((name) => rows.get(name)).find((each) => each?.length);
-  $("length").disabled = !row;
-  $("length").placeholder = row ? (row.adaptive ? "adaptive" : row.length) : "none";
+  const entry = chosen().map((name) => entries.get(name)).find((each) => each?.length);
+  $("length").disabled = !entry;
+  $("length").placeholder = entry ? (entry.adaptive ? "adaptive" : entry.length) : "none";
 }
 
 function chosen() {
@@ -98,13 +98,13 @@ function value(id) {
 }
 
 function speculation(method) {
-  const row = rows.get(method);
+  const entry = entries.get(method);
   const length = value("length");
   return {
     method,
-    ...(length !== undefined && row?.length && { num_speculative_tokens: length }),
-    ...(length !== undefined && row?.length && row.adaptive && { length: "fixed" }),
-    ...(row?.lossless === false && { allow_lossy: true }),
+    ...(length !== undefined && entry?.length && { num_speculative_tokens: length }),
+    ...(length !== undefined && entry?.length && entry.adaptive && { length: "fixed" }),
+    ...(entry?.lossless === false && { allow_lossy: true }),
   };
 }
 
@@ -182,8 +182,8 @@ function verdict(first, second) {
     const place = at < 0 ? a.length : at;
     const [x, y] = [first, second].map((run) => word(run, place));
     text = `Different from token ${place + 1} on: “${x}” and “${y}”.`;
-    const other = [first, second].find((run) => rows.get(run.method)?.coupled === false);
-    if (other) text += ` ${other.method} ${promise(rows.get(other.method))}.`;
+    const other = [first, second].find((run) => entries.get(run.method)?.coupled === false);
+    if (other) text += ` ${other.method} ${promise(entries.get(other.method))}.`;
   }
   const ratio = first.speed / second.speed;
   if (Number.isFinite(ratio)) {
@@ -199,8 +199,8 @@ function verdict(first, second) {
 }
 
 /** What a method that need not have AR's tokens promises. */
-function promise(row) {
-  return row.lossless
+function promise(entry) {
+  return entry.lossless
     ? "keeps the target’s distribution, and above temperature 0 not its very tokens"
     : "may change the output";
 }

@@ -1,4 +1,4 @@
-{{/* What the clusters of the RayService and the RayJob have in common. */}}
+{{/* The fields that the clusters of the RayService and the RayJob share. */}}
 {{- define "paceline.clusterOptions" -}}
 authOptions:
   {{- if .Values.ray.auth.enabled }}

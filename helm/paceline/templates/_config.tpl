@@ -1,6 +1,6 @@
-{{/* The Serve config file of this release: what `serveConfigV2` holds. */}}
+{{/* The Serve config file of this release, for `serveConfigV2`. */}}
 
-{{/* The blocks of the values, with those of a sweep's best.yaml over them, as YAML. */}}
+{{/* The blocks of the values, overridden by those of a sweep's best.yaml, as YAML. */}}
 {{- define "paceline.args" -}}
 {{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "tracing" -}}
 {{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "tracing") -}}
@@ -31,7 +31,7 @@
 {{- $args.topology -}}
 {{- end -}}
 
-{{/* Folders (GGUF files) of the models in the pods that load them; empty for the demo pair. */}}
+{{/* Folders or GGUF files of the models in the pods that load them; empty for the demo pair. */}}
 {{- define "paceline.modelFolders" -}}
 {{- $models := .Values.models -}}
 {{- $folders := dict -}}
@@ -89,7 +89,7 @@
 {{- else -}}
   {{- $_ := set $args "data_plane_tls" (dict "cert" "/etc/paceline/replica-tls/tls.crt" "key" "/etc/paceline/replica-tls/tls.key" "ca" "/etc/paceline/replica-tls/ca.crt" "server_name" "paceline-replica") -}}
 {{- end -}}
-{{- /* Serve replaces every replica when args change, but none when only these numbers do. */ -}}
+{{- /* Serve replaces all replicas when args change, and none when only these numbers change. */ -}}
 {{- $numbers := list -}}
 {{- range $role := ternary (list "target" "drafter" "gateway") (list "target" "gateway") (eq $args.topology "actors") -}}
   {{- $block := index $args $role -}}

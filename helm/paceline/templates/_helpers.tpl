@@ -11,8 +11,8 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What tells the pods of this release from others. It stays the same in every version of the
-chart: KubeRay replaces the whole cluster when a pod template changes. */}}
+{{/* The labels that select the pods of this release. They are the same in every version of the
+chart, because KubeRay replaces the whole cluster when a pod template changes. */}}
 {{- define "paceline.selectorLabels" -}}
 app.kubernetes.io/name: paceline
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -39,7 +39,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else -}}default{{- end -}}
 {{- end -}}
 
-{{/* CPUs of a pod as a number: "500m" is 0.5. Ray counts whole CPUs of a node, rounded up. */}}
+{{/* CPUs of a pod as a number: "500m" is 0.5. Ray rounds the CPUs of a node up. */}}
 {{- define "paceline.cpus" -}}
 {{- $cpu := toString (default (dig "requests" "cpu" "1" .) (dig "limits" "cpu" "" .)) -}}
 {{- if hasSuffix "m" $cpu -}}
@@ -51,7 +51,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- dig "limits" "nvidia.com/gpu" 0 . -}}
 {{- end -}}
 
-{{/* "true" where Ray's autoscaler is wanted. */}}
+{{/* "true" if Ray's autoscaler runs. */}}
 {{- define "paceline.rayAutoscaling" -}}
 {{- $incremental := eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
 {{- $wanted := or .Values.target.autoscaling .Values.drafter.autoscaling $incremental -}}
@@ -76,7 +76,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else -}}{{ include "paceline.fullname" . }}-replica-tls{{- end -}}
 {{- end -}}
 
-{{/* "true" where the gateway ends TLS. */}}
+{{/* "true" if the gateway ends TLS. */}}
 {{- define "paceline.gatewayTls" -}}
 {{- if and .Values.tls.gateway (ne .Values.tls.mode "disabled") }}true{{ end -}}
 {{- end -}}
@@ -93,7 +93,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- concat $hosts .Values.tls.hosts | uniq | toJson -}}
 {{- end -}}
 
-{{/* Of a list of hosts those that are addresses, and those that are names. */}}
+{{/* The addresses, and the names, of a list of hosts. */}}
 {{- define "paceline.onlyAddresses" -}}
 {{- $found := list -}}
 {{- range . -}}{{- if regexMatch "^[0-9.]+$|:" . -}}{{- $found = append $found . -}}{{- end -}}{{- end -}}

@@ -64,7 +64,7 @@ spec:
       image: {{ include "paceline.image" $root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       {{- if eq $role "sweep-head" }}
-      workingDir: /opt/paceline # where jobs run: tuning/sweep.py is there
+      workingDir: /opt/paceline # jobs run here, beside tuning/sweep.py
       {{- end }}
       resources:
         {{- toYaml $pod.resources | nindent 8 }}
@@ -91,7 +91,7 @@ spec:
         - {name: dashboard, containerPort: 8265}
         {{- end }}
         {{- if eq $role "head" }}
-        # The operator wants a port of this name on the head; nothing listens there.
+        # The operator requires a port of this name on the head; nothing listens there.
         - {name: serve, containerPort: {{ default 8000 $values.gateway.http_port }}}
         {{- end }}
         {{- if eq $role "gateway" }}
@@ -101,13 +101,13 @@ spec:
         {{- end }}
         {{- end }}
       {{- if eq $role "gateway" }}
-      # Its ports open, this one last, when the gateway has found a target that takes sessions.
+      # The gateway opens its ports, this one last, when a target takes sessions.
       readinessProbe:
         tcpSocket: {port: {{ ternary "http" "grpc" (not (empty $values.gateway.http_port)) }}}
         periodSeconds: 3
         failureThreshold: 2
       {{- else }}
-      # Ray's own view of this node. Replicas are checked, and replaced, by Serve.
+      # Whether Ray runs on this node. Serve checks and replaces replicas.
       readinessProbe:
         httpGet: {path: /api/healthz, port: 52365}
         initialDelaySeconds: 5
@@ -199,7 +199,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* One init container for each model: it fills a folder of the volume `models`, once. A drafter
+{{/* An init container for each model, which fills a folder of the volume `models` once. A drafter
 needs only the configuration and the tokenizer of its target. */}}
 {{- define "paceline.modelContainers" -}}
 {{- $root := .root -}}
@@ -220,11 +220,11 @@ needs only the configuration and the tokenizer of its target. */}}
   image: {{ ternary (include "paceline.image" $root) $models.objectStore.image (or $huggingface $package) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   {{- if $package }}
-  # $0 links to the file that the command says. Where it is there already, nothing is downloaded.
+  # $0 links to the file that the command prints, which downloads it if needed.
   command: [sh, -euc, 'ln -sfn "$("$@")" "$0"', {{ $folder }}.gguf, paceline, models, get, {{ $source | quote }}]
   {{- else }}
-  # The folder is marked when it is complete, so that a volume which outlives the pod is not filled
-  # again. $0 is the folder, "$@" the command that fills it.
+  # A mark shows that the folder is complete, so that a volume which outlives the pod is filled
+  # once. $0 is the folder, "$@" the command that fills it.
   command:
     - sh
     - -euc

@@ -1,10 +1,10 @@
-"""Paceline's drafters for an engine that shows rows of tokens and nothing else.
+"""Paceline's drafters for an engine that shows them nothing but its batch of tokens.
 
-vLLM asks a proposer, after each of its steps, for the next draft of every row of its batch. It says
-which tokens a row holds and how many of them are new, but not whose row it is: requests come, go,
-change rows and are preempted without a word. :class:`RowDrafting` finds the sessions again (by
-row, request id where there is one, and prefix) and runs steps 1 and 5 of the decode loop for them;
-the engine verifies, accepts and commits by itself.
+After each step, vLLM asks a proposer for the next draft of every row of its batch. It tells which
+tokens a row holds and how many of them are new, but not which request the row belongs to: requests
+come, go, change rows and are preempted without notice. :class:`BatchDrafting` finds each session
+again by its row, its request id (if the engine gives one) and its prefix, and runs steps 1 and 5 of
+the decode loop for it. The engine verifies, accepts and commits.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.acceptance.exact_match import Coupled
 from paceline.config import SpeculationConfig
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.drafters.base import Drafter
 from paceline.drafters.none import NoDrafter
 from paceline.engine.drafting import DrafterSet, Drafting, round_budget
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS, Method
-from paceline.plan import AR_PLAN, Plan, resolve
+from paceline.plan import AR_PLAN, Plan
 from paceline.rpc.draft_service import NO_VERIFICATION
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from paceline.shapes.kary import chain
 from paceline.tree import accepted_path, children, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome
 
@@ -39,25 +38,19 @@ logger = logging.getLogger(__name__)
 Tokens = npt.NDArray[np.int32]
 
 MAX_PLANS = 256
-"""Different configurations that are remembered; sessions keep theirs in any case."""
+"""Plans that are kept for later requests; a session keeps its own in any case."""
 ABSENT_STEPS = 32
-"""A session without a row for so many steps is closed; a preempted one is then begun anew."""
-
-
-class ChainRule(Coupled):
-    """The engine's own rule, as drafters see it: one branch, no distribution."""
-
-    chain_only = True
+"""Steps without a row after which a session is closed; a preempted one then starts anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class DraftOptions:
     """What a request says about its drafts.
 
     Attributes:
-        speculation: method and knobs; None takes the engine's.
-        prediction: token ids that the client expects as the output.
-        prompt_length, max_length: of the request, None where they are not known.
+        speculation: method and knobs; None: the engine's default.
+        prediction: token ids of the expected output.
+        prompt_length, max_length: of the request, in tokens; None if unknown.
     """
 
     speculation: SpeculationConfig | None = None
@@ -67,18 +60,18 @@ class Wishes:
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
-    """A session and what its engine was given last."""
+class _Tracked:
+    """A session, the request that it belongs to, and its last draft."""
 
     session: Session
     owner: str
-    tokens: Tokens  # [max_length]; the first session.length of them count
+    tokens: Tokens  # [max_length + 1]; only the first session.length are valid
     draft: Draft = EMPTY_DRAFT
     draft_seconds: float = 0.0
     absent: int = 0
 
     def matches(self, owner: str, tokens: Tokens) -> bool:
-        """Whether a row with these tokens can be this session's, some tokens later."""
+        """Whether a row with these tokens can be this session some tokens later."""
         length = self.session.length
         return (
             self.owner == owner
@@ -87,15 +80,19 @@ class _Row:
         )
 
 
-class RowDrafting:
-    """Drafts for rows.
+class BatchDrafting:
+    """Drafts for the rows of an engine's batch.
 
     Args:
-        default: what requests get that wish for nothing.
-        vocab_size, max_length: of the target; ``max_length`` is the longest sequence.
-        max_depth: longest draft that the engine takes.
-        drafters: those that cannot be made from tokens alone, by name as in the catalogue (a draft
-            model, say, or one that lives elsewhere).
+        default: method and knobs of requests that name none.
+        vocab_size: of the target.
+        max_length: tokens of the longest sequence.
+        max_depth: tokens of the longest draft that the engine takes.
+        drafters: those that are not made here, by their names in the catalogue: a draft model, or
+            drafter replicas.
+
+    Raises:
+        InvalidArgument: the engine cannot run ``default``.
     """
 
     def __init__(
@@ -117,19 +114,19 @@ class RowDrafting:
         self._context = LengthContext(vocab_size=vocab_size)
         self._plans: dict[SpeculationConfig, Plan] = {}
         self._default = default
-        self._rows: dict[int, _Row] = {}
-        self._parked: list[_Row] = []
+        self._rows: dict[int, _Tracked] = {}
+        self._parked: list[_Tracked] = []
         self._returned_at: float | None = None
         self._num_made = 0
         self.plan(default)
 
-    # --- what requests may wish for ---------------------------------------------------------------
+    # --- plans ------------------------------------------------------------------------------------
 
     def plan(self, config: SpeculationConfig) -> Plan:
-        """The parts of a configuration, with a chain where its row has a tree.
+        """The plan of a configuration, with a chain in place of a tree.
 
         Raises:
-            InvalidArgument: see :func:`chain_plan`, or a drafter that is not loaded here.
+            InvalidArgument: as :func:`chain_plan`, or a drafter is not loaded here.
         """
         if config not in self._plans:
             if len(self._plans) >= MAX_PLANS:
@@ -143,7 +140,7 @@ class RowDrafting:
         return self._plans[config]
 
     def _begin_anew(self) -> None:
-        """With drafters that have learnt nothing."""
+        """Make new drafters, which have learnt nothing."""
         self._drafters = DrafterSet({"none": NoDrafter(), **self._given}, self._vocab_size)
         self._drafting = Drafting(self._drafters, self._vocab_size)
 
@@ -155,19 +152,19 @@ class RowDrafting:
         lengths: Sequence[int] | npt.NDArray[Any],
         tokens: Tokens,
         owners: Sequence[str] = (),
-        wishes: Callable[[int], Wishes] = lambda row: Wishes(),
+        options: Callable[[int], DraftOptions] = lambda row: DraftOptions(),
         is_over: Callable[[str], bool] = lambda owner: False,
     ) -> list[list[int]]:
-        """The next draft of each row; an empty one where there is none.
+        """The next draft of each row; an empty list is no draft.
 
         Args:
-            sampled: the tokens that the step committed, for each row; none for a row whose prompt
-                is not read to its end.
-            lengths: tokens that a row holds, the new ones included.
-            tokens: of the rows.  # int32[num_rows, max_length]
-            owners: the request of each row, where the engine tells.
-            wishes: of the request in a row; asked once, when it is new.
-            is_over: whether a request that had a row has ended.
+            sampled: for each row the tokens that the step committed; none while the engine still
+                reads the row's prompt.
+            lengths: how many tokens each row holds, the new ones included.
+            tokens: the rows' tokens.  # [num_rows, max_length] int32
+            owners: the request id of each row, if the engine gives it.
+            options: the options of the request in a row; called once for each new request.
+            is_over: whether the request with this id has ended.
         """
         started = time.perf_counter()
         verify_s = 0.0 if self._returned_at is None else started - self._returned_at
@@ -175,11 +172,11 @@ class RowDrafting:
         owner = dict(enumerate(owners))
         held = {i: tokens[i, : int(lengths[i])] for i in live}
         known = self._known(live, held, owner)
-        outcomes: list[tuple[_Row, Outcome]] = []
+        outcomes: list[tuple[_Tracked, Outcome]] = []
         for i in live:
             row = known.get(i)
             if row is None:
-                row = self._begin(held[i], owner.get(i, ""), wishes(i))
+                row = self._begin(held[i], owner.get(i, ""), options(i))
             else:
                 outcomes.append((row, self._commit(row, held[i])))
             row.absent = 0
@@ -196,8 +193,8 @@ class RowDrafting:
 
     def _known(
         self, live: Sequence[int], held: Mapping[int, Tokens], owner: Mapping[int, str]
-    ) -> dict[int, _Row]:
-        """The sessions whose rows these are: mostly in their place, else moved or back again."""
+    ) -> dict[int, _Tracked]:
+        """The session of each row: mostly the one it had, else one that moved or came back."""
         known = {
             i: self._rows[i]
             for i in live
@@ -217,15 +214,18 @@ class RowDrafting:
         taken = set(map(id, known.values()))
         left = {i: row for i, row in self._rows.items() if id(row) not in taken}
         self._parked = [row for row in self._parked if id(row) not in taken]
-        self._parked += [row for i, row in left.items() if i in held]  # their rows are others' now
+        self._parked += [
+            row for i, row in left.items() if i in held
+        ]  # other sessions have their rows now
         self._rows = {i: row for i, row in left.items() if i not in held} | known
         return known
 
-    def _begin(self, held: Tokens, owner: str, wishes: Wishes) -> _Row:
+    def _begin(self, held: Tokens, owner: str, options: DraftOptions) -> _Tracked:
+        """Open a session for a new row."""
         try:
-            plan = self.plan(wishes.speculation or self._default)
-        except InvalidArgument as error:  # who let the request in knows other drafters
-            logger.warning("a request gets no drafts: %s", error)
+            plan = self.plan(options.speculation or self._default)
+        except InvalidArgument as error:  # the process that took the request has other drafters
+            logger.warning("a request goes on without drafts: %s", error)
             plan = AR_PLAN
         self._num_made += 1
         session = Session(
@@ -233,20 +233,20 @@ class RowDrafting:
             held.tolist(),
             SamplingParams(max_tokens=self._max_length, ignore_eos=True),
             plan,
-            max_length=min(self._max_length, wishes.max_length or self._max_length),
+            max_length=min(self._max_length, options.max_length or self._max_length),
             length_context=self._context,
-            prediction=wishes.prediction,
+            prediction=options.prediction,
         )
-        if wishes.prompt_length is not None:
-            session.prompt_length = wishes.prompt_length
+        if options.prompt_length is not None:
+            session.prompt_length = options.prompt_length
         buffer = np.empty(self._max_length + 1, np.int32)
         buffer[: len(held)] = held
-        row = _Row(session, owner, buffer)
+        row = _Tracked(session, owner, buffer)
         self._drafting.open(session)
         return row
 
-    def _commit(self, row: _Row, held: Tokens) -> Outcome:
-        """Bring a session up to its row: what became of its draft."""
+    def _commit(self, row: _Tracked, held: Tokens) -> Outcome:
+        """Add a row's new tokens to its session; returns what became of its draft."""
         session, draft = row.session, row.draft
         before = session.length
         new = held[before:].tolist()
@@ -263,15 +263,15 @@ class RowDrafting:
             verification=NO_VERIFICATION,
         )
 
-    def _observe(self, outcomes: Sequence[tuple[_Row, Outcome]], verify_s: float) -> None:
+    def _observe(self, outcomes: Sequence[tuple[_Tracked, Outcome]], verify_s: float) -> None:
         for row, outcome in outcomes:
             row.session.stats.count(outcome, row.draft_seconds, verify_s)
             row.session.length_controller.observe(outcome, row.draft_seconds, verify_s)
         self._drafting.observe([row.session for row, _ in outcomes], [o for _, o in outcomes])
 
-    def _draft(self, rows: Sequence[_Row], started: float) -> None:
+    def _draft(self, rows: Sequence[_Tracked], started: float) -> None:
         load = Load(len(rows), 0, sum(row.session.length for row in rows))
-        asked: list[tuple[_Row, Budget]] = []
+        asked: list[tuple[_Tracked, Budget]] = []
         for row in rows:
             row.draft = EMPTY_DRAFT
             budget = round_budget(row.session, load)
@@ -286,12 +286,12 @@ class RowDrafting:
         for row in rows:
             row.draft_seconds = seconds
 
-    # --- rows that are gone -----------------------------------------------------------------------
+    # --- sessions without a row -------------------------------------------------------------------
 
     def _sweep(self, held: Container[int], is_over: Callable[[str], bool]) -> None:
-        """Close sessions that have ended, or have had no row for a while."""
+        """Close sessions that have ended, or have had no row for ``ABSENT_STEPS`` steps."""
 
-        def stays(row: _Row) -> bool:
+        def stays(row: _Tracked) -> bool:
             row.absent += 1
             if row.absent <= ABSENT_STEPS and not (row.owner and is_over(row.owner)):
                 return True
@@ -302,7 +302,7 @@ class RowDrafting:
         self._parked = [row for row in self._parked if stays(row)]
 
     def forget(self) -> None:
-        """Close all sessions, and drop what drafters have learnt from earlier ones."""
+        """Close all sessions, and drop what drafters have learnt."""
         for row in (*self._rows.values(), *self._parked):
             self._drafting.close(row.session)
         self._rows, self._parked = {}, []
@@ -312,53 +312,12 @@ class RowDrafting:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are held, those without a row included."""
+        """How many sessions are open, those without a row included."""
         return len(self._rows) + len(self._parked)
 
 
-def chain_plan(
-    config: SpeculationConfig, max_depth: int, catalogue: Mapping[str, Method] = METHODS
-) -> Plan:
-    """The plan of a configuration for an engine that verifies chains by a rule of its own.
-
-    A row that drafts a tree drafts its best chain, unless the configuration asks for a shape.
-
-    Raises:
-        InvalidArgument: what :func:`paceline.plan.resolve` raises; a shape or a rule that the
-            engine does not have; a drafter that needs more than tokens; a draft that is too long.
-    """
-    plan = resolve(config, catalogue)
-    if plan.shape is not None and plan.shape != chain():
-        if config.shape is not None:
-            raise InvalidArgument("shape", config.shape, "'chain': vLLM verifies no trees")
-        plan = resolve(config.model_copy(update={"shape": "chain"}), catalogue)
-    if plan.rule.name not in ("coupled", "greedy"):
-        raise InvalidArgument(
-            "acceptance", plan.rule.name, "'coupled': vLLM accepts by a rule of its own"
-        )
-    lacking = needs_beyond_tokens(plan)
-    if lacking:
-        raise InvalidArgument(
-            "method", config.method, f"a method that drafts from tokens alone: vLLM gives its "
-            f"drafters no {', '.join(lacking)}",
-        )  # fmt: skip
-    depth = plan.config.num_speculative_tokens or 0
-    if depth > max_depth and config.num_speculative_tokens is not None:
-        raise InvalidArgument(
-            "num_speculative_tokens", depth, f"at most {max_depth}, which this engine was started "
-            "with (vllm.max_speculative_tokens)",
-        )  # fmt: skip
-    return replace(plan, rule=ChainRule())
-
-
-def needs_beyond_tokens(plan: Plan) -> list[str]:
-    """What the drafters of a plan want of the target that rows of tokens do not have."""
-    rows = (plan.method, *plan.parts)
-    return sorted({need.value for row in rows for need in row.needs - row.optional_needs})
-
-
 def first_path(draft: Draft, depth: int) -> Draft:
-    """The chain of first children, which are the best ones, at most ``depth`` deep."""
+    """The chain of first children, which are the best ones, cut at ``depth``."""
     if is_chain(draft.parent_indices):
         return draft if draft.num_nodes <= depth else Draft.chain(draft.token_ids[:depth])
     followers = children(draft.parent_indices)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.deployments.engines.rows import (
+from paceline.deployments.engines.batch_drafting import (
     ABSENT_STEPS,
-    RowDrafting,
-    Wishes,
-    chain_plan,
+    BatchDrafting,
+    DraftOptions,
     first_path,
 )
+from paceline.deployments.vllm_plan import chain_plan
 from paceline.drafters.prompt_lookup import PromptLookup
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
@@ -98,9 +98,9 @@ class Batch:
         return sampled
 
 
-def drafting(method: str = "prompt_lookup", **knobs: object) -> RowDrafting:
+def drafting(method: str = "prompt_lookup", **knobs: object) -> BatchDrafting:
     config = SpeculationConfig(**{"method": method, "length": "fixed", **knobs})  # type: ignore[arg-type]
-    return RowDrafting(config, vocab_size=VOCAB, max_length=LENGTH, max_depth=DEPTH)
+    return BatchDrafting(config, vocab_size=VOCAB, max_length=LENGTH, max_depth=DEPTH)
 
 
 def expected(tokens: Sequence[int]) -> list[int]:
@@ -172,16 +172,16 @@ def test_a_request_that_has_ended_is_closed_at_once() -> None:
     assert rows._rows[0].owner == "b"
 
 
-def test_equal_rows_of_two_requests_keep_their_own_wishes() -> None:
+def test_equal_rows_of_two_requests_keep_their_own_options() -> None:
     rows = drafting()
     tokens = np.tile(np.arange(LENGTH, dtype=np.int32) % 3, (2, 1))
-    wishes = [Wishes(SpeculationConfig(method="ar")), Wishes()]
+    options = [DraftOptions(SpeculationConfig(method="ar")), DraftOptions()]
     for length in range(6, 12):
         turn = length % 2  # they change places all the time
         owners = ["ar", "lookup"] if turn == 0 else ["lookup", "ar"]
         drafts = rows.propose(
             [[1], [1]], np.array([length, length]), tokens, owners,
-            lambda i, turn=turn: wishes[(i + turn) % 2],
+            lambda i, turn=turn: options[(i + turn) % 2],
         )  # fmt: skip
         by_owner = dict(zip(owners, drafts, strict=True))
         assert by_owner["ar"] == []
@@ -191,7 +191,9 @@ def test_equal_rows_of_two_requests_keep_their_own_wishes() -> None:
 def test_what_a_request_may_still_generate_bounds_its_draft() -> None:
     rows = drafting()
     tokens = np.tile(np.arange(LENGTH, dtype=np.int32) % 3, (1, 1))
-    (draft,) = rows.propose([[1]], np.array([10]), tokens, [], lambda i: Wishes(max_length=13))
+    (draft,) = rows.propose(
+        [[1]], np.array([10]), tokens, [], lambda i: DraftOptions(max_length=13)
+    )
     assert len(draft) == 2  # and a token of the target's own
     (draft,) = drafting().propose([[1]], np.array([LENGTH - 1]), tokens)
     assert draft == []
@@ -201,8 +203,8 @@ def test_predicted_outputs_become_the_draft() -> None:
     rows = drafting("predicted_outputs")
     tokens = np.zeros((1, LENGTH), np.int32)
     tokens[0, :5] = [9, 8, 7, 1, 2]
-    wishes = Wishes(prediction=(1, 2, 3, 4, 5, 6), prompt_length=3)
-    (draft,) = rows.propose([[2]], np.array([5]), tokens, [], lambda i: wishes)
+    options = DraftOptions(prediction=(1, 2, 3, 4, 5, 6), prompt_length=3)
+    (draft,) = rows.propose([[2]], np.array([5]), tokens, [], lambda i: options)
     assert draft == [3, 4, 5, 6]
 
 
@@ -262,11 +264,11 @@ def test_the_best_branch_of_a_tree() -> None:
     assert first_path(Draft.chain(np.array([1, 2, 3])), 2).token_ids.tolist() == [1, 2]
 
 
-def test_wishes_that_cannot_be_met_are_no_drafts() -> None:
+def test_options_that_cannot_be_met_are_no_drafts() -> None:
     rows = drafting()
     tokens = np.tile(np.arange(LENGTH, dtype=np.int32) % 3, (1, 1))
-    wishes = Wishes(SpeculationConfig(method="draft_model"))  # not loaded here
-    assert rows.propose([[1]], np.array([10]), tokens, ["r"], lambda i: wishes) == [[]]
+    options = DraftOptions(SpeculationConfig(method="draft_model"))  # not loaded here
+    assert rows.propose([[1]], np.array([10]), tokens, ["r"], lambda i: options) == [[]]
 
 
 def test_a_drafter_that_fails_leaves_its_rows_as_ar() -> None:
@@ -275,7 +277,7 @@ def test_a_drafter_that_fails_leaves_its_rows_as_ar() -> None:
             raise RuntimeError("broken")
 
     config = SpeculationConfig(length="fixed", method="prompt_lookup")
-    rows = RowDrafting(
+    rows = BatchDrafting(
         config, vocab_size=VOCAB, max_length=LENGTH, max_depth=DEPTH,
         drafters={"prompt_lookup": Broken()},
     )  # fmt: skip

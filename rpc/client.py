@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import grpc
-import numpy as np
 
 from paceline.config import SpeculationConfig
 from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
@@ -32,14 +31,13 @@ from paceline.rpc.gen.paceline.v1 import (
 )
 from paceline.rpc.messages import (
     MAX_MESSAGE_BYTES,
-    PrefixDigest,
     build,
-    fill_draft,
     sampling_to_message,
     speculation_to_message,
     statistics_from_message,
 )
 from paceline.rpc.tls import ClientTls, is_loopback
+from paceline.rpc.transcript import ClientTranscript, Verified
 from paceline.sampling import SamplingParams, TokenLogprobs
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft
@@ -247,23 +245,6 @@ class Completion:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """The verdict on a draft: ``accepted_indices`` are its nodes that were committed.
-
-    ``token_ids`` are all tokens that the round committed, ``next_token`` (None when an accepted
-    token ended the generation) included. Seconds as the server measured them.
-    """
-
-    round: int
-    accepted_indices: tuple[int, ...]
-    next_token: int | None
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    verify_seconds: float
-    total_seconds: float
-
-
 def _generate_request(
     prompt: Prompt,
     params: SamplingParams | None,
@@ -333,90 +314,6 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         prompt_token_ids=tuple(reply.prompt_token_ids),
         draft=reply.draft if reply.HasField("draft") else None,
     )
-
-
-class Prefix:
-    """The client's side of a verify session: its tokens, and what to send and expect next.
-
-    Attributes:
-        token_ids: prompt plus everything committed; enough to open the session elsewhere.
-        finish_reason: None while the session goes on.
-        fingerprint: of the server's numerics, to be sent when the session is opened elsewhere.
-        numerics_changed: whether the tokens that it was opened with come from other numerics.
-    """
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.fingerprint = ""
-        self.numerics_changed = False
-        self.token_ids = list(token_ids)
-        self.session_id = ""
-        self.epoch = 0
-        self.next_round = 1
-        self.max_nodes = 0
-        self.max_depth = 0
-        self.finish_reason: str | None = None
-        self.unanswered: Draft | None = None  # sent for round `next_round`
-        self._digest = PrefixDigest(self.token_ids)
-
-    def opened(self, result: verify_pb2.OpenResult) -> bool:
-        """Apply the server's answer; True when it already has the round that was not answered."""
-        self.session_id = result.session_id
-        self.epoch = result.epoch
-        self.max_nodes = result.max_nodes
-        self.max_depth = result.max_depth
-        self.fingerprint = result.fingerprint
-        self.numerics_changed = result.numerics_changed
-        if self.unanswered is not None and result.next_round == self.next_round + 1:
-            return True
-        self.next_round = result.next_round
-        self._check(result.committed_length, result.digest)
-        return False
-
-    def request(self, draft: Draft) -> verify_pb2.VerifyRequest:
-        """The next Verify, to be answered to :meth:`verified`."""
-        self.unanswered = draft
-        message = verify_pb2.VerifyRequest(
-            round=self.next_round,
-            base_length=len(self.token_ids),
-            prefix_digest=self._digest.value(),
-        )
-        fill_draft(draft, message)
-        return message
-
-    def verified(self, draft: Draft, result: verify_pb2.VerifyResult) -> Verified:
-        """Apply the server's answer."""
-        self.unanswered = None
-        accepted = tuple(result.accepted_indices)
-        next_token = result.next_token if result.HasField("next_token") else None
-        tokens = draft.token_ids[np.asarray(accepted, np.int64)].tolist()
-        if next_token is not None:
-            tokens.append(next_token)
-        self.token_ids.extend(tokens)
-        self._digest.extend(tokens)
-        self.next_round = result.round + 1
-        self.finish_reason = result.finish_reason or None
-        self._check(result.committed_length, result.digest)
-        return Verified(
-            round=result.round,
-            accepted_indices=accepted,
-            next_token=next_token,
-            token_ids=tuple(tokens),
-            finish_reason=self.finish_reason,
-            verify_seconds=result.timings.verify_seconds,
-            total_seconds=result.timings.total_seconds,
-        )
-
-    def truncated(self, result: verify_pb2.TruncateResult) -> None:
-        del self.token_ids[result.committed_length :]
-        self._digest = PrefixDigest(self.token_ids)
-        self._check(result.committed_length, result.digest)
-
-    def _check(self, committed_length: int, digest: bytes) -> None:
-        if (committed_length, digest) != (len(self.token_ids), self._digest.value()):
-            raise FailedPrecondition(
-                f"the server has {committed_length} committed tokens (digest {digest.hex()}), this "
-                f"client {len(self.token_ids)} ({self._digest.value().hex()}): open a new session"
-            )
 
 
 # --- blocking ----------------------------------------------------------------------------------
@@ -589,17 +486,17 @@ class Client:
 
         Args:
             fingerprint: of the server that has committed some of these tokens
-                (``Prefix.fingerprint``): one with other numerics refuses.
-            numerics_mismatch: "refuse", or "allow" it to go on (``Prefix.numerics_changed``); None:
-                what it is configured to do.
+                (``ClientTranscript.fingerprint``): one with other numerics refuses.
+            numerics_mismatch: "refuse", or "allow" it to go on
+                (``ClientTranscript.numerics_changed``); None: what it is configured to do.
 
         Raises:
             NumericsMismatch: the server's fingerprint is another one.
         """
         request = _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
-        prefix = Prefix(prompt_ids)
-        prefix.opened(self._unary(self._verify.Open, request))
-        return VerifySession(self, prefix)
+        transcript = ClientTranscript(prompt_ids)
+        transcript.opened(self._unary(self._verify.Open, request))
+        return VerifySession(self, transcript)
 
     def _unary(self, method: Any, request: Any) -> Any:
         try:
@@ -624,39 +521,37 @@ class VerifySession:
     A call that failed for the network's sake can be made again: rounds are idempotent.
     """
 
-    def __init__(self, client: Client, prefix: Prefix) -> None:
+    def __init__(self, client: Client, transcript: ClientTranscript) -> None:
         self._client = client
-        self.prefix = prefix
+        self.transcript = transcript
 
     @property
     def token_ids(self) -> list[int]:
         """Prompt plus everything committed."""
-        return self.prefix.token_ids
+        return self.transcript.token_ids
 
     @property
     def finish_reason(self) -> str | None:
-        return self.prefix.finish_reason
+        return self.transcript.finish_reason
 
     def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
         """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
-        request = self.prefix.request(draft)
-        request.session_id, request.epoch = self.prefix.session_id, self.prefix.epoch
-        return self.prefix.verified(
-            draft, self._client._unary(self._client._verify.Verify, request)
-        )
+        request = self.transcript.request(self.transcript.propose(draft))
+        request.session_id, request.epoch = self.transcript.session_id, self.transcript.epoch
+        return self.transcript.verified(self._client._unary(self._client._verify.Verify, request))
 
     def truncate(self, length: int) -> None:
         """Forget the committed tokens after the first ``length``."""
         request = build(
-            verify_pb2.TruncateRequest, "", session_id=self.prefix.session_id,
-            epoch=self.prefix.epoch, length=length,
+            verify_pb2.TruncateRequest, "", session_id=self.transcript.session_id,
+            epoch=self.transcript.epoch, length=length,
         )  # fmt: skip
-        self.prefix.truncated(self._client._unary(self._client._verify.Truncate, request))
+        self.transcript.truncated(self._client._unary(self._client._verify.Truncate, request))
 
     def close(self) -> SessionStatistics | None:
         """Free the session; its statistics, or None when it was gone already."""
         request = verify_pb2.CloseRequest(
-            session_id=self.prefix.session_id, epoch=self.prefix.epoch
+            session_id=self.transcript.session_id, epoch=self.transcript.epoch
         )
         result: verify_pb2.CloseResult = self._client._unary(self._client._verify.Close, request)
         if not result.HasField("statistics"):
@@ -823,22 +718,23 @@ class AsyncClient:
         numerics_mismatch: str | None = None,
     ) -> AsyncVerifySession:
         """Open a verify session on a stream of its own; see :meth:`Client.open_session`."""
-        session = AsyncVerifySession(self._session_call(), Prefix(prompt_ids), self._timeout)
+        transcript = ClientTranscript(prompt_ids)
+        session = AsyncVerifySession(self._session_call(), transcript, self._timeout)
         return await session._open(
             _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
         )
 
-    async def resume_session(self, prefix: Prefix) -> AsyncVerifySession:
+    async def resume_session(self, transcript: ClientTranscript) -> AsyncVerifySession:
         """Take a session of this server over on a new stream; the old one is fenced off.
 
-        A round whose answer was lost is asked for again and applied to ``prefix``.
+        A round whose answer was lost is asked for again and applied to ``transcript``.
 
         Raises:
-            SessionNotFound: it is gone; open a new one with ``prefix.token_ids`` and
-                ``prefix.fingerprint``.
+            SessionNotFound: it is gone; open a new one with ``transcript.token_ids`` and
+                ``transcript.fingerprint``.
         """
-        session = AsyncVerifySession(self._session_call(), prefix, self._timeout)
-        return await session._open(verify_pb2.OpenRequest(resume_session_id=prefix.session_id))
+        session = AsyncVerifySession(self._session_call(), transcript, self._timeout)
+        return await session._open(verify_pb2.OpenRequest(resume_session_id=transcript.session_id))
 
     def _session_call(self) -> Any:
         return self._verify.Session(metadata=self._metadata)
@@ -860,25 +756,25 @@ class AsyncVerifySession:
     One call at a time: a round follows from the answer to the one before.
     """
 
-    def __init__(self, call: Any, prefix: Prefix, timeout: float | None) -> None:
+    def __init__(self, call: Any, transcript: ClientTranscript, timeout: float | None) -> None:
         self._call = call
         self._timeout = timeout
-        self.prefix = prefix
+        self.transcript = transcript
 
     @property
     def token_ids(self) -> list[int]:
         """Prompt plus everything committed."""
-        return self.prefix.token_ids
+        return self.transcript.token_ids
 
     @property
     def finish_reason(self) -> str | None:
-        return self.prefix.finish_reason
+        return self.transcript.finish_reason
 
     async def _open(self, request: verify_pb2.OpenRequest) -> Self:
         try:
             reply = await self._exchange(verify_pb2.VerifyFrame(open=request))
-            if self.prefix.opened(reply.open) and self.prefix.unanswered is not None:
-                await self.verify(self.prefix.unanswered)
+            if self.transcript.opened(reply.open):
+                await self.verify(self.transcript.rounds[0].draft)
         except BaseException:
             self.cancel()
             raise
@@ -886,14 +782,15 @@ class AsyncVerifySession:
 
     async def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
         """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
-        frame = verify_pb2.VerifyFrame(verify=self.prefix.request(draft))
-        return self.prefix.verified(draft, (await self._exchange(frame)).verify)
+        request = self.transcript.request(self.transcript.propose(draft))
+        reply = await self._exchange(verify_pb2.VerifyFrame(verify=request))
+        return self.transcript.verified(reply.verify)
 
     async def truncate(self, length: int) -> None:
         """Forget the committed tokens after the first ``length``."""
         request = build(verify_pb2.TruncateRequest, "", length=length)
         reply = await self._exchange(verify_pb2.VerifyFrame(truncate=request))
-        self.prefix.truncated(reply.truncate)
+        self.transcript.truncated(reply.truncate)
 
     async def close(self) -> SessionStatistics:
         """Free the session; its statistics."""

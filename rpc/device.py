@@ -19,19 +19,12 @@ from paceline.errors import InvalidArgument
 from paceline.methods import METHODS, Method
 from paceline.plan import resolve
 from paceline.request import Request
+from paceline.rpc.ahead import MAX_IN_FLIGHT
 from paceline.rpc.client import open_channel
 from paceline.rpc.errors import ServerUnavailable
-from paceline.rpc.ladder import Ladder
-from paceline.rpc.remote_target import (
-    MAX_IN_FLIGHT,
-    Connect,
-    Mode,
-    Patience,
-    RemoteCounters,
-    RemoteTarget,
-    TargetInfo,
-    get_model,
-)
+from paceline.rpc.ladder import Ladder, Mode
+from paceline.rpc.reconnect import Connect, Patience, RemoteCounters
+from paceline.rpc.remote_target import RemoteTarget, TargetInfo, get_model
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionStatistics
 from paceline.tokenizer import Tokenizer, fingerprint
@@ -73,7 +66,7 @@ class CopyAhead(Drafter):
         return drafts
 
     def draft_ahead(self, session: SessionView, budget: Budget) -> Draft:
-        """As :data:`paceline.rpc.remote_target.DraftAhead`."""
+        """As :data:`paceline.rpc.ahead.DraftAhead`."""
         start, tokens = self._found.get(session.session_id, (session.length, []))
         done = session.length - start
         if session.token_ids[start:] != tokens[:done]:
@@ -263,12 +256,12 @@ class DeviceClient:
         if name != "none":
             own = self._engine.local_drafter(name)
             if own.rewinds:
-                self.target.draft_ahead = lambda session, budget: at_once(
+                self.target.ahead.draft = lambda session, budget: at_once(
                     own.propose([session], [budget])
                 )[0]
             elif own.copies:
                 own = copier = CopyAhead(own)
-                self.target.draft_ahead = copier.draft_ahead
+                self.target.ahead.draft = copier.draft_ahead
             self._engine.drafters[name] = DeviceDrafter(own, self.target)
         if self.config.length == "pearl" and not self.target.goes_ahead:
             raise InvalidArgument(

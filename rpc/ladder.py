@@ -12,9 +12,8 @@ more than a small share of the time that generations take.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
-
-from paceline.rpc.remote_target import Mode
 
 WINDOW_ROUNDS = 12  # rounds, and seconds, that a rung is judged by
 WINDOW_SECONDS = 0.4
@@ -28,6 +27,14 @@ TRIAL_SHARE = 0.03  # of the time that trials of a rung may cost
 FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 160.0  # until another rung is tried
 PAUSE_S = 5.0  # between trials of a rung, doubling
 ELSEWHERE_S = 600.0  # without a generation: the network may be another one
+
+
+class Mode(enum.Enum):
+    """How a session gets its tokens from a server. Each gives the same ones."""
+
+    DEVICE = "device"  # drafts are made here and verified there
+    SERVER = "server"  # the server drafts as well, and streams
+    AR = "ar"  # the server streams without drafts
 
 
 class Ladder:

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -26,6 +27,7 @@ from paceline.rpc.errors import EpochFenced, PermissionDenied, Unauthenticated, 
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
 from paceline.rpc.streams import within
 from paceline.rpc.tenants import Quotas, Tenant, Tenants, digest_of
+from paceline.rpc.tracing import Span, Tracing
 
 _PUBLIC_SERVICE = "/grpc.health.v1.Health/"
 """Probes and load balancers have no token, and learn nothing but whether it serves."""
@@ -211,6 +213,21 @@ class Gate:
         self._open(accounts, session=True)
         return CallAdmission(self, _caller.get(), accounts)
 
+    def call(self, name: str, tracing: Tracing | None, traceparent: str = "") -> CallAdmission:
+        """Admit a call that opens a session, and begin its span: ``with gate.call(...) as call:``.
+
+        Args:
+            name: of the span.
+            tracing: None traces nothing.
+            traceparent: the caller's.
+
+        Raises: as :meth:`admit`.
+        """
+        admission = self.admit()
+        if tracing is not None:
+            admission.span = tracing.begin(name, traceparent)
+        return admission
+
     def count_open(self) -> None:
         """Count a call that costs about as much as an open and leaves no new session.
 
@@ -349,16 +366,55 @@ class Gate:
 
 
 class CallAdmission:
-    """One session that was admitted, and whose it is. Release it when the session is over."""
+    """One session that was admitted, and whose it is. Release it when the session is over.
 
-    __slots__ = ("_accounts", "_gate", "_open", "_released", "owner")
+    As a context manager it ends with the call, unless :meth:`keep` hands it to the session; an
+    error of the call is recorded as a refusal where the session has not come about.
+
+    Attributes:
+        owner: the tenant's name; None without tenants.
+        span: of the session; None: it is not traced.
+    """
+
+    __slots__ = ("_accounts", "_gate", "_kept", "_open", "_released", "owner", "span")
 
     def __init__(self, gate: Gate, caller: Caller, accounts: list[_Account]) -> None:
         self.owner = caller.name
         self._gate = gate
         self._accounts = accounts
+        self._kept = False
         self._open = False
         self._released = False
+        self.span: Span | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.refused(error)
+        if error is not None or not self._kept:
+            self.end(error)
+
+    def keep(self) -> None:
+        """The session goes on after the call, and ends with :meth:`end`."""
+        self._kept = True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Release the admission and end the span. More than once is harmless.
+
+        Args:
+            error: what ended the session.
+        """
+        self.release()
+        span, self.span = self.span, None
+        if span is not None:
+            span.end(error)
 
     @property
     def is_callers(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from paceline.rpc.messages import (
     statistics_to_message,
 )
 from paceline.rpc.round_drafts import RoundDrafts
-from paceline.rpc.tracing import Span, Tracing, traceparent_of
+from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
 from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
@@ -89,34 +90,17 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateReply]:
-        admission = self._gate.admit()
-        span = None
-        if self._tracing is not None:
-            traceparent = traceparent_of(context.invocation_metadata())
-            span = self._tracing.begin("generate", traceparent)
-        failure: BaseException | None = None
-        scope = admission.cache_scope(context.invocation_metadata())
-        replies = self._generate(request, admission, span, scope)
-        try:
-            async for reply in replies:
-                yield reply
-        except BaseException as error:
-            admission.refused(error)
-            failure = error
-            raise
-        finally:
-            await replies.aclose()
-            admission.release()
-            if span is not None:
-                span.end(failure)
+        metadata = context.invocation_metadata()
+        with self._gate.call("generate", self._tracing, traceparent_of(metadata)) as admission:
+            scope = admission.cache_scope(metadata)
+            async with aclosing(self._generate(request, admission, scope)) as replies:
+                async for reply in replies:
+                    yield reply
 
     async def _generate(
-        self,
-        request: generate_pb2.GenerateRequest,
-        admission: CallAdmission,
-        span: Span | None,
-        scope: str,
+        self, request: generate_pb2.GenerateRequest, admission: CallAdmission, scope: str
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
+        span = admission.span
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         prompt_ids = await self._prompt_ids(request)
         prediction = await self._prediction(request)

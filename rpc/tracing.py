@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -201,6 +202,21 @@ def _exporter(name: str, service: str, endpoint: str | None, folder: str | None)
     Path(folder).mkdir(parents=True, exist_ok=True)
     out = (Path(folder) / f"{service}-{os.getpid()}.jsonl").open("a", encoding="utf-8")
     return ConsoleSpanExporter(out=out, formatter=lambda span: span.to_json(indent=None) + "\n")
+
+
+@contextmanager
+def traced(tracing: Tracing | None, name: str, traceparent: str = "") -> Iterator[Span | None]:
+    """A span that lasts as long as the block; None where nothing is traced."""
+    span = None if tracing is None else tracing.begin(name, traceparent)
+    failure: BaseException | None = None
+    try:
+        yield span
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if span is not None:
+            span.end(failure)
 
 
 def traceparent_of(metadata: Iterable[Any] | None) -> str:

@@ -38,7 +38,7 @@ from paceline.rpc.messages import (
     statistics_to_message,
 )
 from paceline.rpc.streams import within
-from paceline.rpc.tracing import Span, Tracing, traceparent_of
+from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.rpc.transcript import ServerTranscript
 from paceline.sampling import CONSTRAINTS, SamplingParams
 from paceline.session import Session
@@ -84,12 +84,10 @@ class _Served:
         session: Session,
         transcript: ServerTranscript,
         admission: CallAdmission,
-        span: Span | None,
     ) -> None:
         self.session = session
         self.transcript = transcript
         self.admission = admission
-        self.span = span
         self.answer: asyncio.Future[verify_pb2.VerifyResult] | None = None  # to the last round
         self.arrived_at = 0.0
         self.verify_seconds = 0.0
@@ -103,8 +101,8 @@ class _Served:
         """A round of the engine, or the session's end."""
         transcript = self.transcript
         self.touched_at = time.monotonic()  # the client's turn begins: idle is who has it
-        if self.span is not None:
-            self.span.round(event)
+        if self.admission.span is not None:
+            self.admission.span.round(event)
         transcript.commit(event.token_ids)
         if event.finished:
             transcript.finish_reason = event.session.finish_reason or "error"
@@ -291,29 +289,17 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             served.transcript.resume()
             served.touched_at = time.monotonic()
             return served
-        admission = self._gate.admit()
-        span = None
-        if self._tracing is not None:
-            traceparent = traceparent_of(context.invocation_metadata())
-            span = self._tracing.begin("verify_session", traceparent)
-        try:
-            scope = admission.cache_scope(context.invocation_metadata())
-            served = await self._submit(request, admission, span, scope)
-        except BaseException as error:
-            admission.refused(error)
-            if span is not None:
-                span.end(error)
-            raise
+        metadata = context.invocation_metadata()
+        traceparent = traceparent_of(metadata)
+        with self._gate.call("verify_session", self._tracing, traceparent) as admission:
+            served = await self._submit(request, admission, admission.cache_scope(metadata))
+            admission.keep()
         admission.opened(served.session_id)
         admission.charge(served.transcript.prompt_length)
         return served
 
     async def _submit(
-        self,
-        request: verify_pb2.OpenRequest,
-        admission: CallAdmission,
-        span: Span | None,
-        scope: str,
+        self, request: verify_pb2.OpenRequest, admission: CallAdmission, scope: str
     ) -> _Served:
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         speculation = SpeculationConfig(method="client")
@@ -353,9 +339,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 self._cancel(session_id)
         transcript = ServerTranscript(session_id, session.token_ids)
         transcript.numerics_changed = changed
-        served = self._sessions[session_id] = _Served(session, transcript, admission, span)
-        if span is not None:
-            span.session = session
+        served = self._sessions[session_id] = _Served(session, transcript, admission)
+        if admission.span is not None:
+            admission.span.session = session
         for event in early:  # it failed before it was known here
             served.on_event(event)
         return served
@@ -419,20 +405,17 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return served.transcript.truncated(request.length)
 
     async def _close(self, served: _Served) -> verify_pb2.CloseResult:
-        known = self._sessions.pop(served.session_id, None)
+        self._sessions.pop(served.session_id, None)
         served.admission.release()
         await asyncio.wrap_future(self._cancel(served.session_id))
-        if served.span is not None and known is not None:
-            served.span.end()
+        served.admission.end()
         return verify_pb2.CloseResult(statistics=statistics_to_message(served.session.stats))
 
     def _forget(self, served: _Served) -> None:
         """Free a session without waiting for it."""
         if self._sessions.pop(served.session_id, None) is not None:
-            served.admission.release()
             self._cancel(served.session_id)
-            if served.span is not None:
-                served.span.end()
+            served.admission.end()
             served.fail(InternalError("the session was closed"))
 
     def _cancel(self, session_id: str) -> Future[bool]:

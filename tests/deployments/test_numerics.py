@@ -14,8 +14,9 @@ import pytest
 from benchmarks.netem import Netem
 from paceline.bench.backends import with_kernels, without_kernels
 from paceline.config import SpeculationConfig
-from paceline.deployments.gateway import MAX_LOOKS, Relay
+from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Lease
+from paceline.deployments.target_calls import MAX_LOOKS
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument, NumericsMismatch

@@ -12,8 +12,10 @@ import grpc
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.deployments.gateway import MAX_TRIES, VERIFY, Relay, TargetGone
+from paceline.deployments.gateway import MAX_TRIES, Relay
 from paceline.deployments.lease import Lease
+from paceline.deployments.target_calls import TargetGone
+from paceline.deployments.verify_relay import VERIFY
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_runner
@@ -244,7 +246,7 @@ async def test_many_hostile_messages(
 
             def idle() -> bool:
                 relay.sweep()
-                return not (relay.num_calls or relay._routes or thread.engine.sessions)
+                return not (relay.num_calls or relay.num_sessions or thread.engine.sessions)
 
             for _ in range(300):
                 if idle():

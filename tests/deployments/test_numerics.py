@@ -424,13 +424,13 @@ def test_the_gateway_does_not_look_for_ever(replicas: Replicas) -> None:
             looks += 1
             return await offer()
 
-        relay._open_lease = counted
-        lease = await relay._lease_for(str(replicas.portable))
+        relay._calls.open_lease = counted
+        lease = await relay._calls.lease_for(str(replicas.portable))
         assert (looks, lease.endpoint.address) == (MAX_LOOKS, replicas.other.address)
         assert sum(targets.count.values()) == 1
         lease.release()
         targets.there.clear()
         with pytest.raises(ServerUnavailable):
-            await relay._lease_for(str(replicas.portable))
+            await relay._calls.lease_for(str(replicas.portable))
 
     asyncio.run(run())

@@ -197,7 +197,7 @@ async def test_a_connection_that_another_call_closed_is_a_loss_and_no_cancellati
         relay = Relay(Leases(address), idle_timeout_s=60, resume_s=1.0, gate=Gate())
         lost = asyncio.create_task(relay.get_model(b"", 20.0))
         await asyncio.sleep(0.2)
-        await relay._channels.pop(address).close()  # as after another call's UNAVAILABLE
+        await relay._calls._channels.pop(address).close()  # as after another call's UNAVAILABLE
         with pytest.raises(TargetGone, match="gone"):
             await lost
         left = asyncio.create_task(relay.get_model(b"", 20.0))

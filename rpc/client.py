@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import grpc
 
@@ -89,6 +89,7 @@ class _Access:
     def __init__(
         self,
         address: str,
+        *,
         credentials: grpc.ChannelCredentials | None,
         ca: str | PathLike[str] | None,
         cert: str | PathLike[str] | None,
@@ -100,6 +101,7 @@ class _Access:
         if given and credentials is not None:
             name, value = next(iter(given.items()))
             raise InvalidArgument(name, value, "nothing beside `credentials`")
+        self.address = address
         self.credentials = credentials
         if given:
             if given.get("ca") == SYSTEM_CA:
@@ -112,6 +114,12 @@ class _Access:
                 "token", Hidden(), f"TLS with it (`ca`): {address} is not a loopback address, and "
                 "any machine on the way could read it",
             )  # fmt: skip
+
+    def open(self, module: Any) -> Any:
+        """A channel of ``grpc`` or ``grpc.aio``."""
+        if self.credentials is None:
+            return module.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return module.secure_channel(self.address, self.credentials, options=CHANNEL_OPTIONS)
 
 
 class _CallDetails(NamedTuple):
@@ -168,11 +176,8 @@ def open_channel(
 
     Args, Raises: as :class:`Client`.
     """
-    access = _Access(address, credentials, ca, cert, key, token)
-    if access.credentials is None:
-        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    else:
-        channel = grpc.secure_channel(address, access.credentials, options=CHANNEL_OPTIONS)
+    access = _Access(address, credentials=credentials, ca=ca, cert=cert, key=key, token=token)
+    channel: grpc.Channel = access.open(grpc)
     if access.metadata:
         channel = grpc.intercept_channel(channel, _AddMetadata(access.metadata))
     return channel
@@ -316,11 +321,11 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
     )
 
 
-# --- blocking ----------------------------------------------------------------------------------
+# --- what does not wait for the server -----------------------------------------------------------
 
 
-class Generation:
-    """A running generation: iterate over its rounds once. Leaving the loop early cancels it.
+class _Generation:
+    """What both kinds of generations know, and how they go on when their server is lost.
 
     Args:
         start: begins a call with a request and a time-out.
@@ -341,6 +346,118 @@ class Generation:
         self._cancelled = threading.Event()
         self._call = start(request, timeout)
 
+    def _check_lost(self, error: grpc.RpcError) -> None:
+        """Raise what ended the call, unless the generation can go on."""
+        failure = from_rpc_error(error)
+        if self._cancelled.is_set() or not self._whole.may_go_on(failure, self._resume_s):
+            raise failure
+
+    def _start_again(self) -> None:
+        request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
+        self._call = self._start(request, self._whole.timeout_s)
+
+    def cancel(self) -> None:
+        """Free the session on the server; any thread may call this of a blocking generation."""
+        self._cancelled.set()
+        self._call.cancel()
+
+
+G = TypeVar("G", bound=_Generation)
+M = TypeVar("M", verify_pb2.VerifyRequest, verify_pb2.TruncateRequest, verify_pb2.CloseRequest)
+
+
+class _Client(Generic[G]):
+    """What both clients do without waiting for the server.
+
+    Args, Raises: as :class:`Client`.
+    """
+
+    _grpc: ClassVar[Any]  # what makes channels: `grpc` or `grpc.aio`
+    _generation: Callable[..., G]
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        ca: str | PathLike[str] | None = None,
+        cert: str | PathLike[str] | None = None,
+        key: str | PathLike[str] | None = None,
+        token: str | None = None,
+        resume_s: float = 0.0,
+    ) -> None:
+        access = _Access(address, credentials=credentials, ca=ca, cert=cert, key=key, token=token)
+        self._metadata = access.metadata
+        self._resume_s = resume_s
+        self._timeout = timeout
+        self._channel: Any = access.open(self._grpc)
+        self._generate: Any = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        self._verify: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        prediction: Prompt = (),
+        timeout: float | None = None,
+        return_draft: bool = False,
+        return_prompt_token_ids: bool = False,
+        numerics_mismatch: str | None = None,
+    ) -> G:
+        """Start generating; the rounds come as they are committed.
+
+        Args:
+            prediction: what the output is expected to be; a draft, which never changes it.
+            return_draft: rounds say what was drafted, too (``Round.draft``).
+            return_prompt_token_ids: the last round has the prompt's tokens.
+            numerics_mismatch: where the server is lost and has other numerics when it is back,
+                "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
+                what the server is configured to do.
+
+        Raises:
+            PacelineError: whatever the server refused, when the first round is asked for.
+        """
+        request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
+        request.return_draft = return_draft
+        request.return_prompt_token_ids = return_prompt_token_ids
+        start, timeout = self._start_generation, timeout or self._timeout
+        return self._generation(start, request, timeout, self._resume_s)
+
+    def _start_generation(
+        self, request: generate_pb2.GenerateRequest, timeout: float | None
+    ) -> Any:
+        return self._generate.Generate(request, timeout=timeout, metadata=self._metadata)
+
+
+class _Session:
+    """A session that verifies this client's drafts."""
+
+    def __init__(self, transcript: ClientTranscript) -> None:
+        self.transcript = transcript
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt plus everything committed."""
+        return self.transcript.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while the session goes on."""
+        return self.transcript.finish_reason
+
+    def _verify_request(self, draft: Draft) -> verify_pb2.VerifyRequest:
+        return self.transcript.request(self.transcript.propose(draft))
+
+
+# --- blocking ----------------------------------------------------------------------------------
+
+
+class Generation(_Generation):
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
+
     def __iter__(self) -> Iterator[Round]:
         try:
             while True:
@@ -350,20 +467,12 @@ class Generation:
                         yield _round(reply)
                     return
                 except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                if self._cancelled.is_set() or not self._whole.may_go_on(failure, self._resume_s):
-                    raise failure
+                    self._check_lost(error)
                 if self._cancelled.wait(RETRY_S):
                     raise Cancelled("the generation was cancelled")
-                request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
-                self._call = self._start(request, self._whole.timeout_s)
+                self._start_again()
         finally:
             self._call.cancel()  # nothing happens to a call that has ended
-
-    def cancel(self) -> None:
-        """Free the session on the server; may be called from any thread."""
-        self._cancelled.set()
-        self._call.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -372,7 +481,7 @@ class Generation:
         self.cancel()
 
 
-class Client:
+class Client(_Client[Generation]):
     """A blocking client of one server; thread-safe.
 
     Args:
@@ -392,65 +501,8 @@ class Client:
         InvalidArgument: a file or the token cannot be used.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout: float | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        ca: str | PathLike[str] | None = None,
-        cert: str | PathLike[str] | None = None,
-        key: str | PathLike[str] | None = None,
-        token: str | None = None,
-        resume_s: float = 0.0,
-    ) -> None:
-        access = _Access(address, credentials, ca, cert, key, token)
-        self._metadata = access.metadata
-        self._resume_s = resume_s
-        if access.credentials is None:
-            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(
-                address, access.credentials, options=CHANNEL_OPTIONS
-            )
-        self._timeout = timeout
-        self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel)
-        self._verify = verify_pb2_grpc.VerifyServiceStub(self._channel)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: SpeculationConfig | None = None,
-        *,
-        prediction: Prompt = (),
-        timeout: float | None = None,
-        return_draft: bool = False,
-        return_prompt_token_ids: bool = False,
-        numerics_mismatch: str | None = None,
-    ) -> Generation:
-        """Start generating; the rounds come as they are committed.
-
-        Args:
-            prediction: what the output is expected to be; a draft, which never changes it.
-            return_draft: rounds say what was drafted, too (``Round.draft``).
-            return_prompt_token_ids: the last round has the prompt's tokens.
-            numerics_mismatch: where the server is lost and has other numerics when it is back,
-                "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
-                what the server is configured to do.
-
-        Raises:
-            PacelineError: whatever the server refused, when the first round is asked for.
-        """
-        request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
-        request.return_draft = return_draft
-        request.return_prompt_token_ids = return_prompt_token_ids
-        return Generation(self._start_generation, request, timeout or self._timeout, self._resume_s)
-
-    def _start_generation(
-        self, request: generate_pb2.GenerateRequest, timeout: float | None
-    ) -> Any:
-        return self._generate.Generate(request, timeout=timeout, metadata=self._metadata)
+    _grpc: ClassVar[Any] = grpc
+    _generation = Generation
 
     def complete(
         self,
@@ -515,48 +567,38 @@ class Client:
         self.close()
 
 
-class VerifySession:
+class VerifySession(_Session):
     """A session that verifies this client's drafts, over unary calls. Not thread-safe.
 
     A call that failed for the network's sake can be made again: rounds are idempotent.
     """
 
     def __init__(self, client: Client, transcript: ClientTranscript) -> None:
+        super().__init__(transcript)
         self._client = client
-        self.transcript = transcript
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt plus everything committed."""
-        return self.transcript.token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.transcript.finish_reason
 
     def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
         """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
-        request = self.transcript.request(self.transcript.propose(draft))
-        request.session_id, request.epoch = self.transcript.session_id, self.transcript.epoch
+        request = self._addressed(self._verify_request(draft))
         return self.transcript.verified(self._client._unary(self._client._verify.Verify, request))
 
     def truncate(self, length: int) -> None:
         """Forget the committed tokens after the first ``length``."""
-        request = build(
-            verify_pb2.TruncateRequest, "", session_id=self.transcript.session_id,
-            epoch=self.transcript.epoch, length=length,
-        )  # fmt: skip
+        request = self._addressed(build(verify_pb2.TruncateRequest, "", length=length))
         self.transcript.truncated(self._client._unary(self._client._verify.Truncate, request))
 
     def close(self) -> SessionStatistics | None:
         """Free the session; its statistics, or None when it was gone already."""
-        request = verify_pb2.CloseRequest(
-            session_id=self.transcript.session_id, epoch=self.transcript.epoch
-        )
+        request = self._addressed(verify_pb2.CloseRequest())
         result: verify_pb2.CloseResult = self._client._unary(self._client._verify.Close, request)
         if not result.HasField("statistics"):
             return None
         return statistics_from_message(result.statistics)
+
+    def _addressed(self, request: M) -> M:
+        """A unary message with the session's name and epoch, which frames of a stream leave out."""
+        request.session_id, request.epoch = self.transcript.session_id, self.transcript.epoch
+        return request
 
     def __enter__(self) -> Self:
         return self
@@ -577,24 +619,8 @@ class VerifySession:
 # --- asyncio -----------------------------------------------------------------------------------
 
 
-class AsyncGeneration:
-    """A running generation: iterate over its rounds once. Leaving the loop early cancels it.
-
-    Args: as :class:`Generation`.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[generate_pb2.GenerateRequest, float | None], Any],
-        request: generate_pb2.GenerateRequest,
-        timeout: float | None,
-        resume_s: float,
-    ) -> None:
-        self._start = start
-        self._whole = Continuation(request.SerializeToString(), timeout)
-        self._resume_s = resume_s
-        self._cancelled = False
-        self._call = start(request, timeout)
+class AsyncGeneration(_Generation):
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
 
     async def __aiter__(self) -> AsyncIterator[Round]:
         try:
@@ -605,19 +631,11 @@ class AsyncGeneration:
                         yield _round(reply)
                     return
                 except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                if self._cancelled or not self._whole.may_go_on(failure, self._resume_s):
-                    raise failure
+                    self._check_lost(error)
                 await asyncio.sleep(RETRY_S)
-                request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
-                self._call = self._start(request, self._whole.timeout_s)
+                self._start_again()
         finally:
             self._call.cancel()
-
-    def cancel(self) -> None:
-        """Free the session on the server."""
-        self._cancelled = True
-        self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -626,61 +644,14 @@ class AsyncGeneration:
         self.cancel()
 
 
-class AsyncClient:
+class AsyncClient(_Client[AsyncGeneration]):
     """An asyncio client of one server; belongs to the event loop that it was made in.
 
     Args: as :class:`Client`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout: float | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        ca: str | PathLike[str] | None = None,
-        cert: str | PathLike[str] | None = None,
-        key: str | PathLike[str] | None = None,
-        token: str | None = None,
-        resume_s: float = 0.0,
-    ) -> None:
-        access = _Access(address, credentials, ca, cert, key, token)
-        self._metadata = access.metadata
-        self._resume_s = resume_s
-        if access.credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(
-                address, access.credentials, options=CHANNEL_OPTIONS
-            )
-        self._timeout = timeout
-        self._generate: Any = generate_pb2_grpc.GenerateServiceStub(self._channel)
-        self._verify: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: SpeculationConfig | None = None,
-        *,
-        prediction: Prompt = (),
-        timeout: float | None = None,
-        return_draft: bool = False,
-        return_prompt_token_ids: bool = False,
-        numerics_mismatch: str | None = None,
-    ) -> AsyncGeneration:
-        """Start generating; see :meth:`Client.generate`."""
-        request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
-        request.return_draft = return_draft
-        request.return_prompt_token_ids = return_prompt_token_ids
-        return AsyncGeneration(
-            self._start_generation, request, timeout or self._timeout, self._resume_s
-        )
-
-    def _start_generation(
-        self, request: generate_pb2.GenerateRequest, timeout: float | None
-    ) -> Any:
-        return self._generate.Generate(request, timeout=timeout, metadata=self._metadata)
+    _grpc: ClassVar[Any] = grpc.aio
+    _generation = AsyncGeneration
 
     async def complete(
         self,
@@ -750,25 +721,16 @@ class AsyncClient:
         await self.close()
 
 
-class AsyncVerifySession:
+class AsyncVerifySession(_Session):
     """A session that verifies this client's drafts on one stream; ends with it.
 
     One call at a time: a round follows from the answer to the one before.
     """
 
     def __init__(self, call: Any, transcript: ClientTranscript, timeout: float | None) -> None:
+        super().__init__(transcript)
         self._call = call
         self._timeout = timeout
-        self.transcript = transcript
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt plus everything committed."""
-        return self.transcript.token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.transcript.finish_reason
 
     async def _open(self, request: verify_pb2.OpenRequest) -> Self:
         try:
@@ -782,14 +744,15 @@ class AsyncVerifySession:
 
     async def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
         """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
-        request = self.transcript.request(self.transcript.propose(draft))
-        reply = await self._exchange(verify_pb2.VerifyFrame(verify=request))
+        frame = verify_pb2.VerifyFrame(verify=self._verify_request(draft))
+        reply = await self._exchange(frame)
         return self.transcript.verified(reply.verify)
 
     async def truncate(self, length: int) -> None:
         """Forget the committed tokens after the first ``length``."""
         request = build(verify_pb2.TruncateRequest, "", length=length)
-        reply = await self._exchange(verify_pb2.VerifyFrame(truncate=request))
+        frame = verify_pb2.VerifyFrame(truncate=request)
+        reply = await self._exchange(frame)
         self.transcript.truncated(reply.truncate)
 
     async def close(self) -> SessionStatistics:

@@ -1,9 +1,9 @@
 """Generate the Python stubs of ``rpc/proto`` into ``rpc/gen``: ``python -m paceline.rpc.generate``.
 
-A knob of :class:`paceline.config.SpeculationConfig` that the message ``Speculation`` lacks is added
-to it first, with the next number; fields that are there are never touched. ``--check`` writes
-nothing and fails when the committed files are not what this would write.
-Needs ``grpcio-tools`` and ``mypy-protobuf`` (in the extra ``dev``).
+It first adds the knobs of :class:`paceline.config.SpeculationConfig` that the message
+``Speculation`` lacks, each with the next number, and never changes a field that is there.
+``--check`` writes nothing, and fails when the committed files are not what this would write. It
+needs ``grpcio-tools`` and ``mypy-protobuf`` (in the extra ``dev``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def with_all_knobs(proto: str) -> str:
 def _proto_type(knob: str, annotation: Any) -> str:
     """``optional int32`` for ``int | None``, ``repeated string`` for ``tuple[str, ...] | None``.
 
-    What can be a text or a list is a string, see
+    A knob that can be a text or a list is a string: see
     :func:`paceline.rpc.messages.speculation_to_message`.
     """
     if get_origin(annotation) in (Union, types.UnionType):
@@ -114,7 +114,7 @@ def render() -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """Committed files that differ from what :func:`write` gives, or should not be there."""
+    """Committed files that :func:`write` would change or delete."""
     wanted = render()
     present = {
         str(path.relative_to(GEN)): path.read_text()

@@ -1,9 +1,9 @@
-"""The gateway: a fixed port for gRPC and one for HTTP, relaying to the target replicas.
+"""The gateway: a fixed port for gRPC and one for HTTP in front of the target replicas.
 
-For each call it holds a lease on a target that Serve picked, and passes messages on as the bytes
-they came in. Verify sessions are read where routing needs it: a session id leads to the replica
-that has the session. A generation whose target goes away continues on another one; a verify session
-is opened again by its client, who has its tokens.
+For each call it holds a lease on a target that Serve picks, and passes messages on as the bytes
+that came in. It reads the frames of verify sessions where routing needs it: a session id leads to
+the replica that has the session. A generation whose target goes away continues on another one. A
+verify session does not: its client has the tokens, and opens it again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
 
 MAX_TRIES = 3
-"""Targets that a generation may lose in a row without a token: it may be what kills them."""
+"""Targets that a generation may lose in a row without a token: its request may kill them."""
 _RETRY_S = 0.2
 _START_ATTEMPT_S = 60.0
 
@@ -65,8 +65,8 @@ class Relay:
 
     Args:
         open_lease: a lease on a target that can take a session, or ServerUnavailable.
-        idle_timeout_s: streams that send nothing for so long are closed.
-        resume_s: a generation that lost its target looks so long for another one.
+        idle_timeout_s: seconds without a frame after which the gateway closes a stream.
+        resume_s: seconds in which a generation that has lost its target looks for another one.
         gate: admits callers, and counts what they use.
         tls: for the connections to targets; None is plain text.
         tracing: None traces nothing.
@@ -121,10 +121,10 @@ class Relay:
     async def generate(
         self, request: bytes, timeout_s: float | None = None, traceparent: str = ""
     ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
-        """One generation for the caller, of whatever protocol: each reply as bytes and read.
+        """One generation for a caller of any protocol: each reply as bytes and as a message.
 
-        When its target goes away, it goes on with the same tokens on another one. Closing the
-        generator ends the session and lets the target go.
+        When its target goes away, it goes on with the same tokens on another one. To close the
+        generator ends the session and gives the lease back.
 
         Args:
             request: a GenerateRequest.
@@ -132,7 +132,7 @@ class Relay:
             traceparent: W3C trace context of the caller.
 
         Raises:
-            PacelineError: refused by the gate or the target, or no target is there.
+            PacelineError: the gate or the target refuses, or there is no target.
         """
         with self._gate.call("gateway.generate", self._tracing, traceparent) as admission:
             pinned = parsed(generate_pb2.GenerateRequest, request).fingerprint
@@ -159,7 +159,7 @@ class Relay:
     async def _generate_once(
         self, request: bytes, whole: Continuation, metadata: Metadata
     ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
-        """Replies of one target, added to the whole."""
+        """The replies of one target, which also go into ``whole``."""
         kept = self._idle.take(whole.fingerprint)
         lease = kept or await self._calls.lease_for(whole.fingerprint)
         try:
@@ -169,7 +169,7 @@ class Relay:
             async with aclosing(call) as replies:
                 async for reply in replies:
                     message = generate_pb2.GenerateReply.FromString(reply)
-                    if message.finish_reason == "cancelled":  # by the target, which is stopping
+                    if message.finish_reason == "cancelled":  # the target does this when it stops
                         raise gone(lease)
                     changed = whole.add(message)
                     yield (message.SerializeToString() if changed else reply), message
@@ -201,18 +201,18 @@ class Relay:
         return await self.get_model(request, context.time_remaining())
 
     def sweep(self) -> None:
-        """Let go of sessions that their target has closed because they were idle."""
+        """Forget sessions that their target has closed because they were idle."""
         self._verify.sweep()
 
     async def close(self) -> None:
-        """Let all sessions go and close the connections."""
+        """Forget all sessions and close the connections."""
         self._verify.close()
         self._idle.close()
         await self._calls.close()
 
 
 def _gate(config: GatewayConfig) -> Gate:
-    # Where the file was named on the replica's own node only, it counts as well.
+    # The variable may be set on the replica's own node only.
     path = config.tenants or os.environ.get(TENANTS_VARIABLE)
     return Gate(
         tenants=Tenants(path) if path else None,
@@ -247,7 +247,7 @@ class GatewayDeployment:
             tracing=tracing,
         )
         self._tracing = tracing
-        # An open port means that there is a target: load balancers send no client here before that.
+        # Load balancers send clients here as soon as the port is open: that has to mean a target.
         await _wait_for_target(targets)
         try:
             self._server = await start_server(
@@ -297,7 +297,7 @@ class GatewayDeployment:
             self._relay.sweep()
 
     async def __del__(self) -> None:
-        # Serve awaits this once after draining; it is not reached when the constructor failed.
+        # Serve awaits this once after draining. There is no sweeper when the constructor failed.
         if hasattr(self, "_sweeper"):
             self._sweeper.cancel()
             http = [] if self._http is None else [self._http.stop(self._drain_s)]

@@ -20,11 +20,11 @@ from paceline.rpc.tls import ClientTls
 from paceline.rpc.tracing import Span
 
 MAX_LOOKS = 16
-"""Targets that are looked at for one whose numerics are those of a session that goes on."""
+"""Targets to look at for one with the numerics of a session that goes on."""
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_retries", 0),  # a session is not repeated behind the client's back
+    ("grpc.enable_retries", 0),  # gRPC would repeat a session behind the client's back
 )
 
 M = TypeVar("M", bound=Message)
@@ -32,11 +32,11 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class TargetGone(ServerUnavailable):
-    """The target of a call is no more."""
+    """The target of a call has gone."""
 
 
 class TargetCalls:
-    """Calls to targets, each on a lease. Messages are the bytes that they travel as.
+    """Calls to targets, each on a lease. Messages stay bytes.
 
     Args:
         open_lease: a lease on a target that can take a session, or ServerUnavailable.
@@ -57,8 +57,8 @@ class TargetCalls:
     async def lease_for(self, fingerprint: str) -> Lease:
         """A lease on a target with these numerics, or on another one if none is found.
 
-        That one refuses the session, or takes it where a mismatch is allowed. Targets that are not
-        the one are kept until there is one, so that Serve looks at the others.
+        The other one refuses the session, or takes it if the request allows a mismatch. This keeps
+        the leases on wrong targets until it is done, so that Serve looks at the others.
         """
         others: list[Lease] = []
         try:
@@ -68,7 +68,7 @@ class TargetCalls:
                 if found or len(others) == MAX_LOOKS - 1:
                     return lease
                 others.append(lease)
-        except ServerUnavailable:  # the rest is starting or busy
+        except ServerUnavailable:  # the others are starting or busy
             if not others:
                 raise
             return others.pop()
@@ -154,7 +154,7 @@ class TargetCalls:
 
     async def _failure(self, error: grpc.RpcError, lease: Lease) -> Exception:
         failure = from_rpc_error(error)
-        if isinstance(failure, Cancelled):  # not by this side: the replica is stopping
+        if isinstance(failure, Cancelled):  # the replica has done it: it is stopping
             return gone(lease)
         if isinstance(failure, ServerUnavailable):
             channel = self._channels.pop(lease.endpoint.address, None)
@@ -171,11 +171,12 @@ class TargetCalls:
 
 
 def _client_left() -> bool:
-    """Whether it was the handler that was cancelled, and not its call to the target.
+    """Whether gRPC has cancelled the handler, and not only its call to the target.
 
-    The call alone is when the target is lost: by the lease, or by another call that noticed first
-    and closed their connection; or by a session's own sender, which leaves its error in the
-    _Stream. gRPC would answer nothing to a handler that ends as cancelled.
+    When the target is lost, the lease cancels the call alone, or another call does that noticed
+    first and closed their connection. A session's own sender does so, too, and leaves its error in
+    the stream. gRPC answers nothing for a handler that ends as cancelled, so only a client that has
+    left may end it so.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -188,7 +189,7 @@ def metadata_of(admission: CallAdmission, span: Span | None = None) -> Metadata:
         span: that the target's spans belong to.
     """
     metadata: Metadata = ()
-    if admission.owner is not None:  # a tenant's name may have letters that metadata may not have
+    if admission.owner is not None:  # metadata cannot carry every tenant's name
         scope = hashlib.sha256(admission.owner.encode()).hexdigest()
         metadata = ((CACHE_SCOPE, scope),)
     return metadata if span is None else (*metadata, ("traceparent", span.traceparent))
@@ -198,7 +199,7 @@ def parsed(message: type[M], data: bytes) -> M:
     """Read a message.
 
     Raises:
-        InvalidArgument: the bytes are no such message.
+        InvalidArgument: the bytes are not such a message.
     """
     try:
         return message.FromString(data)
@@ -208,7 +209,7 @@ def parsed(message: type[M], data: bytes) -> M:
 
 
 def gone(lease: Lease) -> TargetGone:
-    """The error of a call whose target is no more."""
+    """The error of a call whose target has gone."""
     endpoint = lease.endpoint
     return TargetGone(
         f"target replica {endpoint.replica_id} at {endpoint.address} (process {endpoint.pid}) is "

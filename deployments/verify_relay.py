@@ -1,4 +1,4 @@
-"""VerifyService at the gateway: each session is passed on to the replica that has it."""
+"""VerifyService at the gateway: passes each session on to the replica that has it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class _Route:
-    """A verify session: which lease it lives on, whose it is, and who uses it.
+    """A verify session: its lease on a target, its owner, and how many calls use it.
 
     Attributes:
         session_id: the target's name for it; empty before it is open.
-        users: streams on it and calls that open it, and one for a session that unary calls opened.
-        unary: unary calls opened it: it stays until Close, or until it is idle for too long.
+        users: streams on it and calls that open it, and one more if ``unary``.
+        unary: a unary call opened it: it stays until Close, or until it is idle for too long.
     """
 
     __slots__ = (
@@ -50,10 +50,10 @@ class _Route:
 
 
 class VerifyRelay:
-    """Verify sessions, by a stream each or by unary calls.
+    """Relays verify sessions, each a stream or unary calls.
 
     Args:
-        idle_timeout_s: streams that send nothing for so long are closed.
+        idle_timeout_s: seconds without a frame after which the gateway closes a stream.
         gate: admits callers, and counts what they use.
         tracing: None traces nothing.
     """
@@ -114,7 +114,7 @@ class VerifyRelay:
                     self._opened(route, message.open)
                 await stream.pass_on(reply, message)
         except (asyncio.CancelledError, TargetGone):
-            if stream.error is not None:  # the target is there: the sender ended the call
+            if stream.error is not None:  # the target is there, but the sender has ended the call
                 raise stream.error from None
             raise
         finally:
@@ -175,7 +175,7 @@ class VerifyRelay:
 
     @asynccontextmanager
     async def _route_for(self, opening: verify_pb2.OpenRequest) -> AsyncIterator[_Route]:
-        """The route of a session that is resumed, or a new one, while a call uses it."""
+        """The route of the session that a call resumes or opens, while the call uses it."""
         if opening.resume_session_id:
             self._gate.count_open()  # so that guessing session ids is slow
             route = self._of_caller(opening.resume_session_id)
@@ -205,7 +205,7 @@ class VerifyRelay:
             route.admission.charge(result.committed_length)
 
     def _of_caller(self, session_id: str) -> _Route:
-        """The route of a caller's session; one of another caller counts as missing."""
+        """The route of the caller's session; another caller's counts as missing."""
         route = self._routes.get(session_id)
         if route is not None and route.admission.is_callers:
             return route
@@ -234,7 +234,7 @@ class VerifyRelay:
         return len(self._routes)
 
     def sweep(self) -> None:
-        """Let go of unary sessions that their target has closed because they were idle."""
+        """Forget unary sessions that their target has closed because they were idle."""
         now = time.monotonic()
         for session_id, route in list(self._routes.items()):
             if route.unary and (
@@ -243,7 +243,7 @@ class VerifyRelay:
                 self._end_unary(session_id)
 
     def close(self) -> None:
-        """Let all sessions go."""
+        """Forget all sessions."""
         for route in self._routes.values():
             route.lease.release()
         self._routes.clear()
@@ -256,14 +256,14 @@ def _num_tokens(result: verify_pb2.VerifyResult) -> int:
 class _Stream:
     """Both directions of one session stream.
 
-    The target takes one frame after the other and answers each once, so the next one is asked for
-    when the answer to the last one was passed on: a refusal of this side has its place, a caller
-    that waits for an answer is not idle, and nothing is written to a call that has ended, whose
-    status gRPC would then replace by INTERNAL.
+    The target takes one frame after the other and answers each once. So this side asks the client
+    for the next frame when it has passed the last answer on. Then a refusal of its own has its
+    place, a caller that waits for an answer is not idle, and nothing writes to a call that has
+    ended, whose status gRPC would replace by INTERNAL.
     """
 
     def __init__(self, call: Any, admission: CallAdmission, context: Context) -> None:
-        self.error: BaseException | None = None  # why the sender ended before the client did
+        self.error: BaseException | None = None  # ended the sender early
         self.call = call
         self._admission = admission
         self._context = context
@@ -275,7 +275,7 @@ class _Stream:
         async for data in frames:
             frame = parsed(verify_pb2.VerifyFrame, data)
             try:
-                if not frame.HasField("close"):  # which frees what others wait for
+                if not frame.HasField("close"):  # Close frees what others wait for
                     self._admission.round(len(frame.verify.token_ids))
             except QuotaExceeded as error:
                 await self._admission.slow_down()

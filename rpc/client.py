@@ -1,7 +1,7 @@
 """Clients of a target: generate text, or verify drafts of one's own. Blocking and asyncio.
 
-Errors come back as the exceptions that the server raised (``rpc/errors.py``). Leaving a loop over a
-generation, ``cancel()``, leaving the ``with`` block and losing the connection all free the session
+Errors are the exceptions that the server raised (``rpc/errors.py``). To leave a loop over a
+generation or its ``with`` block, ``cancel()``, and the loss of the connection all free the session
 and its KV memory on the server at once.
 """
 
@@ -45,24 +45,24 @@ from paceline.types import EMPTY_DRAFT, Draft
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A server machine that died sends no reset: without pings a call without deadline would hang.
+    # A server machine that dies sends no reset: without pings a call without deadline would hang.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Clients do not share a connection: when one goes away, the server sees it.
     ("grpc.use_local_subchannel_pool", 1),
-    # A server that is replaced is back in seconds.
+    # A replaced server is back in seconds.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 RETRY_S = 0.3
-"""Pause before a generation asks for its server again."""
+"""Pause before a generation that has lost its server asks again."""
 
 Prompt = str | Sequence[int]
 
 Metadata = tuple[tuple[str, str], ...]
 SYSTEM_CA = "system"
-"""As ``ca``: the authorities that come with gRPC, as for servers on the open internet."""
+"""As ``ca``: the authorities that come with gRPC, for servers on the open internet."""
 
 
 def bearer(token: str) -> Metadata:
@@ -84,7 +84,7 @@ class Hidden:
 
 
 class _Access:
-    """How a client connects: over TLS or not, with which token."""
+    """How a client connects: with or without TLS, with which token."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _AddMetadata(
             request,
         )
 
-    # The four differ in what the continuation takes and gives, which is passed on as it is.
+    # The four differ in what the continuation takes and returns, which passes through unchanged.
     intercept_unary_unary: Any = _call
     intercept_unary_stream: Any = _call
     intercept_stream_unary: Any = _call
@@ -172,7 +172,7 @@ def open_channel(
     key: str | PathLike[str] | None = None,
     token: str | None = None,
 ) -> grpc.Channel:
-    """A blocking channel for stubs of one's own; every call on it carries the token.
+    """A blocking channel for other stubs; every call on it carries the token.
 
     Args, Raises: as :class:`Client`.
     """
@@ -185,11 +185,11 @@ def open_channel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round committed. The first ``num_accepted`` of ``token_ids`` were drafted.
+    """What one round committed. The first ``num_accepted`` of ``token_ids`` come from the draft.
 
-    The fields from ``finish_reason`` to ``num_predicted`` are set in the last round only, and so is
-    ``prompt_token_ids``, where it was asked for. ``fingerprint`` is in the first round of each
-    server, with ``numerics_changed`` where it is not the one of the rounds before.
+    Only the last round has the fields from ``finish_reason`` to ``num_predicted``, and
+    ``prompt_token_ids`` if the request asks for it. The first round of each server has its
+    ``fingerprint``, and ``numerics_changed`` if the rounds before have another one.
     """
 
     round: int
@@ -208,7 +208,7 @@ class Round:
     fingerprint: str = ""
     numerics_changed: bool = False
     prompt_token_ids: tuple[int, ...] = ()
-    draft: generate_pb2.RoundDraft | None = None  # where the request asked for it
+    draft: generate_pb2.RoundDraft | None = None  # if the request asks for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +223,12 @@ class Completion:
 
     @property
     def last(self) -> Round:
-        """The round that has the process ids."""
+        """The last round, which has the process ids."""
         return self.rounds[-1]
 
     @property
     def fingerprint(self) -> str:
-        """Of the numerics of the first token; empty: the server did not say."""
+        """Of the numerics of the first token; empty: not known."""
         return next((r.fingerprint for r in self.rounds if r.fingerprint), "")
 
     @property
@@ -325,12 +325,12 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
 
 
 class _Generation:
-    """What both kinds of generations know, and how they go on when their server is lost.
+    """What both kinds of generations have in common: among others, how to go on after a loss.
 
     Args:
         start: begins a call with a request and a time-out.
         timeout: seconds for all of it.
-        resume_s: seconds that it looks for a server after losing one.
+        resume_s: seconds in which to look for a server after the loss of one.
     """
 
     def __init__(
@@ -410,15 +410,15 @@ class _Client(Generic[G]):
         """Start generating; the rounds come as they are committed.
 
         Args:
-            prediction: what the output is expected to be; a draft, which never changes it.
-            return_draft: rounds say what was drafted, too (``Round.draft``).
+            prediction: the expected output; a draft, which never changes the output.
+            return_draft: rounds have their drafts (``Round.draft``).
             return_prompt_token_ids: the last round has the prompt's tokens.
-            numerics_mismatch: where the server is lost and has other numerics when it is back,
+            numerics_mismatch: when the server is lost and comes back with other numerics,
                 "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
-                what the server is configured to do.
+                as the server's configuration says.
 
         Raises:
-            PacelineError: whatever the server refused, when the first round is asked for.
+            PacelineError: the server's refusal, at the first round.
         """
         request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
         request.return_draft = return_draft
@@ -440,7 +440,7 @@ class _Session:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt plus everything committed."""
+        """The committed tokens, prompt included."""
         return self.transcript.token_ids
 
     @property
@@ -489,16 +489,16 @@ class Client(_Client[Generation]):
         timeout: seconds for each call as a whole; None means no deadline.
         credentials: for TLS, as gRPC makes them; None is plain text, unless one of the files below
             is given.
-        ca: PEM file of who signs the server's certificate; turns TLS on. "system" trusts the public
-            authorities.
+        ca: PEM file of the authority that signs the server's certificate; turns TLS on. "system"
+            trusts the public authorities.
         cert, key: PEM files of the client's own certificate, for servers that want one (mTLS).
-        token: who calls, for servers with tenants. Over plain text only to loopback.
-        resume_s: a generation whose server is lost looks for it so many seconds and then goes on
-            with the same tokens (with coupled sampling and at temperature 0; sampled with another
-            rule, with tokens of the same distribution). 0 raises the error at once.
+        token: of the tenant, for servers with tenants. Over plain text only to loopback.
+        resume_s: seconds in which a generation looks for a server that is lost. It goes on with the
+            same tokens with coupled sampling and at temperature 0, else with tokens of the same
+            distribution. 0 raises the error at once.
 
     Raises:
-        InvalidArgument: a file or the token cannot be used.
+        InvalidArgument: a file or the token is not usable.
     """
 
     _grpc: ClassVar[Any] = grpc
@@ -540,10 +540,10 @@ class Client(_Client[Generation]):
             fingerprint: of the server that has committed some of these tokens
                 (``ClientTranscript.fingerprint``): one with other numerics refuses.
             numerics_mismatch: "refuse", or "allow" it to go on
-                (``ClientTranscript.numerics_changed``); None: what it is configured to do.
+                (``ClientTranscript.numerics_changed``); None: as its configuration says.
 
         Raises:
-            NumericsMismatch: the server's fingerprint is another one.
+            NumericsMismatch: the server has another fingerprint.
         """
         request = _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
         transcript = ClientTranscript(prompt_ids)
@@ -557,7 +557,7 @@ class Client(_Client[Generation]):
             raise from_rpc_error(error) from None
 
     def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
+        """Close the connection, which cancels running calls."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -570,7 +570,7 @@ class Client(_Client[Generation]):
 class VerifySession(_Session):
     """A session that verifies this client's drafts, over unary calls. Not thread-safe.
 
-    A call that failed for the network's sake can be made again: rounds are idempotent.
+    After a failure of the network a call can be made again: rounds are idempotent.
     """
 
     def __init__(self, client: Client, transcript: ClientTranscript) -> None:
@@ -588,7 +588,7 @@ class VerifySession(_Session):
         self.transcript.truncated(self._client._unary(self._client._verify.Truncate, request))
 
     def close(self) -> SessionStatistics | None:
-        """Free the session; its statistics, or None when it was gone already."""
+        """Free the session, and return its statistics; None: it was gone already."""
         request = self._addressed(verify_pb2.CloseRequest())
         result: verify_pb2.CloseResult = self._client._unary(self._client._verify.Close, request)
         if not result.HasField("statistics"):
@@ -596,7 +596,7 @@ class VerifySession(_Session):
         return statistics_from_message(result.statistics)
 
     def _addressed(self, request: M) -> M:
-        """A unary message with the session's name and epoch, which frames of a stream leave out."""
+        """Add the session's name and epoch to a unary message; frames go without them."""
         request.session_id, request.epoch = self.transcript.session_id, self.transcript.epoch
         return request
 
@@ -612,7 +612,7 @@ class VerifySession(_Session):
         try:
             self.close()
         except PacelineError:
-            if error is None:  # do not hide what went wrong first
+            if error is None:  # do not hide the first error
                 raise
 
 
@@ -645,7 +645,7 @@ class AsyncGeneration(_Generation):
 
 
 class AsyncClient(_Client[AsyncGeneration]):
-    """An asyncio client of one server; belongs to the event loop that it was made in.
+    """An asyncio client of one server, for the event loop that makes it.
 
     Args: as :class:`Client`.
     """
@@ -696,9 +696,9 @@ class AsyncClient(_Client[AsyncGeneration]):
         )
 
     async def resume_session(self, transcript: ClientTranscript) -> AsyncVerifySession:
-        """Take a session of this server over on a new stream; the old one is fenced off.
+        """Take over a session of this server on a new stream, and fence the old stream off.
 
-        A round whose answer was lost is asked for again and applied to ``transcript``.
+        If the last answer was lost, this fetches it and applies it to ``transcript``.
 
         Raises:
             SessionNotFound: it is gone; open a new one with ``transcript.token_ids`` and
@@ -711,7 +711,7 @@ class AsyncClient(_Client[AsyncGeneration]):
         return self._verify.Session(metadata=self._metadata)
 
     async def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
+        """Close the connection, which cancels running calls."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -722,7 +722,7 @@ class AsyncClient(_Client[AsyncGeneration]):
 
 
 class AsyncVerifySession(_Session):
-    """A session that verifies this client's drafts on one stream; ends with it.
+    """A session that verifies this client's drafts on one stream, and ends with it.
 
     One call at a time: a round follows from the answer to the one before.
     """
@@ -756,7 +756,7 @@ class AsyncVerifySession(_Session):
         self.transcript.truncated(reply.truncate)
 
     async def close(self) -> SessionStatistics:
-        """Free the session; its statistics."""
+        """Free the session, and return its statistics."""
         frame = verify_pb2.VerifyFrame(close=verify_pb2.CloseRequest())
         reply = await self._exchange(frame)
         self.cancel()
@@ -767,11 +767,11 @@ class AsyncVerifySession(_Session):
         self._call.cancel()
 
     async def _exchange(self, frame: verify_pb2.VerifyFrame) -> verify_pb2.VerifyReply:
-        """One frame there, its answer back.
+        """Send one frame, and return the answer.
 
         Raises:
-            PacelineError: as the server raised it; DeadlineExceeded after ``timeout`` seconds, and
-                the stream is then over.
+            PacelineError: as the server raised it.
+            DeadlineExceeded: no answer within ``timeout`` seconds; the stream is over.
         """
         try:
             async with asyncio.timeout(self._timeout):

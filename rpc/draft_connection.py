@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
     from paceline.view import SessionView
 
-# A dead machine sends no reset. A round's deadline notices first; this ends the stream behind it.
+# A dead machine sends no reset. A round's deadline notices first; the pings end the stream.
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -37,7 +37,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
-    # A subchannel of its own, or a new connection would inherit the backoff of a dead one.
+    # A subchannel of its own: a shared one would pass the backoff of a dead connection on.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -49,7 +49,7 @@ class RemoteDrafterCounters:
     """Raw counters. Added latency a frame is ``(wait_seconds - draft_seconds) / num_frames``."""
 
     num_frames: int = 0  # answered frames with drafts that were waited for
-    num_ahead: int = 0  # drafts that were here before they were asked for
+    num_ahead: int = 0  # drafts that were here before the engine asked
     wait_seconds: float = 0.0  # from building the frame to the last of its futures
     draft_seconds: float = 0.0  # the drafter's own compute in that time
     num_reopened: int = 0  # sessions whose context was sent again
@@ -60,14 +60,14 @@ class RemoteDrafterCounters:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a drafter expects of a session: the next draft is worth something only if it is so."""
+    """A draft that is worth something if a session goes on as its drafter expects."""
 
     length: int  # committed tokens before what it expects
-    expected_ids: list[int]  # the draft that is verified now, and the target's own token
+    expected_ids: list[int]  # the draft under verification, and the target's own token
     draft: Draft
 
     def after(self, session: SessionView) -> Draft:
-        """The draft that follows the session's tokens; an empty one if they are not as expected."""
+        """The draft, or an empty one if the session's tokens are not as expected."""
         come_true = session.token_ids[self.length :] == self.expected_ids
         return self.draft if come_true else EMPTY_DRAFT
 
@@ -197,7 +197,7 @@ class DraftConnection:
             item.open.traceparent = session.traceparent
             item.open.prediction.extend(session.prediction)
             told = 0
-        item.base_length = min(told, session.length)  # shorter than before: it was truncated
+        item.base_length = min(told, session.length)  # it may have been truncated
         item.new_token_ids.extend(session.token_ids[item.base_length :])
         self.told[session.session_id] = session.length
 
@@ -217,7 +217,7 @@ class DraftConnection:
     def _use_what_is_here(self, frame: Frame) -> None:
         """Complete the futures of drafts that came ahead of their time.
 
-        The drafter, which expected the same, answers the frame with these drafts.
+        The drafter has expected the same, and answers the frame with these drafts.
         """
         for session, budget, future in frame.asks:
             ahead = self.ahead.pop(session.session_id, None)
@@ -246,7 +246,7 @@ class DraftConnection:
         self._answered = reply.round, frame
         try:
             again = self._settle(frame, reply)
-        except Exception as error:  # whatever came back, no session waits for ever
+        except Exception as error:  # no session waits for ever, whatever came back
             fail(frame.asks, self.unavailable(error))
             raise
         if frame.waited:
@@ -317,7 +317,7 @@ def _succeed(future: Future[Draft], draft: Draft) -> None:
 
 
 def _drafted_with(params: SamplingParams) -> SamplingParams:
-    """What a drafter has to know; what the target does alone stays with it."""
+    """What a drafter has to know; the rest is for the target alone."""
     return replace(params, logprobs=None, json_schema=None, regex=None, grammar=None)
 
 

@@ -1,4 +1,4 @@
-"""DraftService over a local drafter: mirrors of the targets' sessions, one batch a frame.
+"""DraftService over a local drafter: one batch for each frame of a target's sessions.
 
 ``Drafter.propose`` runs in the handler itself, on the event loop: a drafter replica has nothing
 else to do, and a hop to a worker thread and back costs about as much as the whole round trip.
@@ -29,17 +29,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Hosts a local drafter, and those that are made of it, for sessions of any number of targets.
+    """Hosts a local drafter, and drafters that use it, for the sessions of any number of targets.
 
     Args:
         drafter: must not need anything from the target but its tokens.
-        name: of the drafter in the catalogue; drafters that use it are made when a session wants
-            them. None gives the sessions of any method to ``drafter``.
+        name: of the drafter in the catalogue. The service makes drafters that use it when a session
+            wants them. None gives the sessions of any method to ``drafter``.
         vocab_size: token ids must be below it.
         context_length: sessions that outgrow it get empty drafts (AR); None: no limit.
         max_sessions: of all streams together.
-        idle_timeout_s: seconds without a call after which unary sessions are closed, and so are
-            streams that do not begin in that time.
+        idle_timeout_s: seconds without a call after which the service closes unary sessions, and
+            seconds until the first frame of a stream.
         tracing: None traces nothing.
 
     Raises:
@@ -82,7 +82,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> AsyncIterator[draft_pb2.ProposeReply]:
         mirrors = Mirrors(self._host, secrets.token_hex(4))
         try:
-            # A target says hello at once; between its sessions it may then be silent for hours.
+            # A target sends a first frame at once; between its sessions it may be silent for hours.
             async for frame in within(request_iterator, self._idle_timeout_s, later_s=None):
                 started = time.perf_counter()
                 reply = draft_pb2.ProposeReply(round=frame.round, drafter_pid=os.getpid())
@@ -139,7 +139,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         (result,) = self._unary.answer([item])
         if isinstance(result, Exception):
             raise result
-        mirror = self._unary_session(request)  # opened anew, or forgotten as its drafter failed
+        mirror = self._unary_session(request)  # it may be another one, or be gone after a failure
         return draft_pb2.ObserveResult(committed_length=mirror.session.length)
 
     async def Close(
@@ -149,7 +149,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return draft_pb2.CloseDraftResult()
 
     def _unary_session(self, request: draft_pb2.ProposeItem) -> Mirror:
-        """The session of a unary call, which was opened by Open and is named by the server."""
+        """The session of a unary call: Open has opened it, and this server has named it."""
         if request.HasField("open"):
             raise InvalidArgument("open", "set", "an item without it: call Open for a new session")
         if request.close:

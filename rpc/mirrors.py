@@ -1,7 +1,7 @@
-"""The sessions of targets as a drafter replica knows them, and the drafters that it hosts.
+"""What a drafter replica holds: drafters, and mirrors of the targets' sessions.
 
-A :class:`Mirror` follows one session of a target by the tokens that the target commits. It keeps no
-digest and no rounds: a target that finds its drafter at other tokens opens the session again.
+A :class:`Mirror` follows one session by the tokens that the target commits. It needs no digest and
+no rounds: a target whose drafter has lost its place opens the session again, at little cost.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Mirror:
         self.session = session
         self.span = span
         self.num_drafts = 0
-        self.draft = EMPTY_DRAFT  # the one after these tokens, to find the accepted path in
+        self.draft = EMPTY_DRAFT  # after these tokens, to find the accepted path in
         self.asked: Budget | None = None  # what that draft was made for
-        # What would follow that draft if all of it is accepted, the target's next token first.
+        # What follows that draft if the target accepts all of it: the target's next token first.
         self.ahead = EMPTY_DRAFT
         self.ready = EMPTY_DRAFT  # the draft after these tokens, when ``ahead`` was right
         self.touched_at = time.monotonic()
@@ -188,7 +188,7 @@ class Mirrors:
         return mirror
 
     def answer(self, items: Sequence[draft_pb2.ProposeItem]) -> list[Draft | Exception]:
-        """A draft or an error for each item; one propose for all that ask."""
+        """Answer a frame: a draft or an error for each item, from one propose for all that ask."""
         results: list[Draft | Exception] = [EMPTY_DRAFT] * len(items)
         asking: list[tuple[int, Mirror, Budget]] = []
         observed: list[tuple[Session, Outcome]] = []
@@ -208,7 +208,7 @@ class Mirrors:
                     continue
                 mirror.num_drafts += 1
                 if mirror.asked == budget:
-                    results[i] = mirror.draft  # asked again: the answer was lost
+                    results[i] = mirror.draft  # asked again: the answer is lost
                     continue
                 if mirror.ready.num_nodes >= min(budget.depth, budget.nodes):
                     mirror.draft = clip(mirror.ready, budget.depth, budget.nodes)
@@ -230,8 +230,8 @@ class Mirrors:
                     mirror.draft, mirror.asked = draft, budget
                     results[i] = draft
         except Exception as error:
-            # The drafter's state of these sessions is unknown now: forget them. The targets open
-            # them again if they still want drafts.
+            # The drafter's state for these sessions is unknown now: forget them. The target opens
+            # them again if it still wants drafts.
             if not isinstance(error, PacelineError):
                 logger.exception("a drafter failed")
             for i, _, _ in asking:
@@ -243,10 +243,10 @@ class Mirrors:
         return results
 
     def draft_ahead(self, session_ids: Iterable[str]) -> None:
-        """Draft what follows if the target accepts everything, while it verifies.
+        """While the target verifies, draft what follows if it accepts everything.
 
-        The guess is the drafted tokens and the drafter's own idea of the target's next one. When
-        it comes true, the next draft is there at once.
+        The guess is the drafted tokens and the drafter's own idea of the target's next one. If it
+        comes true, the next draft is there at once.
         """
         guesses: list[tuple[Mirror, Budget]] = []
         for mirror in [self._mirrors[each] for each in session_ids if each in self._mirrors]:
@@ -254,7 +254,7 @@ class Mirrors:
             if not self._host.drafter_of(mirror.session).rewinds:
                 continue
             if asked is None or not draft.num_nodes or mirror.session.plan.rule.draws.needs_q:
-                continue  # a draft with q is not made before its time: it would be large
+                continue  # a draft with q is large: not made on a guess
             depth = draft.num_nodes + 1
             length = mirror.session.length + draft.num_nodes + depth
             fits = self._host.context_length is None or length <= self._host.context_length
@@ -268,7 +268,7 @@ class Mirrors:
                 drafts = at_once(drafter.propose(sessions, [b for _, b in members]))
                 for (mirror, _), draft in zip(members, drafts, strict=True):
                     mirror.ahead = draft
-        except Exception:  # the next propose meets it again, and tells the target
+        except Exception:  # the next propose fails as well, and tells the target
             logger.exception("a drafter cannot draft ahead")
         finally:
             for mirror, _ in guesses:
@@ -288,7 +288,12 @@ class Mirrors:
         item: draft_pb2.ProposeItem,
         observed: list[tuple[Session, Outcome]],
     ) -> Mirror:
-        """Bring the mirror up to the target's committed tokens; notes what became of the draft."""
+        """Bring the mirror up to the target's committed tokens, and note what became of its draft.
+
+        Raises:
+            SessionNotFound: there is no such mirror.
+            PrefixDiverged: the mirror lacks tokens that the target takes it to have.
+        """
         session_id = item.session_id
         tokens = self._host.tokens("new_token_ids", item.new_token_ids)
         if item.HasField("open"):
@@ -333,7 +338,7 @@ class Mirrors:
         return self._mirrors[session_id]
 
     def _reopen(self, session_id: str, length: int) -> Mirror:
-        """Start again with the first ``length`` tokens: drafters cannot roll back."""
+        """Open the session anew with its first ``length`` tokens: drafters cannot roll back."""
         mirror = self._mirrors[session_id]
         session, span, mirror.span = mirror.session, mirror.span, None
         self.drop(session_id)

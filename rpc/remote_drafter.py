@@ -1,13 +1,13 @@
-"""The target's side of DraftService: a drafter in another process behind the face of every drafter.
+"""The target's side of DraftService: a drafter that lives in another process.
 
 One long-lived stream, one frame for all sessions of a propose, and only the tokens that the drafter
 has not seen. A round must not wait for anything else, so frames go out straight from the engine's
 thread, and a thread that blocks on the stream completes the futures.
 
-gRPC's blocking stub and its asyncio API were both measured with an echo drafter (asyncio server in
-another process, one session, 1,300 rounds on a 2-core machine that was also training a model): from
-``propose`` to the future's result the blocking stub took 0.19 ms (p50) and 0.24 ms (p90), an
-asyncio loop in its own thread 0.22 ms and 0.29 ms. The blocking stub it is.
+It uses gRPC's blocking stub, which is faster than the asyncio API. With an echo drafter (asyncio
+server in another process, one session, 1,300 rounds on a 2-core machine that was also training a
+model) the time from ``propose`` to the future's result was 0.19 ms (p50) and 0.24 ms (p90) with the
+blocking stub, 0.22 ms and 0.29 ms with an asyncio loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -35,25 +35,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.05
-_STUCK_AFTER = 5  # deadlines, until a silent stream is given up
+_STUCK_AFTER = 5  # deadlines without an answer: the stream is stuck
 
 
 class RemoteDrafter(Drafter):
     """Drafts from a DraftService replica, for all sessions of an engine.
 
-    Never blocks and never hangs: while there is no live drafter, and for as long as it owes an
-    answer that is past its deadline, drafts fail at once with DrafterUnavailable and the engine
-    goes on as AR. It connects in the background from the start, and again whenever the stream
-    breaks.
+    It never blocks and never hangs: while no drafter answers, or one owes an answer that is past
+    its deadline, drafts fail at once with DrafterUnavailable, and the engine goes on as AR. It
+    connects in the background from the start, and again whenever the stream breaks.
 
     Args:
-        resolve: gives the address of a drafter as HOST:PORT; asked before each connection, so the
-            address may change. A plain string means that address for ever.
+        resolve: returns a drafter's address as HOST:PORT, before each connection, so the address
+            may change. A string is an address that stays.
         vocab_size: of the target; a draft with other tokens counts as a failure.
         deadline_s: seconds until a draft counts as failed.
         max_backoff_s: longest pause between two attempts to connect.
-        tls: its files are read at each connection; None is plain text, for loopback and trusted
-            networks.
+        tls: each connection reads its files; None is plain text, for loopback and trusted networks.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -93,11 +91,11 @@ class RemoteDrafter(Drafter):
 
     @property
     def connected(self) -> bool:
-        """True while a drafter answers."""
+        """Whether a drafter answers."""
         return self._ready.is_set()
 
     def wait_ready(self, timeout: float) -> bool:
-        """Wait until a drafter answers; False when none did in ``timeout`` seconds."""
+        """Wait until a drafter answers; False: none did within ``timeout`` seconds."""
         return self._ready.wait(timeout)
 
     def stop(self) -> None:
@@ -178,7 +176,7 @@ class RemoteDrafter(Drafter):
             backoff = min(2 * backoff, self._max_backoff_s)
 
     def _connect_and_read(self) -> bool:
-        """Serve one stream until it ends; True when the drafter ever answered."""
+        """Serve one stream until it ends; returns whether the drafter has ever answered."""
         try:
             address = self._resolve()
             connection = DraftConnection(
@@ -188,7 +186,7 @@ class RemoteDrafter(Drafter):
                 counters=self.counters,
                 lock=self._lock,
             )
-        except Exception as error:  # the resolver is the caller's: whatever it raises, try again
+        except Exception as error:  # `resolve` is the caller's: whatever it raises, try again
             self._last_error = f"its address or certificate is not known: {error}"
             logger.warning("%s", self._last_error)
             return False
@@ -221,7 +219,7 @@ class RemoteDrafter(Drafter):
         return connection.pid != 0
 
     def _watch(self) -> None:
-        """Fail what is late. Runs a few times per deadline: a late draft is late either way."""
+        """Fail late drafts. It looks a few times per deadline: a late draft is late either way."""
         while not self._stopped.wait(max(0.005, self._deadline_s / 20)):
             with self._lock:
                 connection = self._connection

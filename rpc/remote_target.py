@@ -1,15 +1,14 @@
-"""A target on a server behind the face that the loop knows: the `device` topology.
+"""A target on a server that the loop uses as any other: the `device` topology.
 
-The loop drafts, calls :meth:`RemoteTarget.verify`, and gets a verdict; where the model is makes no
-difference to it. What the distance adds:
+The loop drafts, calls :meth:`RemoteTarget.verify`, and gets a verdict. What the distance adds:
 
 *Rounds ahead* (``rpc/ahead.py``). While an answer travels, the drafter goes on as if the target
 would accept the whole draft and add what the drafter expects, and each further draft leaves at
 once. The server takes the frames of a stream one after the other and compares each one's prefix
-digest with its own tokens, so a round whose guess was wrong costs it a comparison, and one whose
-guess was right is already there when the answer to the round before leaves. A drafter takes part if
-it can take a guess back (``Drafter.rewinds``), or find more than a draft at a time
-(``Drafter.copies``); others draft when the answer has come.
+digest with its own tokens. So a wrong guess costs it a comparison, and a round whose guess was
+right is already there when the answer to the round before leaves. A drafter takes part if it can
+take a guess back (``Drafter.rewinds``), or find more than a draft at a time (``Drafter.copies``).
+Others draft when the answer has come.
 
 *Losing a server* (``rpc/reconnect.py``). Committed tokens are all that a target knows of a session,
 and this side has them (``rpc/transcript.py``). ``rpc/target_link.py`` resumes a stream that breaks,
@@ -48,7 +47,7 @@ from paceline.view import SessionView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInfo:
-    """What the loop has to know about a target that is elsewhere."""
+    """What the loop has to know about a remote target."""
 
     vocab_size: int
     context_length: int
@@ -57,7 +56,7 @@ class TargetInfo:
     default_method: str = ""
     tokenizer: str = ""  # its fingerprint (paceline.tokenizer); empty: not known
     fingerprint: str = ""  # of its numerics (paceline.numerics); empty: not known
-    drafts: bool = True  # its default method is one that it can run
+    drafts: bool = True  # it can run its default method
 
     @staticmethod
     def of(model: generate_pb2.Model) -> TargetInfo:
@@ -77,20 +76,20 @@ class RemoteTarget:
     """A target on a server, for an engine on another machine. Not thread-safe, as its engine.
 
     Args:
-        servers: addresses HOST:PORT; the first is used as long as it works.
+        servers: addresses HOST:PORT; the target uses the first while it works.
         info: of the model that they serve.
         connect: makes a channel to an address; the place for TLS and credentials.
-        patience: see there.
+        patience: when a server counts as lost.
         alone_ok: while no server answers, the drafter decodes on alone.
         on_alone: called with a session and its tokens after the committed ones that no target has
             verified, each time that there are more of them.
-        numerics_mismatch: where the servers that answer have other numerics than a session's
-            tokens: "refuse" ends it with NumericsMismatch, "allow" goes on.
+        numerics_mismatch: when the servers that answer have other numerics than a session's tokens:
+            "refuse" ends it with NumericsMismatch, "allow" goes on.
         first_mode: of new sessions.
         max_in_flight: rounds under way at a time; 1 waits for every answer.
 
     Attributes:
-        ahead: how its sessions draft ahead; ``ahead.draft`` is None where the drafter cannot.
+        ahead: how its sessions draft ahead; ``ahead.draft`` is None: the drafter cannot.
         servers: what its sessions have learned of the servers, with all counters.
     """
 
@@ -139,7 +138,7 @@ class RemoteTarget:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether drafts are made and sent while answers travel."""
+        """Whether drafts leave while answers travel."""
         return self.ahead.draft is not None and self.ahead.max_in_flight > 1
 
     @property
@@ -201,7 +200,7 @@ class RemoteTarget:
     # --- beside the loop ------------------------------------------------------------------------
 
     def sent_ahead(self, session: SessionView) -> Draft | None:
-        """The session's next draft, where it has left already."""
+        """The session's next draft, if it has left already."""
         rounds = self._links[session.session_id].transcript.rounds
         return rounds[0].draft if rounds else None
 
@@ -227,7 +226,7 @@ def get_model(
         timeout: seconds for all attempts together.
 
     Raises:
-        PacelineError: what the last server answered, when none did in time.
+        PacelineError: the last error, when no server has answered in time.
     """
     end = time.monotonic() + timeout
     pause, error = 0.05, PacelineError("no server")

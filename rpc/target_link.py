@@ -394,8 +394,7 @@ def open_request(session: SessionView) -> verify_pb2.OpenRequest:
 
 
 def generate_request(session: SessionView, mode: Mode) -> generate_pb2.GenerateRequest:
-    """Generates what comes after the session's committed tokens, with drafts of the server's own
-    or without."""
+    """Generates after the session's committed tokens, with the server's own drafts or with none."""
     request = generate_pb2.GenerateRequest(
         sampling=sampling_to_message(replace(session.params, stop=())),
         committed_token_ids=session.output_ids,

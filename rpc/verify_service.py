@@ -1,7 +1,7 @@
 """VerifyService over an engine: the client drafts, this side verifies.
 
-Every verify session is an engine session with the method ``client``, which waits for a draft to be
-offered. What the client knows of it is in its transcript (``rpc/transcript.py``).
+Every verify session is an engine session with the method ``client``, which waits for the client's
+drafts. What the client knows of it is in its transcript (``rpc/transcript.py``).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# A session that is opened again elsewhere has its output as the prompt, and these have to know
-# where the output begins; log-probabilities do not travel with a verdict.
+# A session that a client opens again has its output in the prompt, and these have to know where the
+# output begins; a verdict has no log-probabilities.
 _GENERATE_ONLY = {
     name: getattr(SamplingParams(), name)
     for name in ("frequency_penalty", "presence_penalty", "logprobs", *CONSTRAINTS)
@@ -59,7 +59,7 @@ _GENERATE_ONLY = {
 
 
 def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
-    """The nodes of ``draft`` down to ``max_depth``, and the index that each had before."""
+    """Cut a draft to ``max_depth``; returns the rest, and the index that each of its nodes had."""
     if draft.num_nodes <= max_depth or height(draft.parent_indices) <= max_depth:
         return draft, list(range(draft.num_nodes))
     kept = np.flatnonzero(depths(draft.parent_indices) <= max_depth)
@@ -73,9 +73,9 @@ def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
 
 
 class _Served:
-    """A session of a client: its transcript, and the engine session behind it.
+    """A client's session: its transcript, and the engine session behind it.
 
-    Lives on the event loop, where frames are checked against the transcript without a word to the
+    It lives on the event loop, which checks frames against the transcript without a word to the
     engine's thread.
     """
 
@@ -100,7 +100,7 @@ class _Served:
     def on_event(self, event: RoundEvent) -> None:
         """A round of the engine, or the session's end."""
         transcript = self.transcript
-        self.touched_at = time.monotonic()  # the client's turn begins: idle is who has it
+        self.touched_at = time.monotonic()  # the client's turn begins, and with it its idle time
         if self.admission.span is not None:
             self.admission.span.round(event)
         transcript.commit(event.token_ids)
@@ -139,11 +139,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Sessions whose drafts come from clients.
 
     Args:
-        idle_timeout_s: seconds without a call after which sessions are closed, and streams too.
-        gate: admits sessions and counts what they use; None admits all that the engine takes.
+        idle_timeout_s: seconds without a call after which the server closes sessions and streams.
+        gate: admits sessions and counts what they use; None: only the engine's own limits count.
         tracing: None traces nothing.
-        numerics_mismatch: for requests that do not say what happens to a session with another
-            fingerprint than this replica's: "refuse" or "allow".
+        numerics_mismatch: "refuse" or "allow" a session with another fingerprint than this
+            replica's, for requests that say neither.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                         await self._gate.slow_down()
                     yield verify_pb2.VerifyReply(error=to_status(error))
         finally:
-            # The stream owns its session, unless another one has taken it over.
+            # The stream owns its session, unless another call has taken it over.
             if served is not None and served.transcript.epoch == epoch:
                 self._forget(served)
 
@@ -267,7 +267,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return served
 
     def _of_caller(self, session_id: str) -> _Served:
-        """A session of the caller. One of another caller is answered as a missing one."""
+        """A session of the caller; another caller's counts as missing.
+
+        Raises:
+            SessionNotFound: there is no such session.
+        """
         served = self._sessions.get(session_id)
         if served is not None and served.admission.is_callers:
             return served
@@ -284,7 +288,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
     async def _open(self, request: verify_pb2.OpenRequest, context: Context) -> _Served:
         if request.resume_session_id:
-            self._gate.count_open()  # who guesses session ids is slowed down
+            self._gate.count_open()  # so that guessing session ids is slow
             served = self._of_caller(request.resume_session_id)
             served.transcript.resume()
             served.touched_at = time.monotonic()
@@ -326,7 +330,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             served = self._sessions.get(session_id)
             early.append(event) if served is None else served.on_event(event)
 
-        self._drafter.expect(session_id)  # its first draft may come before its turn does
+        self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(prompt_ids, params, speculation, session_id=session_id, cache_scope=scope),
             on_event=hand_over(loop, on_event),
@@ -342,7 +346,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         served = self._sessions[session_id] = _Served(session, transcript, admission)
         if admission.span is not None:
             admission.span.session = session
-        for event in early:  # it failed before it was known here
+        for event in early:  # the session failed before it got here
             served.on_event(event)
         return served
 
@@ -374,7 +378,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         depth = config.num_speculative_tokens or 0
         if draft.num_nodes > depth and height(draft.parent_indices) > depth:
             raise InvalidArgument("parent_indices", "a deeper tree", f"a depth of at most {depth}")
-        # Nodes beyond the session's last token could never be committed, nor be held by the model.
+        # The session cannot commit nodes beyond its last token, nor can the model hold them.
         last = served.session.max_length - transcript.length - 1
         draft, nodes = trim(draft, last)
         self._drafter.offer(served.session_id, draft)
@@ -426,7 +430,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
 
 class NoVerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
-    """VerifyService where the engine takes no drafts from elsewhere: every call says so."""
+    """VerifyService over an engine that takes no clients' drafts: every call says so."""
 
     async def Session(
         self, request_iterator: AsyncIterator[verify_pb2.VerifyFrame], context: Context

@@ -4,9 +4,9 @@ isort:skip_file
 Messages that several services share.
 
 SamplingParams and Speculation mirror paceline.sampling.SamplingParams and
-paceline.config.SpeculationConfig field by field, and a field that is left out takes the default
-written there: Python holds the one schema (ranges, defaults, combinations), this file carries
-it. A field number that the server does not know is an error, not ignored.
+paceline.config.SpeculationConfig field by field. Python holds the one schema (ranges, defaults,
+combinations): a field that is left out takes the default written there. A field number that the
+server does not know is an error.
 """
 
 from collections import abc as _abc
@@ -80,20 +80,20 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Noise of coupled sampling; equal seeds give equal tokens. In [0, 2^63 - 1]."""
     max_tokens: _builtins.int
-    """Number of tokens to generate at most, at least 1."""
+    """Tokens to generate at most; at least 1."""
     ignore_eos: _builtins.bool
     """Go on after the model's end-of-sequence token."""
     frequency_penalty: _builtins.float
-    """Taken from a token's logit for each time that the output has it already; in [-2, 2]."""
+    """Subtracted from a token's logit for each time that the output has it already; in [-2, 2]."""
     presence_penalty: _builtins.float
-    """Taken once from the logit of a token that the output has already; in [-2, 2]."""
+    """Subtracted once from the logit of a token that the output has already; in [-2, 2]."""
     logprobs: _builtins.int
-    """Give the log-probabilities of the tokens, and of so many most likely ones in place of each; at
-    most 20. In Generate only.
+    """Return the log-probability of each token, and of this number of most likely tokens in its
+    place; at most 20. In Generate only.
     """
     json_schema: _builtins.str
-    """What the output has to fit, one of them at most, in Generate only: a JSON schema, a regular
-    expression, a grammar in Lark's or GBNF's notation. The generation ends where nothing may follow.
+    """The output has to fit a JSON schema, a regular expression, or a grammar in Lark's or GBNF's
+    notation; at most one of them, in Generate only. The generation ends where nothing may follow.
     """
     regex: _builtins.str
     grammar: _builtins.str
@@ -107,7 +107,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the generation; the token itself is kept in the ids."""
+        """Tokens that end the generation; the output keeps the token itself."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
-    """A method of the catalogue and its knobs; what is left out takes the method's own default."""
+    """A method of the catalogue and its knobs; a knob that is left out takes the method's default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -246,7 +246,7 @@ class Speculation(_message.Message):
     DEPTH_DECAY_FIELD_NUMBER: _builtins.int
     RELAY_TOKENS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
-    """A row of the catalogue (GetModel lists those that this server can run)."""
+    """A method of the catalogue (GetModel lists those that this server can run)."""
     num_speculative_tokens: _builtins.int
     """Depth of the draft; 0 is plain AR decoding. At most 64."""
     node_budget: _builtins.int
@@ -260,26 +260,26 @@ class Speculation(_message.Message):
     length: _builtins.str
     """Length controller."""
     draft_support: _builtins.int
-    """Most likely tokens that a sampled draft is drawn from, 1 to 4096."""
+    """Number of most likely tokens from which to sample a draft, 1 to 4096."""
     ngram_max: _builtins.int
     """Longest and shortest suffix that prompt lookup searches for, in tokens, 1 to 16."""
     ngram_min: _builtins.int
     allow_lossy: _builtins.bool
-    """Permit rows and rules that can change the target's output."""
+    """Permit methods and rules that can change the target's output."""
     length_min: _builtins.int
     """Shortest draft that a controller may choose."""
     length_max: _builtins.int
     """Longest draft that a controller may choose."""
     stop_threshold: _builtins.float
-    """When a controller ends a draft: acceptance less likely than this (`confidence`, `disco`), or a
-    rejection likelier than this (`specdecpp`).
+    """A controller ends a draft when acceptance is less likely than this (`confidence`, `disco`), or
+    a rejection more likely (`specdecpp`).
     """
     window_size: _builtins.int
     """Columns of the window of lookahead decoding (W)."""
     ngram_size: _builtins.int
     """Tokens of an n-gram of lookahead decoding (N)."""
     pool_guesses: _builtins.int
-    """N-grams kept and tried for each first token in lookahead decoding (G)."""
+    """N-grams to keep and try for each first token in lookahead decoding (G)."""
     pool_from_prompt: _builtins.bool
     """Put the prompt's n-grams into the pool of lookahead decoding."""
     parallel_tokens: _builtins.int
@@ -297,7 +297,7 @@ class Speculation(_message.Message):
     stage_tokens: _builtins.int
     """Tokens that n-grams guess ahead of the draft model in `staged`; 0: none."""
     min_match: _builtins.int
-    """Tokens at the end that must have occurred before, for a copy."""
+    """Last tokens that must have occurred before, for a copy."""
     corpus_bias: _builtins.int
     """Tokens by which a match in earlier outputs must be longer than one in the session's own tokens."""
     draft_per_match: _builtins.float
@@ -307,8 +307,8 @@ class Speculation(_message.Message):
     min_token_prob: _builtins.float
     """Least estimated probability of a token that suffix decoding drafts."""
     min_score: _builtins.float
-    """Least expected number of accepted tokens for which a draft of suffix decoding is used and not
-    its fallback's.
+    """Least expected number of accepted tokens for a draft of suffix decoding; below it, the fallback
+    drafts.
     """
     use_tree: _builtins.bool
     """Suffix decoding drafts a tree, best-first, and not a chain."""
@@ -319,22 +319,22 @@ class Speculation(_message.Message):
     typical_delta: _builtins.float
     """The rule `typical` wants more than this times exp(-entropy), up to epsilon."""
     tolerance_beta: _builtins.int
-    """The rule `tolerance` accepts tokens among so many best; 1 is exact."""
+    """The rule `tolerance` accepts the best tokens, this number of them; 1 is exact."""
     tolerance_tau: _builtins.float
-    """The rule `tolerance` accepts scores so far below the best one; 0 is exact."""
+    """The rule `tolerance` accepts scores up to this far below the best one; 0 is exact."""
     exit_layer: _builtins.int
     """Layers of the target that draft for it."""
     exit_threshold: _builtins.float
-    """Probability from which on a shallow sub-model's token is taken."""
+    """Least probability to take a shallow sub-model's token."""
     speedup_ratio: _builtins.float
     """Unified layer skipping keeps the layers divided by this."""
     min_layers: _builtins.float
-    """Shares of the layers that the last and the first token have."""
+    """Shares of the layers for the last and for the first token."""
     max_layers: _builtins.float
     depth_decay: _builtins.float
     """Factor by which D3 takes fewer layers for each further token."""
     relay_tokens: _builtins.int
-    """Tokens copied at most behind a draft of the fallback, where its end has occurred before."""
+    """Tokens to copy at most after a draft of the fallback, if its end has occurred before."""
     @_builtins.property
     def branching_vector(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Children of each node, level by level from the root, in the shape `rsd_c`."""
@@ -580,8 +580,8 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class DraftProbs(_message.Message):
-    """The sparse distribution q that each node of a draft was drawn from, in CSR layout: node i was
-    drawn from token_ids[offsets[i] .. offsets[i + 1]) with the probabilities at the same places.
+    """The sparse distributions q from which the drafter drew the nodes, in CSR layout: node i comes
+    from token_ids[offsets[i] .. offsets[i + 1]), with the probabilities at the same places.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -618,7 +618,7 @@ Global___DraftProbs: _TypeAlias = DraftProbs  # noqa: Y015
 
 @_typing.final
 class Draft(_message.Message):
-    """A token tree proposed in one round. Never a mask: the structure is the parents."""
+    """The token tree of one round. It has no mask: the parents are the structure."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -637,7 +637,7 @@ class Draft(_message.Message):
 
     @_builtins.property
     def probs(self) -> Global___DraftProbs:
-        """For acceptance rules that correct for q; absent, each node counts as a point mass."""
+        """For acceptance rules that correct for q; without it each node counts as a point mass."""
 
     def __init__(
         self,
@@ -656,7 +656,7 @@ Global___Draft: _TypeAlias = Draft  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """A list of token ids where a plain repeated field cannot stand (inside a oneof)."""
+    """A list of token ids for a oneof, which cannot have a repeated field."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -678,7 +678,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Statistics(_message.Message):
-    """Raw counters of one session; ratios are derived where they are shown."""
+    """Raw counters of one session; derive ratios where you show them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -709,14 +709,14 @@ class Statistics(_message.Message):
     num_tokens: _builtins.int
     """Generated tokens, the target's own included."""
     draft_seconds: _builtins.float
-    """Seconds spent waiting for drafts, and in target forwards."""
+    """Seconds of waiting for drafts, and in target forwards."""
     verify_seconds: _builtins.float
     drafter_failures: _builtins.int
     """Rounds in which the drafter failed or was late."""
     drafter_lost: _builtins.bool
-    """The drafter was lost and the session went on as AR."""
+    """The session has lost its drafter and gone on as AR."""
     first_token_seconds: _builtins.float
-    """Seconds from submission to the first token (absent: none came), and to the end."""
+    """Seconds from submission to the first token (absent: there is none), and to the end."""
     total_seconds: _builtins.float
     @_builtins.property
     def accepted_by_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

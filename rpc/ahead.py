@@ -13,11 +13,11 @@ from paceline.view import SessionView
 
 logger = logging.getLogger(__name__)
 
-# A chain after the tokens of a session, which end in guesses.
+# Makes a chain after a session's tokens, which end in guesses.
 DraftAhead = Callable[[SessionView, Budget], Draft]
 
-# Rounds that may be under way while the connection is up, and the chance below which a guess about
-# their tokens is not worth drafting on.
+# Rounds under way at most while the connection is up, and the least chance of a guess that is worth
+# a draft.
 MAX_IN_FLIGHT = 8
 MIN_CHANCE = 0.03
 _MEMORY = 0.97  # of drafted tokens: about the last 30 count
@@ -28,11 +28,11 @@ class AheadOptions:
     """How the sessions of a remote target draft ahead.
 
     Attributes:
-        draft: None: the drafter cannot.
+        draft: None: the drafter cannot draft ahead.
         max_in_flight: rounds under way at a time; 1 waits for every answer.
         alone_ok: while no server answers, the drafter decodes on alone.
-        on_alone: called with a session and its tokens that no target has verified, each time that
-            there are more of them.
+        on_alone: called with a session and its tokens that no target has verified, whenever there
+            are more of them.
     """
 
     vocab_size: int
@@ -126,7 +126,7 @@ class RoundsAhead:
         session.token_ids += guess
         try:
             draft = options.draft(session, Budget(depth, depth))
-        except Exception:  # the next proper propose meets it again, and the loop knows what to do
+        except Exception:  # the next proper propose fails as well, and the loop knows what to do
             logger.exception("a drafter cannot draft ahead")
             draft = EMPTY_DRAFT
         finally:

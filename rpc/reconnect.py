@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Connect = Callable[[str], grpc.Channel]
 
-# After these another attempt, there or elsewhere, can help; everything else is the caller's to see.
+# After these another attempt, on this or another server, can help. All others go to the caller.
 TRANSIENT = (
     ServerUnavailable, DeadlineExceeded, Cancelled, InternalError, ResourceExhausted,
     SessionNotFound, PrefixDiverged, RoundOutOfOrder, EpochFenced, NumericsMismatch,
@@ -48,11 +48,11 @@ _BROKEN = (ServerUnavailable, DeadlineExceeded, Cancelled, InternalError)
 class Patience:
     """When a server counts as lost, and how to try again. All in seconds.
 
-    A server that owes an answer for ``silence`` is asked whether it is alive, on the same
-    connection; it counts as lost when it does not say so within ``probe`` (more on slow links). One
-    that is alive may take up to ``stall``. Attempts go around the list of servers, the first time
-    without a pause, then with pauses from ``first_backoff`` doubling up to ``max_backoff``, each
-    shortened by a random part of up to a half so that clients do not come back all at once. After
+    The client asks a server that owes an answer for ``silence`` whether it is alive, on the same
+    connection. Without an answer within ``probe`` (more on slow links) the server counts as lost;
+    one that is alive may take up to ``stall``. Attempts go around the list of servers, the first
+    time without a pause, then with pauses from ``first_backoff`` doubling up to ``max_backoff``,
+    less a random part of up to a half, so that clients do not come back all at once. After
     ``give_up`` without an answer of any server the round fails.
     """
 
@@ -66,17 +66,17 @@ class Patience:
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """Raw counters of all sessions; ratios are derived where they are shown."""
+    """Raw counters of all sessions; derive ratios where you show them."""
 
     rounds_sent: int = 0  # Verify frames, repeated and useless ones included
     bytes_up: int = 0  # of Verify frames, serialized
     bytes_down: int = 0  # of their answers
-    sent_ahead: int = 0  # rounds that left before the answer to the one before
-    ahead_right: int = 0  # those of them whose guess came true
+    sent_ahead: int = 0  # rounds that left before the answer to the round before
+    ahead_right: int = 0  # rounds sent ahead whose guess came true
     num_opened: int = 0
     num_resumed: int = 0
-    num_failures: int = 0  # streams that broke, fell silent or were refused
-    outage_seconds: list[float] = field(default_factory=list)  # noticing a failure to next answer
+    num_failures: int = 0  # streams that broke or fell silent, and refusals
+    outage_seconds: list[float] = field(default_factory=list)  # from a failure to the next answer
     travel_seconds: list[float] = field(default_factory=list)  # round trips without server time
 
     @property
@@ -89,7 +89,7 @@ class TargetServers:
     """The servers of a remote target, and what its sessions have learned of them together.
 
     Attributes:
-        addresses: HOST:PORT; the first is used as long as it works.
+        addresses: HOST:PORT; sessions use the first while it works.
         connect: makes a channel to an address.
         numerics_mismatch: "refuse" or "allow".
         preferred: index of the server that answered last.
@@ -106,7 +106,7 @@ class TargetServers:
     counters: RemoteCounters = field(default_factory=RemoteCounters)
 
     def travelled(self, seconds: float) -> None:
-        """Note a round trip that nothing else was under way beside."""
+        """Note the time of a round trip with nothing else under way."""
         seconds = max(0.0, seconds)
         self.counters.travel_seconds.append(seconds)
         old = self.travel_seconds
@@ -127,7 +127,7 @@ class Silence:
         self._heard_at = self._asked_at = time.monotonic()
 
     def seconds_left(self, now: float) -> float:
-        """Until it is to be asked whether it is alive."""
+        """Until the client asks whether it is alive."""
         return max(0.01, self._asked_at + self._servers.patience.silence - now)
 
     def probe_timeout(self, address: str) -> float | None:
@@ -149,9 +149,9 @@ class Silence:
 class Retry(enum.Enum):
     """What a session does after a failure."""
 
-    RESUME = "resume"  # the session, on a new connection: only the old one may have broken
-    REOPEN = "reopen"  # on the same server, which is there but has the session no more
-    MOVE = "move"  # leave the session behind and open it on ``Reconnect.address``
+    RESUME = "resume"  # the session, on a new connection: the old connection may have broken
+    REOPEN = "reopen"  # on the same server, which has lost the session
+    MOVE = "move"  # leave the session behind, and open it on ``Reconnect.address``
 
 
 class Reconnect:
@@ -174,12 +174,12 @@ class Reconnect:
 
     @property
     def address(self) -> str:
-        """The server to use."""
+        """Of the server to use."""
         return self._servers.addresses[self._server]
 
     @property
     def is_down(self) -> bool:
-        """Whether a failure has not been followed by an answer yet."""
+        """Whether there has been a failure and no answer since."""
         return self._failing_since is not None
 
     def answered(self) -> None:
@@ -197,12 +197,12 @@ class Reconnect:
 
         Args:
             is_open: the server has given the session a name, so it can be resumed.
-            resuming: a resume was under way.
+            resuming: the failed attempt was a resume.
             silent: the server does not answer at all.
 
         Raises:
             PacelineError: ``error``, if another attempt would not change it.
-            NumericsMismatch: every server has other numerics, and that is refused.
+            NumericsMismatch: every server has other numerics, and may not go on with them.
         """
         if not isinstance(error, TRANSIENT):
             raise error
@@ -235,8 +235,8 @@ class Reconnect:
         return max(pause, error.retry_after_s) if isinstance(error, ResourceExhausted) else pause
 
     def _next_server(self) -> int:
-        """The next of the list; or one with other numerics, if they are allowed and every server
-        has been tried.
+        """The next of the list; or one with other numerics, if that is allowed and all servers have
+        been tried.
 
         Raises:
             NumericsMismatch: all of them have other numerics.

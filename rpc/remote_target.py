@@ -82,7 +82,7 @@ class RemoteTarget:
         patience: when a server counts as lost.
         alone_ok: while no server answers, the drafter decodes on alone.
         on_alone: called with a session and its tokens after the committed ones that no target has
-            verified, each time that there are more of them.
+            verified, whenever there are more of them.
         numerics_mismatch: when the servers that answer have other numerics than a session's tokens:
             "refuse" ends it with NumericsMismatch, "allow" goes on.
         first_mode: of new sessions.

@@ -67,16 +67,16 @@ class TargetLink:
         self._reconnect = Reconnect(servers)
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stream: TargetStream | None = None
-        # What the frames that were sent will be answered with, in order. None: of no interest.
+        # The answers that the server owes, in order of the frames. None: it will refuse a wrong guess.
         self._owed: deque[_Sent | _Open | None] = deque()
         self._resuming = False
-        # Sessions by server that were not closed in proper form, and may still hold memory there.
+        # Sessions by server that were left without Close, and may still hold memory there.
         self._left: dict[str, list[verify_pb2.CloseRequest]] = {}
         self._ready = False  # rounds may be sent
         self._silence = Silence(servers)
         self._connect()  # the server reads the prompt while the drafter does
 
-    # --- what the loop asks for -----------------------------------------------------------------
+    # --- for the loop -----------------------------------------------------------------
 
     def submit(self, draft: Draft) -> None:
         """Send a draft, unless the round has been sent ahead of its time."""
@@ -159,7 +159,7 @@ class TargetLink:
             self._send_all()  # no need to wait for the answer
 
     def _leave(self, address: str) -> None:
-        """Do not resume the session any more; free it when its server is met again."""
+        """Give the session up; free it at the next connection to its server."""
         transcript = self.transcript
         if transcript.session_id:
             left = verify_pb2.CloseRequest(session_id=transcript.session_id, epoch=transcript.epoch)

@@ -27,7 +27,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The answer to the question whether a silent server is there."""
+    """Whether a silent server has answered a health check."""
 
     alive: bool
 

@@ -104,7 +104,7 @@ class ServerTranscript(VerifyTranscript):
             raise EpochFenced(f"epoch {epoch} of this session is over, {self.epoch} has begun")
 
     def is_repeated(self, number: int) -> bool:
-        """Whether a round is the last one once more; the recorded answer is then its answer.
+        """Whether a round is the last one once more, to answer with the recorded answer.
 
         Raises:
             RoundOutOfOrder: it is neither that one nor the next one, or the last one is pending.
@@ -142,7 +142,7 @@ class ServerTranscript(VerifyTranscript):
         """Begin a round.
 
         Args:
-            nodes: index in the client's draft of each node that is verified.
+            nodes: index in the client's draft of each node to verify.
         """
         self.round, self._nodes = number, nodes
         self.answer, self.is_pending = None, True
@@ -153,8 +153,8 @@ class ServerTranscript(VerifyTranscript):
         """Record the answer to the pending round, whose tokens have been committed.
 
         Args:
-            path: accepted nodes, as indices in the draft that was verified.
-            next_token: the target's own token after them; None: the last of them ended the session.
+            path: accepted nodes, as indices in the verified draft.
+            next_token: the target's own token after them; None: the last of them ends the session.
         """
         self.is_pending = False
         self.answer = verify_pb2.VerifyResult(
@@ -216,10 +216,10 @@ class ProposedRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The verdict on a draft: ``accepted_indices`` are its nodes that were committed.
+    """The verdict on a draft: ``accepted_indices`` are its committed nodes.
 
-    ``token_ids`` are all tokens that the round committed, ``next_token`` (None when an accepted
-    token ended the generation) included. Seconds as the server measured them.
+    ``token_ids`` are all tokens that the round committed, with ``next_token``, which is None when
+    an accepted token ends the generation. The server has measured the seconds.
     """
 
     round: int
@@ -232,19 +232,19 @@ class Verified:
 
 
 class ClientTranscript(VerifyTranscript):
-    """The client's end: its tokens are enough to open the session elsewhere.
+    """The client's end, whose tokens are enough to open the session on another server.
 
     A client that waits for every answer has one round in flight. One that drafts ahead has more:
-    each follows a guess, that the draft before is accepted whole and the target adds the token
-    ``bonus``. Rounds whose guess turns out wrong are forgotten, and leave their numbers free.
+    each follows the guess that the target accepts the whole draft before, and adds the token
+    ``bonus``. The client forgets rounds whose guess is wrong, which leaves their numbers free.
 
     Attributes:
-        fingerprint: of the server's numerics, to be sent when the session is opened elsewhere;
+        fingerprint: of the server's numerics, to send when opening the session on another server;
             empty: not known.
         max_nodes, max_depth: of a draft, as the server says.
-        rounds: in flight, those that are not sent yet included.
-        num_known: so many of them, the first ones, are known to have gone as guessed, though
-            their answers are lost.
+        rounds: in flight, in order; the last ones may not have left yet.
+        num_known: number of rounds, from the first on, that have gone as guessed, although their
+            answers are lost.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -303,9 +303,9 @@ class ClientTranscript(VerifyTranscript):
         self.numerics_changed |= reply.numerics_changed
 
     def propose(self, draft: Draft, bonus: int | None = None) -> ProposedRound:
-        """A round after the committed tokens, or with ``bonus`` after the last one in flight.
+        """Add a round after the last one in flight, whose guess ends in ``bonus``.
 
-        One after the committed tokens takes the place of all that are in flight.
+        Without ``bonus`` the round follows the committed tokens, and replaces all rounds in flight.
         """
         if bonus is None:
             self.rounds.clear()

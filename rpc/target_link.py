@@ -67,7 +67,7 @@ class TargetLink:
         self._reconnect = Reconnect(servers)
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stream: TargetStream | None = None
-        # The answers that the server owes, in order of the frames. None: it will refuse a wrong guess.
+        # The answers that the server owes, in order. None: the refusal of a wrong guess.
         self._owed: deque[_Sent | _Open | None] = deque()
         self._resuming = False
         # Sessions by server that were left without Close, and may still hold memory there.

@@ -32,7 +32,7 @@ from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.loading import load_engine
 from paceline.rpc.device import LADDER, DeviceClient
-from paceline.rpc.remote_target import Mode
+from paceline.rpc.ladder import Mode
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import load_tokenizer
 

@@ -203,7 +203,8 @@ def _run(
     from paceline.methods import METHODS
     from paceline.rpc.client import open_channel
     from paceline.rpc.device import LADDER, DeviceClient, checked_speculation
-    from paceline.rpc.remote_target import Mode, Patience
+    from paceline.rpc.ladder import Mode
+    from paceline.rpc.reconnect import Patience
 
     check_mismatch(numerics_mismatch)
     if not give_up > 0:

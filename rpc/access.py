@@ -1,7 +1,8 @@
 """Who may call a server, and how much: tokens, tenants, quotas, limits of the replica.
 
-A :class:`Gate` stands before the services of one server. Its interceptor finds out who calls;
-services ask it for an :class:`CallAdmission` for each session and tell it of rounds and tokens.
+A :class:`Gate` stands before the services of one server. Its interceptor finds the caller of each
+call. A service asks the gate for a :class:`CallAdmission` for each session, and tells the admission
+of rounds and tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,23 +24,24 @@ from google.protobuf.message import DecodeError
 from paceline.config import MAX_NODES
 from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
 from paceline.rpc.audit import Audit
-from paceline.rpc.errors import EpochFenced, PermissionDenied, Unauthenticated, row_of, shape_of
+from paceline.rpc.errors import EpochFenced, PermissionDenied, Unauthenticated, entry_of, shape_of
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
 from paceline.rpc.streams import within
 from paceline.rpc.tenants import Quotas, Tenant, Tenants, digest_of
+from paceline.rpc.tracing import Span, Tracing
 
 _PUBLIC_SERVICE = "/grpc.health.v1.Health/"
 """Probes and load balancers have no token, and learn nothing but whether it serves."""
 
 REFUSALS_PER_SECOND = 50.0
-"""So many refusals (and answers without a token) of one tenant, or one host, are given at once."""
+"""Refusals (and answers without a token) that one tenant, or one host, gets without a wait."""
 
 LONGEST_PAUSE_S = 5.0
-_MAX_HOSTS = 4096  # whose refusals are remembered
+_MAX_HOSTS = 4096  # whose refusals a gate remembers
 
 
 CACHE_SCOPE = "paceline-cache-scope"
-"""Metadata with which a gateway says whose prefixes a session may share (Engine.submit)."""
+"""Metadata in which a gateway tells a target whose prefixes a session may share."""
 
 
 class QuotaExceeded(ResourceExhausted):
@@ -55,7 +58,7 @@ class QuotaExceeded(ResourceExhausted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one server takes on from all callers; None: no limit beyond the engine's own."""
+    """What one server takes from all callers together; None: the engine's own limit alone."""
 
     max_sessions: int | None = None
     opens_per_second: float | None = None
@@ -67,13 +70,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a call came from."""
+    """The sender of a call."""
 
     peer: str = ""
     method: str = ""
     tenant: Tenant | None = None
     digest: bytes = field(default=b"", repr=False)
-    generation: int = 0  # of the tenants file that knew the digest
+    generation: int = 0  # version of the tenants file that had the digest
 
     @property
     def name(self) -> str | None:
@@ -81,7 +84,7 @@ class Caller:
 
     @property
     def host(self) -> str:
-        """Where it came from, without the port."""
+        """Its address without the port."""
         return self.peer.rpartition(":")[0]
 
 
@@ -90,7 +93,7 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B0
 
 
 class Bucket:
-    """So much a second, and ``burst`` at once. May be overdrawn; the debt is then waited for."""
+    """A rate a second, and ``burst`` at once. An overdraft is a debt to wait for."""
 
     __slots__ = ("_at", "_burst", "_level", "_rate")
 
@@ -108,7 +111,7 @@ class Bucket:
         return max(0.0, (amount - self._level) / self._rate)
 
     def take(self, amount: float) -> None:
-        """Take it, there or not."""
+        """Take it, even where it is not there yet."""
         self._level -= amount
 
 
@@ -117,7 +120,7 @@ def _per_second(rate: float | None) -> Bucket | None:
 
 
 class _Account:
-    """What a tenant (or all callers together) has used."""
+    """What a tenant has used, or all callers together."""
 
     def __init__(self, who: str, quotas: Quotas) -> None:
         self.who = who
@@ -170,7 +173,7 @@ class Gate:
     Args:
         tenants: None admits every caller, without a name.
         limits: for all callers together.
-        audit: where opens and refusals are written; None writes none.
+        audit: the log of opens and refusals; None: there is none.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class Gate:
 
     @property
     def num_sessions(self) -> int:
-        """Admissions that are not released yet."""
+        """Admissions that have not been released."""
         return self._replica.num_sessions
 
     def admit(self) -> CallAdmission:
@@ -205,14 +208,29 @@ class Gate:
 
         Raises:
             QuotaExceeded: of the tenant or of this server.
-            Unauthenticated, PermissionDenied: the token was withdrawn meanwhile.
+            Unauthenticated, PermissionDenied: the operator has withdrawn the token.
         """
         accounts = self._accounts_of_caller()
         self._open(accounts, session=True)
         return CallAdmission(self, _caller.get(), accounts)
 
+    def call(self, name: str, tracing: Tracing | None, traceparent: str = "") -> CallAdmission:
+        """Admit a call that opens a session, and begin its span: ``with gate.call(...) as call:``.
+
+        Args:
+            name: of the span.
+            tracing: None traces nothing.
+            traceparent: the caller's.
+
+        Raises: as :meth:`admit`.
+        """
+        admission = self.admit()
+        if tracing is not None:
+            admission.span = tracing.begin(name, traceparent)
+        return admission
+
     def count_open(self) -> None:
-        """Count a call that costs about as much as an open and leaves no new session.
+        """Count a call that costs about as much as an open, and makes no new session.
 
         Raises: as :meth:`admit`.
         """
@@ -236,13 +254,13 @@ class Gate:
         *,
         public: bool = False,
     ) -> None:
-        """Find out who calls, for the rest of the call.
+        """Find the caller, for the rest of the call.
 
         Args:
-            peer: where the call comes from, in gRPC's notation (``ipv4:192.0.2.7:40312``).
-            method: what is called, with its service.
+            peer: the caller's address in gRPC's notation (``ipv4:192.0.2.7:40312``).
+            method: full name, with the service.
             headers: names in lower case and values; gRPC calls them metadata.
-            public: no token is needed.
+            public: the method needs no token.
 
         Raises:
             Unauthenticated: no token, or an unknown one.
@@ -262,11 +280,11 @@ class Gate:
         _caller.set(Caller(caller.peer, method, tenant, digest, tenants.generation))
 
     async def slow_down(self) -> None:
-        """Wait for the caller's turn to get an answer that costs the server more than the caller.
+        """Wait before an answer that costs the server more than the caller.
 
-        Refusals beyond :data:`REFUSALS_PER_SECOND` of one tenant (without a token: of one host)
-        queue up. Since a connection has so many calls at a time and no more, a flood is as slow as
-        its answers, and leaves the server to others.
+        Refusals of one tenant (without a token: of one host) beyond :data:`REFUSALS_PER_SECOND`
+        queue up. A connection has a limited number of calls at a time, so a flood is as slow as its
+        answers, and leaves the server to others.
         """
         caller = _caller.get()
         key = (caller.name or "", "" if caller.name else caller.host)
@@ -284,10 +302,10 @@ class Gate:
             await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
 
     def check_caller(self) -> Caller:
-        """The caller, whose token is still good.
+        """The caller, if the token is still good.
 
         Raises:
-            Unauthenticated, PermissionDenied: it was withdrawn since the call began.
+            Unauthenticated, PermissionDenied: the operator has withdrawn it since the call began.
         """
         caller, tenants = _caller.get(), self._tenants
         if tenants is None or caller.tenant is None:
@@ -305,11 +323,11 @@ class Gate:
 
     def record_refusal(self, error: BaseException, session_id: str = "") -> None:
         """Count a refusal of the current call, and write it to the audit log."""
-        caller, row = _caller.get(), row_of(error)
-        reason = row.reason if row is not None else type(error).__name__
+        caller, entry = _caller.get(), entry_of(error)
+        reason = entry.reason if entry is not None else type(error).__name__
         if isinstance(error, QuotaExceeded):
             reason = error.quota
-        if row is not None:  # a caller who left was not refused
+        if entry is not None:  # a caller that left was not refused
             self.num_refusals[reason] += 1
         if self._audit is None:
             return
@@ -318,7 +336,7 @@ class Gate:
             peer=caller.peer,
             method=caller.method,
             session_id=session_id,
-            outcome=row.code.name if row is not None else "UNKNOWN",
+            outcome=entry.code.name if entry is not None else "UNKNOWN",
             reason=reason,
         )
 
@@ -349,46 +367,85 @@ class Gate:
 
 
 class CallAdmission:
-    """One session that was admitted, and whose it is. Release it when the session is over."""
+    """The admission of one session, and its owner. Release it when the session is over.
 
-    __slots__ = ("_accounts", "_gate", "_open", "_released", "owner")
+    As a context manager it ends with the call, unless :meth:`keep` hands it to the session. It
+    records an error of the call as a refusal if the session has not begun.
+
+    Attributes:
+        owner: the tenant's name; None without tenants.
+        span: of the session; None: it is not traced.
+    """
+
+    __slots__ = ("_accounts", "_gate", "_kept", "_open", "_released", "owner", "span")
 
     def __init__(self, gate: Gate, caller: Caller, accounts: list[_Account]) -> None:
         self.owner = caller.name
         self._gate = gate
         self._accounts = accounts
+        self._kept = False
         self._open = False
         self._released = False
+        self.span: Span | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.refused(error)
+        if error is not None or not self._kept:
+            self.end(error)
+
+    def keep(self) -> None:
+        """The session goes on after the call, and ends with :meth:`end`."""
+        self._kept = True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Release the admission and end the span. More than once is harmless.
+
+        Args:
+            error: what ended the session.
+        """
+        self.release()
+        span, self.span = self.span, None
+        if span is not None:
+            span.end(error)
 
     @property
     def is_callers(self) -> bool:
-        """Whether the current call is of the tenant that the session belongs to."""
+        """Whether the current call comes from the session's owner."""
         return self.owner == _caller.get().name
 
     def cache_scope(self, metadata: Any) -> str:
-        """Whose prefixes the session may share: its tenant's, here or at the gateway before."""
+        """Whose prefixes the session may share: the tenant's, known here or at the gateway."""
         if self.owner is not None:
             return self.owner
         return next((str(value) for key, value in metadata or () if key == CACHE_SCOPE), "")
 
     def opened(self, session_id: str = "") -> None:
-        """The session is there: say so in the audit log, once."""
+        """The session has begun: say so in the audit log, once."""
         if not self._open:
             self._open = True
             self._gate.record_open(session_id)
 
     def refused(self, error: BaseException) -> None:
-        """The session did not come about, or ended by ``error``: release it."""
+        """``error`` has kept the session from beginning, or ended it: release the admission."""
         if not self._open and not self._released:
             self._gate.record_refusal(error)
         self.release()
 
     def round(self, num_nodes: int = 0) -> None:
-        """Count a round before it is done.
+        """Count a round before it is computed.
 
         Raises:
-            QuotaExceeded: too many rounds, tokens or nodes; nothing was counted.
-            Unauthenticated, PermissionDenied: the token was withdrawn.
+            QuotaExceeded: too many rounds, tokens or nodes; nothing is counted.
+            Unauthenticated, PermissionDenied: the operator has withdrawn the token.
         """
         self._gate.check_caller()
         limit = self._gate.limits.max_nodes
@@ -407,14 +464,14 @@ class CallAdmission:
             account.count_round()
 
     async def slow_down(self) -> None:
-        """As the gate's: before a round is refused."""
+        """As :meth:`Gate.slow_down`: wait before refusing a round."""
         await self._gate.slow_down()
 
     def charge(self, num_tokens: int) -> None:
         """Count tokens that the session's owner got or sent.
 
         Raises:
-            Unauthenticated, PermissionDenied: the token was withdrawn.
+            Unauthenticated, PermissionDenied: the operator has withdrawn the token.
         """
         for account in self._accounts:
             account.count_tokens(num_tokens)
@@ -445,17 +502,17 @@ def _token(headers: Iterable[tuple[str, Any]]) -> str:
 Context = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]
 _Read = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
-# Answers that a client can have by the thousand at no cost of its own.
+# Errors that a client can provoke by the thousand at no cost of its own.
 CHEAP = (
     QuotaExceeded, Unauthenticated, PermissionDenied, SessionNotFound, InvalidArgument, EpochFenced
 )  # fmt: skip
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Authenticates every call before its handler sees it, and before its message is read.
+    """Authenticates every call before the handler sees it, and before anything reads its message.
 
-    To that end every method is given to gRPC as one that takes a stream of bytes: gRPC would read
-    the message of another one before it calls the handler, wait for it as long as the client likes,
+    To that end it gives every method to gRPC as one that takes a stream of bytes. Of other methods
+    gRPC reads the message before it calls the handler: it would wait as long as the client likes,
     and log bytes that are no message as a failure of the server.
 
     Args:
@@ -538,7 +595,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _each(parse: _Parse | None, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    """The messages of a stream, read as they are asked for."""
+    """The messages of a stream; each is read when the handler asks for it."""
     return requests if parse is None else (_parsed(parse, data) async for data in requests)
 
 
@@ -546,7 +603,7 @@ async def _only(parse: _Parse | None, limit_s: float, requests: AsyncIterator[by
     """The message of a call that has one.
 
     Raises:
-        DeadlineExceeded: it does not come.
+        DeadlineExceeded: it does not come in time.
     """
     data = await anext(within(requests, limit_s, later_s=limit_s), None)
     if data is None:

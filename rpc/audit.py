@@ -1,10 +1,10 @@
-"""The audit log: who opened a session, and who was refused, as one JSON object a line.
+"""The audit log: callers that opened a session or were refused, one JSON object a line.
 
     {"time": "2026-01-31T12:00:00.000Z", "event": "open", "tenant": "alice",
      "peer": "ipv4:192.0.2.7:40312", "method": "/paceline.v1.VerifyService/Open",
      "session_id": "...", "outcome": "OK", "reason": ""}
 
-There are never prompts, tokens of a model or tokens of a tenant in it.
+It never has prompts, a model's tokens or a tenant's token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("paceline.audit")
 
 
 class _PrivateFile(RotatingFileHandler):
-    """Readable by its owner only."""
+    """A file that only its owner can read."""
 
     def _open(self) -> TextIOWrapper:
         os.close(os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
@@ -38,8 +38,8 @@ class _PrivateFile(RotatingFileHandler):
 class Audit:
     """Writes the lines, to a file (at most 5 of 64 MB) or to the logger ``paceline.audit``.
 
-    Of equal refusals (tenant, method, reason) one line a second is written, which counts the
-    others in ``repeated``: a flood of bad calls must not become a flood of lines.
+    Of equal refusals (tenant, method, reason) it writes one line a second, which counts the others
+    in ``repeated``: a flood of bad calls must not become a flood of lines.
 
     Raises:
         InvalidArgument: the file cannot be written.
@@ -71,7 +71,7 @@ class Audit:
         outcome: str,
         reason: str,
     ) -> None:
-        """A call was refused; ``outcome`` is the status code and ``reason`` says more."""
+        """The server refused a call; ``outcome`` is the status code, and ``reason`` says more."""
         key = (tenant, method, reason)
         now = time.monotonic()
         written_at, repeated = self._refusals.get(key, (now - _REPEAT_S, 0))

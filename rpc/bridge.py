@@ -16,7 +16,7 @@ T = TypeVar("T")
 def hand_over(
     loop: asyncio.AbstractEventLoop, handler: Callable[[RoundEvent], Any]
 ) -> Callable[[RoundEvent], None]:
-    """An ``on_event`` that runs ``handler`` on ``loop``, and does nothing once that is closed."""
+    """An ``on_event`` that runs ``handler`` on ``loop``, and does nothing after its end."""
 
     def on_event(event: RoundEvent) -> None:
         with suppress(RuntimeError):  # the server is gone; the engine goes on

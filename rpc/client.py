@@ -1,7 +1,7 @@
 """Clients of a target: generate text, or verify drafts of one's own. Blocking and asyncio.
 
-Errors come back as the exceptions that the server raised (``rpc/errors.py``). Leaving a loop over a
-generation, ``cancel()``, leaving the ``with`` block and losing the connection all free the session
+Errors are the exceptions that the server raised (``rpc/errors.py``). To leave a loop over a
+generation or its ``with`` block, ``cancel()``, and the loss of the connection all free the session
 and its KV memory on the server at once.
 """
 
@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import grpc
-import numpy as np
 
 from paceline.config import SpeculationConfig
 from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
@@ -32,14 +31,13 @@ from paceline.rpc.gen.paceline.v1 import (
 )
 from paceline.rpc.messages import (
     MAX_MESSAGE_BYTES,
-    PrefixDigest,
     build,
-    fill_draft,
     sampling_to_message,
     speculation_to_message,
     statistics_from_message,
 )
 from paceline.rpc.tls import ClientTls, is_loopback
+from paceline.rpc.transcript import ClientTranscript, Verified
 from paceline.sampling import SamplingParams, TokenLogprobs
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft
@@ -47,24 +45,24 @@ from paceline.types import EMPTY_DRAFT, Draft
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A server machine that died sends no reset: without pings a call without deadline would hang.
+    # A server machine that dies sends no reset: without pings a call without deadline would hang.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Clients do not share a connection: when one goes away, the server sees it.
     ("grpc.use_local_subchannel_pool", 1),
-    # A server that is replaced is back in seconds.
+    # A replaced server is back in seconds.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 RETRY_S = 0.3
-"""Pause before a generation asks for its server again."""
+"""Pause before a generation that has lost its server asks again."""
 
 Prompt = str | Sequence[int]
 
 Metadata = tuple[tuple[str, str], ...]
 SYSTEM_CA = "system"
-"""As ``ca``: the authorities that come with gRPC, as for servers on the open internet."""
+"""As ``ca``: the authorities that come with gRPC, for servers on the open internet."""
 
 
 def bearer(token: str) -> Metadata:
@@ -86,11 +84,12 @@ class Hidden:
 
 
 class _Access:
-    """How a client connects: over TLS or not, with which token."""
+    """How a client connects: with or without TLS, with which token."""
 
     def __init__(
         self,
         address: str,
+        *,
         credentials: grpc.ChannelCredentials | None,
         ca: str | PathLike[str] | None,
         cert: str | PathLike[str] | None,
@@ -102,6 +101,7 @@ class _Access:
         if given and credentials is not None:
             name, value = next(iter(given.items()))
             raise InvalidArgument(name, value, "nothing beside `credentials`")
+        self.address = address
         self.credentials = credentials
         if given:
             if given.get("ca") == SYSTEM_CA:
@@ -114,6 +114,12 @@ class _Access:
                 "token", Hidden(), f"TLS with it (`ca`): {address} is not a loopback address, and "
                 "any machine on the way could read it",
             )  # fmt: skip
+
+    def open(self, module: Any) -> Any:
+        """A channel of ``grpc`` or ``grpc.aio``."""
+        if self.credentials is None:
+            return module.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return module.secure_channel(self.address, self.credentials, options=CHANNEL_OPTIONS)
 
 
 class _CallDetails(NamedTuple):
@@ -150,7 +156,7 @@ class _AddMetadata(
             request,
         )
 
-    # The four differ in what the continuation takes and gives, which is passed on as it is.
+    # The four differ in what the continuation takes and returns, which passes through unchanged.
     intercept_unary_unary: Any = _call
     intercept_unary_stream: Any = _call
     intercept_stream_unary: Any = _call
@@ -166,15 +172,12 @@ def open_channel(
     key: str | PathLike[str] | None = None,
     token: str | None = None,
 ) -> grpc.Channel:
-    """A blocking channel for stubs of one's own; every call on it carries the token.
+    """A blocking channel for other stubs; every call on it carries the token.
 
     Args, Raises: as :class:`Client`.
     """
-    access = _Access(address, credentials, ca, cert, key, token)
-    if access.credentials is None:
-        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    else:
-        channel = grpc.secure_channel(address, access.credentials, options=CHANNEL_OPTIONS)
+    access = _Access(address, credentials=credentials, ca=ca, cert=cert, key=key, token=token)
+    channel: grpc.Channel = access.open(grpc)
     if access.metadata:
         channel = grpc.intercept_channel(channel, _AddMetadata(access.metadata))
     return channel
@@ -182,11 +185,11 @@ def open_channel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round committed. The first ``num_accepted`` of ``token_ids`` were drafted.
+    """What one round committed. The first ``num_accepted`` of ``token_ids`` come from the draft.
 
-    The fields from ``finish_reason`` to ``num_predicted`` are set in the last round only, and so is
-    ``prompt_token_ids``, where it was asked for. ``fingerprint`` is in the first round of each
-    server, with ``numerics_changed`` where it is not the one of the rounds before.
+    Only the last round has the fields from ``finish_reason`` to ``num_predicted``, and
+    ``prompt_token_ids`` if the request asks for it. The first round of each server has its
+    ``fingerprint``, and ``numerics_changed`` if the rounds before have another one.
     """
 
     round: int
@@ -205,7 +208,7 @@ class Round:
     fingerprint: str = ""
     numerics_changed: bool = False
     prompt_token_ids: tuple[int, ...] = ()
-    draft: generate_pb2.RoundDraft | None = None  # where the request asked for it
+    draft: generate_pb2.RoundDraft | None = None  # if the request asks for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,12 +223,12 @@ class Completion:
 
     @property
     def last(self) -> Round:
-        """The round that has the process ids."""
+        """The last round, which has the process ids."""
         return self.rounds[-1]
 
     @property
     def fingerprint(self) -> str:
-        """Of the numerics of the first token; empty: the server did not say."""
+        """Of the numerics of the first token; empty: not known."""
         return next((r.fingerprint for r in self.rounds if r.fingerprint), "")
 
     @property
@@ -245,23 +248,6 @@ class Completion:
             statistics=last.statistics,
             rounds=tuple(rounds),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """The verdict on a draft: ``accepted_indices`` are its nodes that were committed.
-
-    ``token_ids`` are all tokens that the round committed, ``next_token`` (None when an accepted
-    token ended the generation) included. Seconds as the server measured them.
-    """
-
-    round: int
-    accepted_indices: tuple[int, ...]
-    next_token: int | None
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    verify_seconds: float
-    total_seconds: float
 
 
 def _generate_request(
@@ -335,100 +321,16 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
     )
 
 
-class Prefix:
-    """The client's side of a verify session: its tokens, and what to send and expect next.
-
-    Attributes:
-        token_ids: prompt plus everything committed; enough to open the session elsewhere.
-        finish_reason: None while the session goes on.
-        fingerprint: of the server's numerics, to be sent when the session is opened elsewhere.
-        numerics_changed: whether the tokens that it was opened with come from other numerics.
-    """
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.fingerprint = ""
-        self.numerics_changed = False
-        self.token_ids = list(token_ids)
-        self.session_id = ""
-        self.epoch = 0
-        self.next_round = 1
-        self.max_nodes = 0
-        self.max_depth = 0
-        self.finish_reason: str | None = None
-        self.unanswered: Draft | None = None  # sent for round `next_round`
-        self._digest = PrefixDigest(self.token_ids)
-
-    def opened(self, result: verify_pb2.OpenResult) -> bool:
-        """Apply the server's answer; True when it already has the round that was not answered."""
-        self.session_id = result.session_id
-        self.epoch = result.epoch
-        self.max_nodes = result.max_nodes
-        self.max_depth = result.max_depth
-        self.fingerprint = result.fingerprint
-        self.numerics_changed = result.numerics_changed
-        if self.unanswered is not None and result.next_round == self.next_round + 1:
-            return True
-        self.next_round = result.next_round
-        self._check(result.committed_length, result.digest)
-        return False
-
-    def request(self, draft: Draft) -> verify_pb2.VerifyRequest:
-        """The next Verify, to be answered to :meth:`verified`."""
-        self.unanswered = draft
-        message = verify_pb2.VerifyRequest(
-            round=self.next_round,
-            base_length=len(self.token_ids),
-            prefix_digest=self._digest.value(),
-        )
-        fill_draft(draft, message)
-        return message
-
-    def verified(self, draft: Draft, result: verify_pb2.VerifyResult) -> Verified:
-        """Apply the server's answer."""
-        self.unanswered = None
-        accepted = tuple(result.accepted_indices)
-        next_token = result.next_token if result.HasField("next_token") else None
-        tokens = draft.token_ids[np.asarray(accepted, np.int64)].tolist()
-        if next_token is not None:
-            tokens.append(next_token)
-        self.token_ids.extend(tokens)
-        self._digest.extend(tokens)
-        self.next_round = result.round + 1
-        self.finish_reason = result.finish_reason or None
-        self._check(result.committed_length, result.digest)
-        return Verified(
-            round=result.round,
-            accepted_indices=accepted,
-            next_token=next_token,
-            token_ids=tuple(tokens),
-            finish_reason=self.finish_reason,
-            verify_seconds=result.timings.verify_seconds,
-            total_seconds=result.timings.total_seconds,
-        )
-
-    def truncated(self, result: verify_pb2.TruncateResult) -> None:
-        del self.token_ids[result.committed_length :]
-        self._digest = PrefixDigest(self.token_ids)
-        self._check(result.committed_length, result.digest)
-
-    def _check(self, committed_length: int, digest: bytes) -> None:
-        if (committed_length, digest) != (len(self.token_ids), self._digest.value()):
-            raise FailedPrecondition(
-                f"the server has {committed_length} committed tokens (digest {digest.hex()}), this "
-                f"client {len(self.token_ids)} ({self._digest.value().hex()}): open a new session"
-            )
+# --- what does not wait for the server -----------------------------------------------------------
 
 
-# --- blocking ----------------------------------------------------------------------------------
-
-
-class Generation:
-    """A running generation: iterate over its rounds once. Leaving the loop early cancels it.
+class _Generation:
+    """What both kinds of generations have in common: among others, how to go on after a loss.
 
     Args:
         start: begins a call with a request and a time-out.
         timeout: seconds for all of it.
-        resume_s: seconds that it looks for a server after losing one.
+        resume_s: seconds in which to look for a server after the loss of one.
     """
 
     def __init__(
@@ -444,56 +346,34 @@ class Generation:
         self._cancelled = threading.Event()
         self._call = start(request, timeout)
 
-    def __iter__(self) -> Iterator[Round]:
-        try:
-            while True:
-                try:
-                    for reply in self._call:
-                        self._whole.add(reply)
-                        yield _round(reply)
-                    return
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                if self._cancelled.is_set() or not self._whole.may_go_on(failure, self._resume_s):
-                    raise failure
-                if self._cancelled.wait(RETRY_S):
-                    raise Cancelled("the generation was cancelled")
-                request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
-                self._call = self._start(request, self._whole.timeout_s)
-        finally:
-            self._call.cancel()  # nothing happens to a call that has ended
+    def _check_lost(self, error: grpc.RpcError) -> None:
+        """Raise what ended the call, unless the generation can go on."""
+        failure = from_rpc_error(error)
+        if self._cancelled.is_set() or not self._whole.may_go_on(failure, self._resume_s):
+            raise failure
+
+    def _start_again(self) -> None:
+        request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
+        self._call = self._start(request, self._whole.timeout_s)
 
     def cancel(self) -> None:
-        """Free the session on the server; may be called from any thread."""
+        """Free the session on the server; any thread may call this of a blocking generation."""
         self._cancelled.set()
         self._call.cancel()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.cancel()
+G = TypeVar("G", bound=_Generation)
+M = TypeVar("M", verify_pb2.VerifyRequest, verify_pb2.TruncateRequest, verify_pb2.CloseRequest)
 
 
-class Client:
-    """A blocking client of one server; thread-safe.
+class _Client(Generic[G]):
+    """What both clients do without waiting for the server.
 
-    Args:
-        address: HOST:PORT.
-        timeout: seconds for each call as a whole; None means no deadline.
-        credentials: for TLS, as gRPC makes them; None is plain text, unless one of the files below
-            is given.
-        ca: PEM file of who signs the server's certificate; turns TLS on. "system" trusts the public
-            authorities.
-        cert, key: PEM files of the client's own certificate, for servers that want one (mTLS).
-        token: who calls, for servers with tenants. Over plain text only to loopback.
-        resume_s: a generation whose server is lost looks for it so many seconds and then goes on
-            with the same tokens (with coupled sampling and at temperature 0; sampled with another
-            rule, with tokens of the same distribution). 0 raises the error at once.
-
-    Raises:
-        InvalidArgument: a file or the token cannot be used.
+    Args, Raises: as :class:`Client`.
     """
+
+    _grpc: ClassVar[Any]  # what makes channels: `grpc` or `grpc.aio`
+    _generation: Callable[..., G]
 
     def __init__(
         self,
@@ -507,18 +387,13 @@ class Client:
         token: str | None = None,
         resume_s: float = 0.0,
     ) -> None:
-        access = _Access(address, credentials, ca, cert, key, token)
+        access = _Access(address, credentials=credentials, ca=ca, cert=cert, key=key, token=token)
         self._metadata = access.metadata
         self._resume_s = resume_s
-        if access.credentials is None:
-            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(
-                address, access.credentials, options=CHANNEL_OPTIONS
-            )
         self._timeout = timeout
-        self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel)
-        self._verify = verify_pb2_grpc.VerifyServiceStub(self._channel)
+        self._channel: Any = access.open(self._grpc)
+        self._generate: Any = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        self._verify: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
 
     def generate(
         self,
@@ -531,29 +406,103 @@ class Client:
         return_draft: bool = False,
         return_prompt_token_ids: bool = False,
         numerics_mismatch: str | None = None,
-    ) -> Generation:
+    ) -> G:
         """Start generating; the rounds come as they are committed.
 
         Args:
-            prediction: what the output is expected to be; a draft, which never changes it.
-            return_draft: rounds say what was drafted, too (``Round.draft``).
+            prediction: the expected output; a draft, which never changes the output.
+            return_draft: rounds have their drafts (``Round.draft``).
             return_prompt_token_ids: the last round has the prompt's tokens.
-            numerics_mismatch: where the server is lost and has other numerics when it is back,
+            numerics_mismatch: when the server is lost and comes back with other numerics,
                 "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
-                what the server is configured to do.
+                as the server's configuration says.
 
         Raises:
-            PacelineError: whatever the server refused, when the first round is asked for.
+            PacelineError: the server's refusal, at the first round.
         """
         request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
         request.return_draft = return_draft
         request.return_prompt_token_ids = return_prompt_token_ids
-        return Generation(self._start_generation, request, timeout or self._timeout, self._resume_s)
+        start, timeout = self._start_generation, timeout or self._timeout
+        return self._generation(start, request, timeout, self._resume_s)
 
     def _start_generation(
         self, request: generate_pb2.GenerateRequest, timeout: float | None
     ) -> Any:
         return self._generate.Generate(request, timeout=timeout, metadata=self._metadata)
+
+
+class _Session:
+    """A session that verifies this client's drafts."""
+
+    def __init__(self, transcript: ClientTranscript) -> None:
+        self.transcript = transcript
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The committed tokens, prompt included."""
+        return self.transcript.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while the session goes on."""
+        return self.transcript.finish_reason
+
+    def _verify_request(self, draft: Draft) -> verify_pb2.VerifyRequest:
+        return self.transcript.request(self.transcript.propose(draft))
+
+
+# --- blocking ----------------------------------------------------------------------------------
+
+
+class Generation(_Generation):
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
+
+    def __iter__(self) -> Iterator[Round]:
+        try:
+            while True:
+                try:
+                    for reply in self._call:
+                        self._whole.add(reply)
+                        yield _round(reply)
+                    return
+                except grpc.RpcError as error:
+                    self._check_lost(error)
+                if self._cancelled.wait(RETRY_S):
+                    raise Cancelled("the generation was cancelled")
+                self._start_again()
+        finally:
+            self._call.cancel()  # nothing happens to a call that has ended
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+
+class Client(_Client[Generation]):
+    """A blocking client of one server; thread-safe.
+
+    Args:
+        address: HOST:PORT.
+        timeout: seconds for each call as a whole; None means no deadline.
+        credentials: for TLS, as gRPC makes them; None is plain text, unless one of the files below
+            is given.
+        ca: PEM file of the authority that signs the server's certificate; turns TLS on. "system"
+            trusts the public authorities.
+        cert, key: PEM files of the client's own certificate, for servers that want one (mTLS).
+        token: of the tenant, for servers with tenants. Over plain text only to loopback.
+        resume_s: seconds in which a generation looks for a server that is lost. It goes on with the
+            same tokens with coupled sampling and at temperature 0, else with tokens of the same
+            distribution. 0 raises the error at once.
+
+    Raises:
+        InvalidArgument: a file or the token is not usable.
+    """
+
+    _grpc: ClassVar[Any] = grpc
+    _generation = Generation
 
     def complete(
         self,
@@ -589,17 +538,17 @@ class Client:
 
         Args:
             fingerprint: of the server that has committed some of these tokens
-                (``Prefix.fingerprint``): one with other numerics refuses.
-            numerics_mismatch: "refuse", or "allow" it to go on (``Prefix.numerics_changed``); None:
-                what it is configured to do.
+                (``ClientTranscript.fingerprint``): one with other numerics refuses.
+            numerics_mismatch: "refuse", or "allow" it to go on
+                (``ClientTranscript.numerics_changed``); None: as its configuration says.
 
         Raises:
-            NumericsMismatch: the server's fingerprint is another one.
+            NumericsMismatch: the server has another fingerprint.
         """
         request = _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
-        prefix = Prefix(prompt_ids)
-        prefix.opened(self._unary(self._verify.Open, request))
-        return VerifySession(self, prefix)
+        transcript = ClientTranscript(prompt_ids)
+        transcript.opened(self._unary(self._verify.Open, request))
+        return VerifySession(self, transcript)
 
     def _unary(self, method: Any, request: Any) -> Any:
         try:
@@ -608,7 +557,7 @@ class Client:
             raise from_rpc_error(error) from None
 
     def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
+        """Close the connection, which cancels running calls."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -618,50 +567,38 @@ class Client:
         self.close()
 
 
-class VerifySession:
+class VerifySession(_Session):
     """A session that verifies this client's drafts, over unary calls. Not thread-safe.
 
-    A call that failed for the network's sake can be made again: rounds are idempotent.
+    After a failure of the network a call can be made again: rounds are idempotent.
     """
 
-    def __init__(self, client: Client, prefix: Prefix) -> None:
+    def __init__(self, client: Client, transcript: ClientTranscript) -> None:
+        super().__init__(transcript)
         self._client = client
-        self.prefix = prefix
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt plus everything committed."""
-        return self.prefix.token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.prefix.finish_reason
 
     def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
         """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
-        request = self.prefix.request(draft)
-        request.session_id, request.epoch = self.prefix.session_id, self.prefix.epoch
-        return self.prefix.verified(
-            draft, self._client._unary(self._client._verify.Verify, request)
-        )
+        request = self._addressed(self._verify_request(draft))
+        return self.transcript.verified(self._client._unary(self._client._verify.Verify, request))
 
     def truncate(self, length: int) -> None:
         """Forget the committed tokens after the first ``length``."""
-        request = build(
-            verify_pb2.TruncateRequest, "", session_id=self.prefix.session_id,
-            epoch=self.prefix.epoch, length=length,
-        )  # fmt: skip
-        self.prefix.truncated(self._client._unary(self._client._verify.Truncate, request))
+        request = self._addressed(build(verify_pb2.TruncateRequest, "", length=length))
+        self.transcript.truncated(self._client._unary(self._client._verify.Truncate, request))
 
     def close(self) -> SessionStatistics | None:
-        """Free the session; its statistics, or None when it was gone already."""
-        request = verify_pb2.CloseRequest(
-            session_id=self.prefix.session_id, epoch=self.prefix.epoch
-        )
+        """Free the session, and return its statistics; None: it was gone already."""
+        request = self._addressed(verify_pb2.CloseRequest())
         result: verify_pb2.CloseResult = self._client._unary(self._client._verify.Close, request)
         if not result.HasField("statistics"):
             return None
         return statistics_from_message(result.statistics)
+
+    def _addressed(self, request: M) -> M:
+        """Add the session's name and epoch to a unary message; frames go without them."""
+        request.session_id, request.epoch = self.transcript.session_id, self.transcript.epoch
+        return request
 
     def __enter__(self) -> Self:
         return self
@@ -675,31 +612,15 @@ class VerifySession:
         try:
             self.close()
         except PacelineError:
-            if error is None:  # do not hide what went wrong first
+            if error is None:  # do not hide the first error
                 raise
 
 
 # --- asyncio -----------------------------------------------------------------------------------
 
 
-class AsyncGeneration:
-    """A running generation: iterate over its rounds once. Leaving the loop early cancels it.
-
-    Args: as :class:`Generation`.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[generate_pb2.GenerateRequest, float | None], Any],
-        request: generate_pb2.GenerateRequest,
-        timeout: float | None,
-        resume_s: float,
-    ) -> None:
-        self._start = start
-        self._whole = Continuation(request.SerializeToString(), timeout)
-        self._resume_s = resume_s
-        self._cancelled = False
-        self._call = start(request, timeout)
+class AsyncGeneration(_Generation):
+    """A running generation: iterate over its rounds once. Leaving the loop early cancels it."""
 
     async def __aiter__(self) -> AsyncIterator[Round]:
         try:
@@ -710,19 +631,11 @@ class AsyncGeneration:
                         yield _round(reply)
                     return
                 except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                if self._cancelled or not self._whole.may_go_on(failure, self._resume_s):
-                    raise failure
+                    self._check_lost(error)
                 await asyncio.sleep(RETRY_S)
-                request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
-                self._call = self._start(request, self._whole.timeout_s)
+                self._start_again()
         finally:
             self._call.cancel()
-
-    def cancel(self) -> None:
-        """Free the session on the server."""
-        self._cancelled = True
-        self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -731,61 +644,14 @@ class AsyncGeneration:
         self.cancel()
 
 
-class AsyncClient:
-    """An asyncio client of one server; belongs to the event loop that it was made in.
+class AsyncClient(_Client[AsyncGeneration]):
+    """An asyncio client of one server, for the event loop that makes it.
 
     Args: as :class:`Client`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout: float | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        ca: str | PathLike[str] | None = None,
-        cert: str | PathLike[str] | None = None,
-        key: str | PathLike[str] | None = None,
-        token: str | None = None,
-        resume_s: float = 0.0,
-    ) -> None:
-        access = _Access(address, credentials, ca, cert, key, token)
-        self._metadata = access.metadata
-        self._resume_s = resume_s
-        if access.credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(
-                address, access.credentials, options=CHANNEL_OPTIONS
-            )
-        self._timeout = timeout
-        self._generate: Any = generate_pb2_grpc.GenerateServiceStub(self._channel)
-        self._verify: Any = verify_pb2_grpc.VerifyServiceStub(self._channel)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: SpeculationConfig | None = None,
-        *,
-        prediction: Prompt = (),
-        timeout: float | None = None,
-        return_draft: bool = False,
-        return_prompt_token_ids: bool = False,
-        numerics_mismatch: str | None = None,
-    ) -> AsyncGeneration:
-        """Start generating; see :meth:`Client.generate`."""
-        request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
-        request.return_draft = return_draft
-        request.return_prompt_token_ids = return_prompt_token_ids
-        return AsyncGeneration(
-            self._start_generation, request, timeout or self._timeout, self._resume_s
-        )
-
-    def _start_generation(
-        self, request: generate_pb2.GenerateRequest, timeout: float | None
-    ) -> Any:
-        return self._generate.Generate(request, timeout=timeout, metadata=self._metadata)
+    _grpc: ClassVar[Any] = grpc.aio
+    _generation = AsyncGeneration
 
     async def complete(
         self,
@@ -823,28 +689,29 @@ class AsyncClient:
         numerics_mismatch: str | None = None,
     ) -> AsyncVerifySession:
         """Open a verify session on a stream of its own; see :meth:`Client.open_session`."""
-        session = AsyncVerifySession(self._session_call(), Prefix(prompt_ids), self._timeout)
+        transcript = ClientTranscript(prompt_ids)
+        session = AsyncVerifySession(self._session_call(), transcript, self._timeout)
         return await session._open(
             _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
         )
 
-    async def resume_session(self, prefix: Prefix) -> AsyncVerifySession:
-        """Take a session of this server over on a new stream; the old one is fenced off.
+    async def resume_session(self, transcript: ClientTranscript) -> AsyncVerifySession:
+        """Take over a session of this server on a new stream, and fence the old stream off.
 
-        A round whose answer was lost is asked for again and applied to ``prefix``.
+        If the last answer was lost, this fetches it and applies it to ``transcript``.
 
         Raises:
-            SessionNotFound: it is gone; open a new one with ``prefix.token_ids`` and
-                ``prefix.fingerprint``.
+            SessionNotFound: it is gone; open a new one with ``transcript.token_ids`` and
+                ``transcript.fingerprint``.
         """
-        session = AsyncVerifySession(self._session_call(), prefix, self._timeout)
-        return await session._open(verify_pb2.OpenRequest(resume_session_id=prefix.session_id))
+        session = AsyncVerifySession(self._session_call(), transcript, self._timeout)
+        return await session._open(verify_pb2.OpenRequest(resume_session_id=transcript.session_id))
 
     def _session_call(self) -> Any:
         return self._verify.Session(metadata=self._metadata)
 
     async def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
+        """Close the connection, which cancels running calls."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -854,31 +721,22 @@ class AsyncClient:
         await self.close()
 
 
-class AsyncVerifySession:
-    """A session that verifies this client's drafts on one stream; ends with it.
+class AsyncVerifySession(_Session):
+    """A session that verifies this client's drafts on one stream, and ends with it.
 
     One call at a time: a round follows from the answer to the one before.
     """
 
-    def __init__(self, call: Any, prefix: Prefix, timeout: float | None) -> None:
+    def __init__(self, call: Any, transcript: ClientTranscript, timeout: float | None) -> None:
+        super().__init__(transcript)
         self._call = call
         self._timeout = timeout
-        self.prefix = prefix
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt plus everything committed."""
-        return self.prefix.token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.prefix.finish_reason
 
     async def _open(self, request: verify_pb2.OpenRequest) -> Self:
         try:
             reply = await self._exchange(verify_pb2.VerifyFrame(open=request))
-            if self.prefix.opened(reply.open) and self.prefix.unanswered is not None:
-                await self.verify(self.prefix.unanswered)
+            if self.transcript.opened(reply.open):
+                await self.verify(self.transcript.rounds[0].draft)
         except BaseException:
             self.cancel()
             raise
@@ -886,17 +744,19 @@ class AsyncVerifySession:
 
     async def verify(self, draft: Draft = EMPTY_DRAFT) -> Verified:
         """Verify a draft that follows ``token_ids``; an empty one gives AR's next token."""
-        frame = verify_pb2.VerifyFrame(verify=self.prefix.request(draft))
-        return self.prefix.verified(draft, (await self._exchange(frame)).verify)
+        frame = verify_pb2.VerifyFrame(verify=self._verify_request(draft))
+        reply = await self._exchange(frame)
+        return self.transcript.verified(reply.verify)
 
     async def truncate(self, length: int) -> None:
         """Forget the committed tokens after the first ``length``."""
         request = build(verify_pb2.TruncateRequest, "", length=length)
-        reply = await self._exchange(verify_pb2.VerifyFrame(truncate=request))
-        self.prefix.truncated(reply.truncate)
+        frame = verify_pb2.VerifyFrame(truncate=request)
+        reply = await self._exchange(frame)
+        self.transcript.truncated(reply.truncate)
 
     async def close(self) -> SessionStatistics:
-        """Free the session; its statistics."""
+        """Free the session, and return its statistics."""
         frame = verify_pb2.VerifyFrame(close=verify_pb2.CloseRequest())
         reply = await self._exchange(frame)
         self.cancel()
@@ -907,11 +767,11 @@ class AsyncVerifySession:
         self._call.cancel()
 
     async def _exchange(self, frame: verify_pb2.VerifyFrame) -> verify_pb2.VerifyReply:
-        """One frame there, its answer back.
+        """Send one frame, and return the answer.
 
         Raises:
-            PacelineError: as the server raised it; DeadlineExceeded after ``timeout`` seconds, and
-                the stream is then over.
+            PacelineError: as the server raised it.
+            DeadlineExceeded: no answer within ``timeout`` seconds; the stream is over.
         """
         try:
             async with asyncio.timeout(self._timeout):

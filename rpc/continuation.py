@@ -1,8 +1,8 @@
 """A generation that goes on elsewhere when its server is lost.
 
-Committed tokens are all that a server knows of a generation, and who reads its stream has them. So
-the next server is asked for what comes after them, and coupled sampling makes it the same, where
-numerics are the same: the request names the fingerprint of the last server.
+Committed tokens are all that a server knows of a generation, and the reader of its stream has them.
+So the reader asks the next server for what comes after them. Coupled sampling makes that the same
+where numerics are the same: the request names the last server's fingerprint.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Continuation:
     Args:
         request: a serialized GenerateRequest.
         timeout_s: for the whole generation; None: no limit.
-        fingerprint: that the request has.
+        fingerprint: as in the request.
 
     Attributes:
-        num_tries: servers that were asked since the last token came.
+        num_tries: servers asked since the last token came.
         fingerprint: of the server that committed the last token; empty: not known.
     """
 
@@ -54,12 +54,12 @@ class Continuation:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def add(self, reply: generate_pb2.GenerateReply) -> bool:
-        """Note what has come, and let the reply count from the beginning of the generation.
+        """Note a reply, and make its counts those of the whole generation.
 
-        Of a last reply's statistics, what says how well drafts did is that of the last server.
+        In a last reply's statistics, the counts of drafts stay those of the last server.
 
         Returns:
-            whether the reply has changed.
+            whether this changed the reply.
         """
         now = time.monotonic() - self._started
         self.fingerprint = reply.fingerprint or self.fingerprint
@@ -88,9 +88,10 @@ class Continuation:
         """Whether to ask again, here or elsewhere.
 
         Args:
-            error: what ended the last try. A server that is full ends only what it is asked first,
-                and one with other numerics nothing: another one may come in its place.
-            patience_s: so long after the loss of a server this may take.
+            error: what ended the last try. The first server may be full: then the generation fails.
+                After the loss of a server a full one, or one with other numerics, only means a wait
+                for another one.
+            patience_s: seconds after the loss of a server in which to look for another one.
         """
         now = time.monotonic()
         lost = isinstance(error, (ServerUnavailable, Cancelled))

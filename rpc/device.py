@@ -1,7 +1,7 @@
 """The `device` topology: the drafter on a client's machine, the target on a server.
 
-:class:`DeviceClient` runs the engine and the loop of ``paceline`` with a target that is elsewhere
-(``rpc/remote_target.py``), and chooses while it runs which way is the fastest (``rpc/ladder.py``).
+:class:`DeviceClient` runs the engine and the loop of ``paceline`` with a target on a server
+(``rpc/remote_target.py``), and chooses the fastest mode while it runs (``rpc/ladder.py``).
 """
 
 from __future__ import annotations
@@ -20,19 +20,12 @@ from paceline.knobs import Knobs
 from paceline.methods import METHODS, Method
 from paceline.plan import resolve
 from paceline.request import Request
+from paceline.rpc.ahead import MAX_IN_FLIGHT
 from paceline.rpc.client import open_channel
 from paceline.rpc.errors import ServerUnavailable
-from paceline.rpc.ladder import Ladder
-from paceline.rpc.remote_target import (
-    MAX_IN_FLIGHT,
-    Connect,
-    Mode,
-    Patience,
-    RemoteCounters,
-    RemoteTarget,
-    TargetInfo,
-    get_model,
-)
+from paceline.rpc.ladder import Ladder, Mode
+from paceline.rpc.reconnect import Connect, Patience, RemoteCounters
+from paceline.rpc.remote_target import RemoteTarget, TargetInfo, get_model
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionStatistics
 from paceline.tokenizer import Tokenizer, fingerprint
@@ -46,8 +39,8 @@ _LONGEST_COPY = 256  # tokens
 class CopyAhead(Drafter):
     """Lets a drafter that copies go ahead, although it cannot take a guess back.
 
-    It is asked for more than a draft and never sees a guess: while what was guessed is what it had
-    found, the rounds ahead are the next tokens of the same copy.
+    This asks the drafter for more than a draft, and never shows it a guess: while all guesses are
+    what it has found, the rounds ahead are the next tokens of the same copy.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -74,7 +67,7 @@ class CopyAhead(Drafter):
         return drafts
 
     def draft_ahead(self, session: SessionView, budget: Budget) -> Draft:
-        """As :data:`paceline.rpc.remote_target.DraftAhead`."""
+        """As :data:`paceline.rpc.ahead.DraftAhead`."""
         start, tokens = self._found.get(session.session_id, (session.length, []))
         done = session.length - start
         if session.token_ids[start:] != tokens[:done]:
@@ -86,7 +79,7 @@ class CopyAhead(Drafter):
 
 
 class DeviceDrafter(Drafter):
-    """A drafter of a remote target: does not draft again what has been sent ahead."""
+    """A drafter of a remote target: it does not draft again what has left ahead of its time."""
 
     needs: frozenset[Need] = frozenset()
 
@@ -121,8 +114,8 @@ class DeviceDrafter(Drafter):
         return self._target.sent_ahead(session)
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
-        """What became of drafts, except where the drafter has gone on meanwhile: it looks at the
-        tokens then."""
+        """Tell the drafter what became of drafts, except after it has drafted on guesses: then it
+        looks at the tokens."""
         told = [
             (session, outcome)
             for session, outcome in zip(sessions, outcomes, strict=True)
@@ -137,9 +130,9 @@ class DeviceRound:
     """What a round committed.
 
     Attributes:
-        token_ids: the first ``num_accepted`` of them were drafted, here or where the target is.
-        text: what they completed.
-        mode: how they came.
+        token_ids: the first ``num_accepted`` of them come from a draft, made here or by the server.
+        text: that they complete.
+        mode: in which they came.
     """
 
     token_ids: tuple[int, ...]
@@ -151,7 +144,7 @@ class DeviceRound:
 
 @dataclass(slots=True)
 class ModeChange:
-    """When a session went from one mode to another: after so many generated tokens."""
+    """A session went from one mode to another after ``num_tokens`` generated tokens."""
 
     num_tokens: int
     old: Mode
@@ -184,26 +177,26 @@ class DeviceClient:
     """Drafts here, verifies there. One generation at a time; not thread-safe.
 
     Args:
-        servers: addresses HOST:PORT of servers with the same model; the first that works is used.
-        drafters: by name as in the catalogue, those that cannot be made without a model.
-        speculation: a row whose drafter needs tokens only, and its knobs.
+        servers: addresses HOST:PORT of servers with the same model; it uses the first that works.
+        drafters: by name as in the catalogue; those that need a model.
+        speculation: a method whose drafter needs tokens only, and its knobs.
         info: of the target; None asks the servers.
         tokenizer: the target's, for text and stop strings.
         connect: makes a channel to an address; the place for TLS and credentials.
         patience: when a server counts as lost.
         offline_ok: decode on with the drafter alone while no server answers.
-        numerics_mismatch: where a server is lost, and those that answer have other numerics:
+        numerics_mismatch: when a server is lost, and those that answer have other numerics:
             "refuse" ends the generation with NumericsMismatch, "allow" goes on and says so.
-        modes: ways to get tokens that may be used, the first to begin with; "server" only where the
-            target can run its default method.
+        modes: allowed ways to get tokens, beginning with the first; without "server" where the
+            target cannot run its default method.
         max_in_flight: rounds under way at a time.
-        on_unverified: called while no server answers, with all tokens after the committed ones that
-            the drafter has decoded alone, each time that there are more of them. The rounds to come
-            either commit the same tokens or others in their place.
+        on_unverified: called while no server answers, each time that the drafter has decoded more
+            alone: with all tokens after the committed ones. The rounds to come commit either these
+            tokens or others in their place.
 
     Raises:
-        InvalidArgument: a row that cannot draft away from the target, or another tokenizer than
-            its.
+        InvalidArgument: the method cannot draft away from the target, or the tokenizer is not the
+            target's.
         PacelineError: no server says what it serves.
     """
 
@@ -264,12 +257,12 @@ class DeviceClient:
         if name != "none":
             own = self._engine.local_drafter(name)
             if own.rewinds:
-                self.target.draft_ahead = lambda session, budget: at_once(
+                self.target.ahead.draft = lambda session, budget: at_once(
                     own.propose([session], [budget])
                 )[0]
             elif own.copies:
                 own = copier = CopyAhead(own)
-                self.target.draft_ahead = copier.draft_ahead
+                self.target.ahead.draft = copier.draft_ahead
             self._engine.drafters[name] = DeviceDrafter(own, self.target)
         if self.config.length == "pearl" and not self.target.goes_ahead:
             raise InvalidArgument(
@@ -280,7 +273,7 @@ class DeviceClient:
     def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[DeviceRound]:
-        """Generate; :attr:`result` grows along and is complete at the end.
+        """Generate; :attr:`result` grows with each round.
 
         Raises:
             InvalidArgument: as ``Engine.submit``, and what a server refused.
@@ -289,7 +282,7 @@ class DeviceClient:
         result = self.result = DeviceResult(counters=self.target.counters)
         ladder = self._ladder
         ladder.begin()
-        self.target.first_mode = ladder.mode  # the one that was the best before
+        self.target.first_mode = ladder.mode  # the best one of the last generation
         self._unverified = []
         events: list[RoundEvent] = []
         engine = self._engine
@@ -370,13 +363,13 @@ def checked_speculation(
     """A configuration that works away from the target.
 
     Raises:
-        InvalidArgument: its drafter needs more of the target than tokens, its rule is not the one
-            that servers verify clients' drafts by, or its controller reads the target's states.
+        InvalidArgument: its drafter needs more of the target than tokens, servers do not verify
+            clients' drafts with its rule, or its controller reads the target's states.
     """
     given = (config or SpeculationConfig(method="draft_model")).overrides()
     plan = resolve(SpeculationConfig(**given), catalogue)
     if plan.method.length == "goodput" and plan.config.num_speculative_tokens:
-        # The controller that knows of the way to the target and back.
+        # The controller that counts the way to the target and back.
         plan = resolve(SpeculationConfig(**{"length": "round_trip", **given}), catalogue)
     if plan.needs:
         raise InvalidArgument(

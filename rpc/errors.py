@@ -4,7 +4,7 @@ Servers raise Paceline's exceptions and never touch statuses: :class:`ErrorInter
 into a status code, a message and an ``ErrorInfo`` (reason, domain ``paceline``, metadata), with
 ``BadRequest`` for bad input and ``RetryInfo`` where waiting helps. Clients turn the status back
 into the same exception with :func:`from_rpc_error`. An exception that is not in the table is a bug:
-the client learns an id, the log has the traceback under that id.
+the client gets an id, and the log has the traceback under that id.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RoundOutOfOrder(FailedPrecondition):
 
 
 class EpochFenced(FailedPrecondition):
-    """The session was resumed elsewhere; this stream no longer owns it."""
+    """Another call has resumed the session; this stream no longer owns it."""
 
 
 class Unauthenticated(PacelineError, PermissionError):
@@ -74,11 +74,11 @@ class Unauthenticated(PacelineError, PermissionError):
 
 
 class PermissionDenied(PacelineError, PermissionError):
-    """The token is known, and its tenant may not do this."""
+    """The token is known, but its tenant may not do this."""
 
 
 class ServerUnavailable(PacelineError, ConnectionError):
-    """The server cannot be reached, or the connection broke."""
+    """No connection to the server, or a broken one."""
 
 
 class DeadlineExceeded(PacelineError, TimeoutError):
@@ -86,15 +86,15 @@ class DeadlineExceeded(PacelineError, TimeoutError):
 
 
 class Cancelled(PacelineError):
-    """The call was cancelled."""
+    """The client or the server has cancelled the call."""
 
 
 class InternalError(PacelineError):
-    """The server failed in a way that it did not foresee; its log has the details."""
+    """The server failed unexpectedly; its log has the details."""
 
 
 class _Verbatim:
-    """Stands for a value that only exists as its repr on the other machine."""
+    """A value of which only the repr has travelled."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -113,15 +113,15 @@ class Details:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorRow:
+class ErrorEntry:
     """One line of the table.
 
     Attributes:
-        exception: the class; subclasses without a row of their own share it.
+        exception: the class; subclasses without an entry of their own share it.
         code: canonical gRPC code.
-        reason: ``ErrorInfo.reason``, which tells rows of the same code apart.
-        metadata: attributes of the exception that travel along, as strings.
-        rebuild: the exception from what travelled.
+        reason: ``ErrorInfo.reason``, which tells entries of the same code apart.
+        metadata: attributes of the exception to send along, as strings.
+        rebuild: makes the exception from what has travelled.
     """
 
     exception: type[PacelineError]
@@ -142,8 +142,8 @@ def _shortened(value: object, limit: int) -> str:
 
 _CODE = grpc.StatusCode
 
-ERRORS: tuple[ErrorRow, ...] = (
-    ErrorRow(
+ERRORS: tuple[ErrorEntry, ...] = (
+    ErrorEntry(
         InvalidArgument,
         _CODE.INVALID_ARGUMENT,
         "INVALID_ARGUMENT",
@@ -158,15 +158,15 @@ ERRORS: tuple[ErrorRow, ...] = (
             "allowed": _shortened(e.allowed, _MAX_MESSAGE),
         },
     ),
-    ErrorRow(
+    ErrorEntry(
         SessionNotFound,
         _CODE.NOT_FOUND,
         "SESSION_NOT_FOUND",
         lambda d: SessionNotFound(d.metadata.get("session_id", "")),
         lambda e: {"session_id": _shortened(e.session_id, _MAX_VALUE)},
     ),
-    ErrorRow(ModelNotFound, _CODE.NOT_FOUND, "MODEL_NOT_FOUND", _message_only(ModelNotFound)),
-    ErrorRow(
+    ErrorEntry(ModelNotFound, _CODE.NOT_FOUND, "MODEL_NOT_FOUND", _message_only(ModelNotFound)),
+    ErrorEntry(
         PrefixDiverged,
         _CODE.FAILED_PRECONDITION,
         "PREFIX_DIVERGED",
@@ -177,15 +177,15 @@ ERRORS: tuple[ErrorRow, ...] = (
         ),
         lambda e: {"committed_length": str(e.committed_length), "digest": e.digest.hex()},
     ),
-    ErrorRow(
+    ErrorEntry(
         RoundOutOfOrder,
         _CODE.FAILED_PRECONDITION,
         "ROUND_OUT_OF_ORDER",
         lambda d: RoundOutOfOrder(d.message, int(d.metadata.get("expected_round", 0))),
         lambda e: {"expected_round": str(e.expected_round)},
     ),
-    ErrorRow(EpochFenced, _CODE.FAILED_PRECONDITION, "EPOCH_FENCED", _message_only(EpochFenced)),
-    ErrorRow(
+    ErrorEntry(EpochFenced, _CODE.FAILED_PRECONDITION, "EPOCH_FENCED", _message_only(EpochFenced)),
+    ErrorEntry(
         NumericsMismatch,
         _CODE.FAILED_PRECONDITION,
         "NUMERICS_MISMATCH",
@@ -197,83 +197,83 @@ ERRORS: tuple[ErrorRow, ...] = (
             "actual": _shortened(e.actual, _MAX_VALUE),
         },
     ),
-    ErrorRow(
+    ErrorEntry(
         TokenizerMismatch,
         _CODE.FAILED_PRECONDITION,
         "TOKENIZER_MISMATCH",
         _message_only(TokenizerMismatch),
     ),
-    ErrorRow(
+    ErrorEntry(
         FailedPrecondition,
         _CODE.FAILED_PRECONDITION,
         "FAILED_PRECONDITION",
         _message_only(FailedPrecondition),
     ),
-    ErrorRow(
+    ErrorEntry(
         ResourceExhausted,
         _CODE.RESOURCE_EXHAUSTED,
         "RESOURCE_EXHAUSTED",
         lambda d: ResourceExhausted(d.message, d.retry_after_s),
     ),
-    ErrorRow(
+    ErrorEntry(
         Unauthenticated, _CODE.UNAUTHENTICATED, "UNAUTHENTICATED", _message_only(Unauthenticated)
     ),
-    ErrorRow(
+    ErrorEntry(
         PermissionDenied,
         _CODE.PERMISSION_DENIED,
         "PERMISSION_DENIED",
         _message_only(PermissionDenied),
     ),
-    ErrorRow(
+    ErrorEntry(
         DrafterUnavailable,
         _CODE.UNAVAILABLE,
         "DRAFTER_UNAVAILABLE",
         _message_only(DrafterUnavailable),
     ),
-    ErrorRow(
+    ErrorEntry(
         ServerUnavailable,
         _CODE.UNAVAILABLE,
         "SERVER_UNAVAILABLE",
         _message_only(ServerUnavailable),
     ),
-    ErrorRow(
+    ErrorEntry(
         DeadlineExceeded,
         _CODE.DEADLINE_EXCEEDED,
         "DEADLINE_EXCEEDED",
         _message_only(DeadlineExceeded),
     ),
-    ErrorRow(Cancelled, _CODE.CANCELLED, "CANCELLED", _message_only(Cancelled)),
-    ErrorRow(InternalError, _CODE.INTERNAL, "INTERNAL", _message_only(InternalError)),
+    ErrorEntry(Cancelled, _CODE.CANCELLED, "CANCELLED", _message_only(Cancelled)),
+    ErrorEntry(InternalError, _CODE.INTERNAL, "INTERNAL", _message_only(InternalError)),
 )
 
-_BY_CLASS = {row.exception: row for row in ERRORS}
-_BY_REASON = {row.reason: row for row in ERRORS}
+_BY_CLASS = {entry.exception: entry for entry in ERRORS}
+_BY_REASON = {entry.reason: entry for entry in ERRORS}
 _CODE_OF_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
-def row_of(error: BaseException) -> ErrorRow | None:
-    """The row of the nearest class of ``error``, or None when it is not in the table."""
+def entry_of(error: BaseException) -> ErrorEntry | None:
+    """The entry of the nearest class of ``error``, or None when it is not in the table."""
     return next((_BY_CLASS[c] for c in type(error).__mro__ if c in _BY_CLASS), None)
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
     """The status of an exception.
 
-    One that is not in the table is logged with its traceback under a short id, and the status has
-    nothing but that id.
+    One that is not in the table goes to the log, with its traceback under a short id; its status
+    has nothing but that id.
     """
-    row = row_of(error)
-    if row is None:
+    entry = entry_of(error)
+    if entry is None:
         error_id = secrets.token_hex(4)
         _log.error("unforeseen error %s", error_id, exc_info=error)
         error = InternalError(f"internal error {error_id}: the server's log has the details")
-        row = _BY_CLASS[InternalError]
+        entry = _BY_CLASS[InternalError]
     message = _shortened(str(error), _MAX_MESSAGE)
-    metadata = row.metadata(error)
-    status = status_pb2.Status(code=row.code.value[0], message=message)
+    metadata = entry.metadata(error)
+    status = status_pb2.Status(code=entry.code.value[0], message=message)
     _attach(
         status,
-        error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=metadata),
+        error_details_pb2.ErrorInfo(reason=entry.reason, domain=DOMAIN, metadata=metadata),
     )
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -288,7 +288,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     return status
 
 
-# As google.api's HTTP mapping has it. 499 is what proxies log when the client has gone.
+# The mapping of google.api. Proxies log 499 when the client has gone.
 HTTP_STATUS: Mapping[grpc.StatusCode, int] = {
     _CODE.INVALID_ARGUMENT: 400,
     _CODE.FAILED_PRECONDITION: 400,
@@ -322,23 +322,23 @@ def _attach(status: status_pb2.Status, detail: Any) -> None:
 
 
 def from_status(status: status_pb2.Status) -> PacelineError:
-    """The exception that :func:`to_status` was given, as far as it travelled."""
+    """The exception behind a status of :func:`to_status`, as far as it has travelled."""
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
     retry_after_s = 1.0
-    row: ErrorRow | None = None
+    entry: ErrorEntry | None = None
     for detail in status.details:
         if detail.Unpack(info) and info.domain == DOMAIN:
-            row = _BY_REASON.get(info.reason)
+            entry = _BY_REASON.get(info.reason)
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-    if row is None:
+    if entry is None:
         return _from_code(_CODE_OF_NUMBER.get(status.code, _CODE.UNKNOWN), status.message)
-    return row.rebuild(Details(status.message, dict(info.metadata), retry_after_s))
+    return entry.rebuild(Details(status.message, dict(info.metadata), retry_after_s))
 
 
 def _from_code(code: grpc.StatusCode, message: str) -> PacelineError:
-    """A status that gRPC itself made (or another kind of server): only the code is known."""
+    """The exception for a status of gRPC itself, or of another server: only its code counts."""
     if code is _CODE.UNAVAILABLE:
         return ServerUnavailable(message)
     if code is _CODE.DEADLINE_EXCEEDED:
@@ -384,7 +384,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 
 def _passes(error: BaseException) -> bool:
-    """Ends of a call that are not errors of the handler."""
+    """Whether this ends a call without being an error of the handler."""
     return isinstance(error, (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError))
 
 
@@ -418,7 +418,7 @@ def shape_of(handler: Any) -> str:
 
 
 def _wrap_call(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-    """For behaviours that are awaited (also streams that write through their context)."""
+    """For coroutines, which include streams that write through their context."""
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:

@@ -2,9 +2,9 @@
 
 The message ``Speculation`` is derived from :class:`paceline.config.SpeculationConfig`: a field for
 each knob, with its help as the comment. A field keeps its number for ever; a new knob gets the next
-one, and the number of a knob that is gone stays reserved. ``--check`` writes
-nothing and fails when the committed files are not what this would write.
-Needs ``grpcio-tools`` and ``mypy-protobuf`` (in the extra ``dev``).
+one, and the number of a knob that is gone stays reserved. ``--check`` writes nothing and fails when
+the committed files are not what this would write. It needs ``grpcio-tools`` and ``mypy-protobuf``
+(in the extra ``dev``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def with_all_knobs(proto: str, schema: type[BaseModel] = SpeculationConfig) -> s
 def _proto_type(knob: str, annotation: Any) -> str:
     """``optional int32`` for ``int | None``, ``repeated string`` for ``tuple[str, ...] | None``.
 
-    What can be a text or a list is a string, see
+    A knob that can be a text or a list is a string: see
     :func:`paceline.rpc.messages.speculation_to_message`.
     """
     if get_origin(annotation) in (Union, types.UnionType):
@@ -124,7 +124,7 @@ def render() -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """Committed files that differ from what :func:`write` gives, or should not be there."""
+    """Committed files that :func:`write` would change or delete."""
     wanted = render()
     present = {
         str(path.relative_to(GEN)): path.read_text()

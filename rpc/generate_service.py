@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from paceline.rpc.messages import (
     statistics_to_message,
 )
 from paceline.rpc.round_drafts import RoundDrafts
-from paceline.rpc.tracing import Span, Tracing, traceparent_of
+from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
 from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Encoding so much text takes long enough to hold up the other streams.
+# Characters. To encode more text takes long enough to hold up the other streams.
 _LONG_TEXT = 20_000
 
 
@@ -47,9 +48,9 @@ class ModelInfo:
     """What GetModel says that the engine does not know.
 
     Attributes:
-        name: as the operator calls the model.
+        name: the operator's for the model.
         dtype: of its weights.
-        batch_invariant: a token's logits do not depend on what is computed beside it.
+        batch_invariant: a token's logits do not depend on other tokens of the same forward.
         default_speculation: for requests that name no method.
         chat_template: of the target's tokenizer.
     """
@@ -65,7 +66,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     """One engine session for each call.
 
     Args:
-        gate: admits calls and counts what they use; None admits all that the engine takes.
+        gate: admits calls and counts what they use; None: only the engine's own limits count.
         tracing: None traces nothing.
         numerics_mismatch: as of :class:`paceline.rpc.verify_service.VerifyServicer`.
     """
@@ -89,34 +90,17 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateReply]:
-        admission = self._gate.admit()
-        span = None
-        if self._tracing is not None:
-            traceparent = traceparent_of(context.invocation_metadata())
-            span = self._tracing.begin("generate", traceparent)
-        failure: BaseException | None = None
-        scope = admission.cache_scope(context.invocation_metadata())
-        replies = self._generate(request, admission, span, scope)
-        try:
-            async for reply in replies:
-                yield reply
-        except BaseException as error:
-            admission.refused(error)
-            failure = error
-            raise
-        finally:
-            await replies.aclose()
-            admission.release()
-            if span is not None:
-                span.end(failure)
+        metadata = context.invocation_metadata()
+        with self._gate.call("generate", self._tracing, traceparent_of(metadata)) as admission:
+            scope = admission.cache_scope(metadata)
+            async with aclosing(self._generate(request, admission, scope)) as replies:
+                async for reply in replies:
+                    yield reply
 
     async def _generate(
-        self,
-        request: generate_pb2.GenerateRequest,
-        admission: CallAdmission,
-        span: Span | None,
-        scope: str,
+        self, request: generate_pb2.GenerateRequest, admission: CallAdmission, scope: str
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
+        span = admission.span
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         prompt_ids = await self._prompt_ids(request)
         prediction = await self._prediction(request)
@@ -130,9 +114,9 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 "speculation.method", "client", "another one: drafts of yours go to VerifyService"
             )
         if params.constraint is not None:
-            # A grammar may take a second: then the engine finds it ready.
+            # A grammar may take a second to compile; this way the engine does not wait for it.
             await asyncio.to_thread(self._thread.engine.constraints.compile, params)
-        # The id is chosen here, so that a call cancelled before submit returns can be undone too.
+        # Chosen here, so that a call that is cancelled before submit returns can be undone, too.
         session_id = secrets.token_urlsafe(16)
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -160,7 +144,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 span.session = session
             admission.opened(session_id)
             admission.charge(session.prompt_length)
-            drafter_name = session.plan.method.drafter  # a lost drafter is still told
+            drafter_name = session.plan.method.drafter  # also when the drafter is lost later
             while not finished:
                 event = await events.get()
                 finished = event.finished
@@ -242,7 +226,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         return tokenizer.encode(text, special)
 
     def _methods(self) -> list[str]:
-        """The rows that the engine can run."""
+        """The methods that the engine can run."""
         engine = self._thread.engine
         return [m.name for m in engine.catalogue.values() if engine.refusal(m) is None]
 
@@ -299,4 +283,4 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         if drafter_name != "none":
             drafter = self._thread.engine.drafters[drafter_name]
             reply.drafter_pid = getattr(drafter, "pid", os.getpid())
-            reply.drafter_address = getattr(drafter, "address", "")  # of one that is elsewhere
+            reply.drafter_address = getattr(drafter, "address", "")  # of a remote one

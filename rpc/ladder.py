@@ -1,69 +1,76 @@
-"""Which way to get tokens is the fastest right now: drafts from here, from the server, or none.
+"""The fastest way to get tokens right now: with drafts from here, from the server, or none.
 
-A remote drafter can lose against a server that just streams: a drafter that is seldom right pays a
-round trip for each token. So a client measures. The rate of a rung is committed tokens per second
-over a window of rounds. What AR would give is known without trying: the server says how long its
-part of a round took, and a stream without drafts has one token each such time.
+A device can lose against a server that just streams: where its drafts are seldom right it pays a
+round trip for each token. So a client measures. The rate of a mode is committed tokens per second
+over a window of rounds. The rate of AR can be told without a trial: the server says how long its
+part of a round took, and a stream without drafts has one token in each such time.
 
-The rung with the best rate is taken. Another one is tried now and then, since texts and networks
-change; how often depends on what trying it has cost, so that all trials of a rung together cost no
-more than a small share of the time that generations take.
+The ladder takes the mode with the best rate. Now and then it tries another one, since texts and
+networks change. How often depends on what trials have cost: all trials of a mode together take no
+more than a small share of the time of generations.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 
-from paceline.rpc.remote_target import Mode
-
-WINDOW_ROUNDS = 12  # rounds, and seconds, that a rung is judged by
+WINDOW_ROUNDS = 12  # rounds, and seconds, in which a mode is measured
 WINDOW_SECONDS = 0.4
-HOPELESS_ROUNDS = 4  # are enough for one
-HOPELESS = 0.6  # that has less than this share of what another one gives
-DOWN = 0.95  # a rung is left when it has less than this share of what another one gives
-# AR is not tried when less than this share is expected of it. It may give twice what is expected:
-# between the rounds of a device that drafts for long the server's caches get cold.
+HOPELESS_ROUNDS = 4  # enough for a mode
+HOPELESS = 0.6  # with less than this share of another mode's rate
+DOWN = 0.95  # the ladder leaves a mode with less than this share of another one's rate
+# The ladder tries AR only if it expects more than this share of the current rate. AR may give twice
+# what is expected: the server's caches get cold between the rounds of a device that drafts long.
 PROMISING = 0.4
-TRIAL_SHARE = 0.03  # of the time that trials of a rung may cost
-FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 160.0  # until another rung is tried
-PAUSE_S = 5.0  # between trials of a rung, doubling
+TRIAL_SHARE = 0.03  # of all time, for the trials of a mode
+FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 160.0  # until the first trial, and between trials at most
+PAUSE_S = 5.0  # between trials of a mode, doubling
 ELSEWHERE_S = 600.0  # without a generation: the network may be another one
 
 
+class Mode(enum.Enum):
+    """How a session gets its tokens from a server. Each gives the same ones."""
+
+    DEVICE = "device"  # this machine drafts, the server verifies
+    SERVER = "server"  # the server drafts with its default method, and streams
+    AR = "ar"  # the server streams without drafts
+
+
 class Ladder:
-    """Chooses a rung after each round. Belongs to a client: what it has learned stays with it.
+    """Chooses a mode after each round. It belongs to a client, and keeps what it has learned.
 
     Args:
-        rungs: those that may be used, from the one to begin with down.
-        clock: seconds; another one for simulations.
-        on_change: called with the old and the new rung.
+        modes: the allowed modes, beginning with the first.
+        clock: seconds; simulations have one of their own.
+        on_change: called with the old and the new mode.
     """
 
     def __init__(
         self,
-        rungs: Sequence[Mode],
+        modes: Sequence[Mode],
         *,
         clock: Callable[[], float],
         on_change: Callable[[Mode, Mode], None] = lambda old, new: None,
     ) -> None:
-        self._rungs = tuple(rungs)
+        self._modes = tuple(modes)
         self._clock = clock
         self._on_change = on_change
-        self.mode = self._rungs[0]
+        self.mode = self._modes[0]
         self.rates: dict[Mode, float] = {}  # tokens per second when last tried
         self._ar_seconds: list[float] = []  # of the server, for each round of this window
         self._trying = False
         now = clock()
-        self._try_at = dict.fromkeys(self._rungs, now + FIRST_TRY_S)
-        self._pauses = dict.fromkeys(self._rungs, PAUSE_S / 2)
+        self._try_at = dict.fromkeys(self._modes, now + FIRST_TRY_S)
+        self._pauses = dict.fromkeys(self._modes, PAUSE_S / 2)
         self._seen = now  # when the last round came
         self.begin()
 
     def begin(self) -> None:
-        """A generation begins, or a rung: the next round pays for the prompt and the connection.
+        """A generation begins, or a mode: the next round pays for the prompt and the connection.
 
-        Pauses between trials go on where they were when the last generation ended: a client that
-        generates for a second in each minute would be busy with trials otherwise.
+        Pauses between trials stand still without a generation: otherwise a client that generates
+        for a second in each minute would be busy with trials.
         """
         now = self._clock()
         idle, self._seen = now - self._seen, now
@@ -74,11 +81,11 @@ class Ladder:
         self._settled = False
 
     def observe(self, tokens: int, server_seconds: float) -> Mode:
-        """Take a round into account; the rung for the next one.
+        """Take a round into account, and return the mode for the next one.
 
         Args:
             tokens: committed by the round.
-            server_seconds: the server's own time for it; 0 where it is not known.
+            server_seconds: the server's own time for it; 0: not known.
         """
         self._seen = self._clock()
         if not self._settled:
@@ -103,16 +110,16 @@ class Ladder:
         return self.mode
 
     def _best_other(self) -> Mode:
-        others = [mode for mode in self._rungs if mode is not self.mode]
-        return max(others, key=self._expected, default=self.mode)  # of equals the higher rung
+        others = [mode for mode in self._modes if mode is not self.mode]
+        return max(others, key=self._expected, default=self.mode)  # of equals the first
 
     def _expected(self, mode: Mode) -> float:
-        """Tokens per second of a rung: measured, or what AR gives by the server's own account."""
+        """Tokens per second of a mode: measured, or for AR from the server's own times."""
         if mode in self.rates:
             return self.rates[mode]
         if mode is Mode.DEVICE or not self._ar_seconds:
             return 0.0
-        # The fastest rounds had the fewest drafted tokens, and no other work beside them.
+        # The fastest rounds have the fewest drafted tokens, and no other work beside them.
         return 1.0 / sorted(self._ar_seconds)[len(self._ar_seconds) // 4]
 
     def _choose(self) -> Mode:
@@ -128,9 +135,9 @@ class Ladder:
             self._trying = False
             return best
         if self._trying:  # it is the best now
-            self._pauses = dict.fromkeys(self._rungs, PAUSE_S / 2)
+            self._pauses = dict.fromkeys(self._modes, PAUSE_S / 2)
             self._trying = False
-        due = [mode for mode in self._rungs if mode is not self.mode and self._is_due(mode, here)]
+        due = [mode for mode in self._modes if mode is not self.mode and self._is_due(mode, here)]
         if not due:
             return self.mode
         self._trying = True

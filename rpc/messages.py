@@ -1,7 +1,7 @@
 """Python values <-> messages of ``paceline.v1``, and the digest of committed tokens.
 
-The Python classes hold the schema. Conversion goes by field name, so a knob that is added there
-and in ``common.proto`` needs no code here.
+The Python classes hold the schema. Conversion goes by field name, so a new knob in a class and in
+``common.proto`` needs no code here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIGEST_BYTES = 16
 
 
 class PrefixDigest:
-    """BLAKE2b-128 over token ids as little-endian 32-bit integers; grows with the prefix."""
+    """The prefix digest, which grows with the tokens: BLAKE2b-128 over little-endian 32-bit ids."""
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -41,7 +41,7 @@ class PrefixDigest:
         self._hash.update(np.fromiter(token_ids, "<u4").tobytes())
 
     def copy(self) -> PrefixDigest:
-        """One that grows on its own from here."""
+        """A digest of the same tokens that grows on its own."""
         result = PrefixDigest()
         result._hash = self._hash.copy()
         return result
@@ -52,7 +52,7 @@ class PrefixDigest:
 
 
 def build(message: type[M], prefix: str, **values: Any) -> M:
-    """A message, with protobuf's own complaints as InvalidArgument.
+    """Make a message; protobuf's complaints become InvalidArgument.
 
     Raises:
         InvalidArgument: a value has the wrong type or does not fit its field.
@@ -69,7 +69,7 @@ def build(message: type[M], prefix: str, **values: Any) -> M:
 
 
 def _given(message: Message, prefix: str) -> dict[str, Any]:
-    """The fields that were set, as keyword arguments."""
+    """The fields that are set, as keyword arguments."""
     entries: Any = UnknownFieldSet(message)
     unknown = [entry.field_number for entry in entries]
     if unknown:
@@ -92,7 +92,7 @@ def sampling_from_message(message: common_pb2.SamplingParams) -> SamplingParams:
     """Sampling parameters from the wire.
 
     Raises:
-        InvalidArgument: naming the field as ``sampling.<name>``.
+        InvalidArgument: a value is not allowed; names the field as ``sampling.<name>``.
     """
     try:
         return SamplingParams(**_given(message, "sampling"))
@@ -112,7 +112,7 @@ def speculation_from_message(message: common_pb2.Speculation) -> SpeculationConf
     """How to speculate, from the wire.
 
     Raises:
-        InvalidArgument: naming the field as ``speculation.<name>``.
+        InvalidArgument: a value is not allowed; names the field as ``speculation.<name>``.
     """
     values = _given(message, "speculation")
     return parse_speculation({name: _list_in(value) for name, value in values.items()})
@@ -195,15 +195,15 @@ MOMENTS = ("started_at", "admitted_at", "prefilled_at", "first_token_at", "finis
 
 
 def numerics_differ(request: Any, own: Fingerprint, default: str) -> bool:
-    """The fence: whether a session goes on with other numerics than its tokens so far have.
+    """Whether a session goes on with other numerics than those of its tokens so far.
 
     Args:
         request: has ``fingerprint`` and ``numerics_mismatch``.
         own: of this replica.
-        default: for a request that does not say what happens to a mismatch.
+        default: "refuse" or "allow", for a request that says neither.
 
     Raises:
-        NumericsMismatch: they differ, and that is not allowed.
+        NumericsMismatch: the fingerprints differ, and the request does not allow it.
         InvalidArgument: one of the two fields makes no sense.
     """
     policy = check_mismatch(request.numerics_mismatch or default)

@@ -1,4 +1,4 @@
-"""Drafts for people to look at: what GenerateReply.draft says of a round."""
+"""The drafts of rounds as GenerateReply.draft shows them to people."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RoundDrafts:
 
     Args:
         tokenizer: for texts; None leaves them out.
-        token_ids: what is there at first: a text depends on the token before it.
-        prompt_length: so many of them are the prompt.
+        token_ids: of the session so far: a token's text depends on the token before it.
+        prompt_length: number of the prompt's among them.
     """
 
     def __init__(
@@ -53,5 +53,5 @@ class RoundDrafts:
 
 
 def _text_after(tokenizer: Tokenizer, before: int, token: int) -> str:
-    """A token's text behind another one: some tokenizers drop a space at the start of a text."""
+    """A token's text after another one: some tokenizers drop a space at the start of a text."""
     return tokenizer.decode([before, token])[len(tokenizer.decode([before])) :]

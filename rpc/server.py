@@ -40,14 +40,14 @@ SWEEP_INTERVAL_S = 5.0
 
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Two servers on one port would share its connections without a word.
+    # Otherwise two servers could listen on one port, and would share its connections unnoticed.
     ("grpc.so_reuseport", 0),
-    # A client machine that died sends no reset; its sessions end when the pings stay unanswered.
+    # A client machine that dies sends no reset; unanswered pings end its sessions.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # A peer that connects and says nothing holds a socket; honest ones take milliseconds.
+    # A peer that connects and says nothing holds a socket; a handshake takes milliseconds.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
@@ -63,7 +63,7 @@ class RpcServer:
     Attributes:
         address: HOST:PORT to connect to.
         gate: who may call it.
-        generate, verify, draft: its services, None where it does not have them.
+        generate, verify, draft: its services; None: it does not have this one.
     """
 
     address: str
@@ -118,8 +118,8 @@ async def start_server(
     """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
 
     Args:
-        engine: a started engine; it stays the caller's to stop. One that is not an EngineThread
-            takes no drafts from elsewhere, and gets no VerifyService.
+        engine: a started engine, which the caller stops. One that is not an EngineThread takes no
+            clients' drafts: its VerifyService refuses every call.
         model: what GetModel says beyond what the engine knows.
         drafter: the service around a local drafter.
         host: the default listens on loopback only.
@@ -129,14 +129,14 @@ async def start_server(
         gate: tenants, limits and audit log; None admits every caller.
         idle_timeout_s: seconds without a call after which sessions and streams are closed.
         register: adds further services and returns their full names.
-        tracing: for the services over an engine; it stays the caller's to stop.
+        tracing: for the services over an engine; the caller stops it.
         numerics_mismatch: "refuse" or "allow" a session whose tokens come from other numerics than
-            the engine's, where the request does not say.
+            the engine's, for requests that say neither.
 
     Raises:
         InvalidArgument: nothing to serve, a port outside the range, or plain text on an address
-            that is not loopback's.
-        PortInUse: something else listens there, or the host is not one of this machine.
+            other than loopback's.
+        PortInUse: another process listens there, or the host is not an address of this machine.
     """
     if engine is None and drafter is None and register is None:
         raise InvalidArgument("engine", None, "an engine, a drafter or `register`")
@@ -156,9 +156,9 @@ async def start_server(
     names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
     result = RpcServer("", 0, server, health.aio.HealthServicer(), gate)
     if engine is not None:
-        from paceline.engine import EngineThread  # loads torch, which a gateway does without
+        from paceline.engine import EngineThread  # loads torch, which a gateway does not need
 
-        # Read here for the first time, which takes a while: not on the event loop.
+        # The first reading takes a while: not on the event loop.
         await asyncio.to_thread(lambda: engine.engine.target.fingerprint)
         result.generate = GenerateServicer(
             engine,

@@ -1,4 +1,4 @@
-"""Streams of requests that end when nothing comes."""
+"""Streams of requests with a time limit for each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 async def within(
     requests: AsyncIterator[T], first_s: float, *, later_s: float | None
 ) -> AsyncIterator[T]:
-    """``requests``, for as long as each comes in time after it is asked for.
+    """``requests``, while each comes in time after the handler asks for it.
 
     Args:
         first_s: seconds for the first one.
-        later_s: seconds for each of the others; None waits for ever.
+        later_s: seconds for each of the others; None: no limit.
 
     Raises:
-        DeadlineExceeded: one did not come.
+        DeadlineExceeded: one did not come in time.
     """
     iterator = aiter(requests)
     timeout_s: float | None = first_s

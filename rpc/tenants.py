@@ -1,4 +1,4 @@
-"""The tenants file: who may call with which token, and how much.
+"""The tenants file: the tenants, their tokens and their quotas.
 
     tenants:
       alice:
@@ -7,7 +7,7 @@
       bob:
         token: a-text-of-16-characters-or-more
 
-Tokens are kept as digests only, and no error, log line or repr shows one.
+Only digests of tokens stay in memory, and no error, log line or repr shows a token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKEN_LENGTH = 16
 CHECK_INTERVAL_S = 0.5
-"""How soon a change of the file counts."""
+"""Seconds until a change of the file counts."""
 
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")]
 
@@ -83,7 +83,7 @@ class Tenant:
 
 
 def digest_of(token: str) -> bytes:
-    """What is kept of a token. Tokens are long and random, so a plain hash cannot be inverted."""
+    """What stays of a token. Tokens are long and random, so that a plain hash keeps them safe."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -91,7 +91,7 @@ def read_tenants(path: str | Path) -> dict[str, Tenant]:
     """Read and check a tenants file.
 
     Raises:
-        InvalidArgument: naming the file and the key, never a value of it.
+        InvalidArgument: the file is not usable; names the file and the key, never a value.
     """
     path = Path(path).expanduser()
     try:
@@ -145,9 +145,9 @@ def _checked(path: str, file: _File) -> dict[str, Tenant]:
 
 
 class Tenants:
-    """The tenants of a file, which is read again when it has changed.
+    """The tenants of a file; reads it again when it has changed.
 
-    A change that cannot be used is logged, and the tenants stay as they were.
+    A change that is not usable leaves the tenants as they were, and a line in the log.
 
     Raises:
         InvalidArgument: as :func:`read_tenants`.
@@ -169,7 +169,7 @@ class Tenants:
         """
         self.refresh()
         found: Tenant | None = None
-        # Over all of them, so that the time does not tell how far the search came.
+        # Compare with all of them, so that the time does not tell how far the search came.
         for tenant in self._tenants.values():
             for known in tenant.digests:
                 if hmac.compare_digest(known, digest):

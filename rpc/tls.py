@@ -1,8 +1,8 @@
 """TLS for both ends of a connection, from PEM files.
 
-A server looks at its files before each handshake, so a renewed certificate is used from the next
-connection on, and connections that exist stay as they are. Where a server has no certificate,
-:func:`check_plain_text` keeps it on loopback.
+A server looks at its files before each handshake, so it uses a renewed certificate from the next
+connection on; open connections stay as they are. Without a certificate, :func:`check_plain_text`
+keeps a server on loopback.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ServerTls:
     """What a server shows, and what it wants to see.
 
     Attributes:
-        cert, key: PEM files; the certificate is followed by its intermediate ones, if any.
-        client_ca: PEM file of who signs the certificates of clients.
+        cert, key: PEM files; intermediate certificates follow the server's own.
+        client_ca: PEM file of the authority that signs clients' certificates.
         require_client_cert: refuse connections of clients without such a certificate (mTLS).
-        prefix: stands before the names of the attributes in errors.
+        prefix: of the attributes' names in errors.
     """
 
     cert: str
@@ -50,7 +50,7 @@ class ServerTls:
             )
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Credentials that follow the files.
+        """Credentials that follow changes of the files.
 
         Raises:
             InvalidArgument: a file cannot be read or used, or the key is another certificate's.
@@ -63,7 +63,7 @@ class ServerTls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """The same for servers on Python's own ssl module; it follows the files too.
+        """The same for servers on Python's own ssl module.
 
         Raises: as :meth:`credentials`.
         """
@@ -108,7 +108,7 @@ class ServerTls:
 
 
 class _Reload(Generic[T]):
-    """What is asked before each handshake; gRPC does so on threads of its own."""
+    """gRPC asks this before each handshake, on threads of its own."""
 
     def __init__(self, tls: ServerTls, read: Callable[[], T]) -> None:
         self._tls = tls
@@ -123,7 +123,7 @@ class _Reload(Generic[T]):
                 stamps = self._tls._stamps()
                 if stamps == self._seen:
                     return None
-                # Files that do not fit (yet) are not read again before one of them changes.
+                # Files that do not fit together (yet) are read again when one of them changes.
                 self._seen = stamps
                 configuration = self._read()
         except (OSError, InvalidArgument) as error:
@@ -138,9 +138,9 @@ class ClientTls:
     """What a client trusts, and what it shows.
 
     Attributes:
-        ca: PEM file of who signs the server's certificate; None trusts the system's authorities.
+        ca: PEM file of the authority that signs the server's certificate; None trusts the system's.
         cert, key: PEM files of the client's own certificate, both or neither.
-        server_name: the name that the server's certificate must have, if it is not the address's.
+        server_name: the name in the server's certificate, if it is not the address's.
     """
 
     ca: str | None = None
@@ -150,7 +150,7 @@ class ClientTls:
     prefix: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Credentials from what is in the files now.
+        """Credentials from the files as they are now.
 
         Raises:
             InvalidArgument: a file cannot be read or used, or one of ``cert`` and ``key`` is
@@ -184,7 +184,7 @@ def read_pem(field: str, path: str) -> bytes:
     """The bytes of a PEM file.
 
     Raises:
-        InvalidArgument: naming ``field`` and the path, never what is in the file.
+        InvalidArgument: the file is not readable; names ``field`` and the path, never contents.
     """
     try:
         data = Path(path).expanduser().read_bytes()
@@ -208,7 +208,7 @@ def check_pair(field: str, path: str, cert: bytes, key: bytes) -> None:
     """Refuse a key that is not the certificate's: gRPC would fail at each handshake.
 
     Raises:
-        InvalidArgument: naming ``field`` and the path.
+        InvalidArgument: it is another one's; names ``field`` and the path.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
@@ -227,7 +227,7 @@ def check_pair(field: str, path: str, cert: bytes, key: bytes) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on ``host``."""
+    """Whether only this machine can connect to a server on ``host``."""
     host = host.strip("[]")
     if host == "localhost":
         return True
@@ -241,7 +241,7 @@ def check_plain_text(host: str, field: str, allowed: str) -> None:
     """Raise InvalidArgument when a server without TLS would listen beyond this machine.
 
     Args:
-        field: of the configuration, where TLS would be.
+        field: where the configuration would have TLS.
         allowed: what to do instead.
     """
     if not is_loopback(host):

@@ -1,16 +1,17 @@
 """OpenTelemetry traces of sessions, across gateway, target and drafter. Off unless configured.
 
-A call carries W3C's ``traceparent`` in its gRPC metadata; the stream between a target and a drafter
-serves many sessions, so there it is part of a session's opening. Spans of a session's stages are
-made from its own statistics when it ends, so rounds do nothing for them. Where tracing is off there
-is no :class:`Tracing`, and OpenTelemetry is not imported.
+A call carries W3C's ``traceparent`` in its gRPC metadata. The stream between a target and a drafter
+serves many sessions, so there the message that opens a session has it. When a session ends, its
+statistics become the spans of its stages: rounds do nothing for them. Where tracing is off there is
+no :class:`Tracing`, and nothing imports OpenTelemetry.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,8 +29,8 @@ class Span:
     """A span that lasts until :meth:`end`.
 
     Attributes:
-        traceparent: for the processes that take part in it.
-        session: whose stages (queue, prefill, rounds) become its children in the end.
+        traceparent: for the other processes of the trace.
+        session: its stages (queue, prefill, rounds) become children of the span at the end.
     """
 
     __slots__ = ("_span", "_tracing", "session", "traceparent")
@@ -42,11 +43,11 @@ class Span:
         self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
 
     def set(self, **attributes: Any) -> None:
-        """Attributes under ``paceline.``."""
+        """Set attributes ``paceline.NAME``."""
         self._span.set_attributes({f"paceline.{name}": v for name, v in attributes.items()})
 
     def round(self, event: RoundEvent) -> None:
-        """Note a round, where the configuration wants them."""
+        """Note a round, if the configuration wants rounds."""
         if self._tracing.rounds and event.round:
             drafted = 0 if event.outcome is None else event.outcome.draft.num_nodes
             attributes = {
@@ -57,7 +58,11 @@ class Span:
             self._span.add_event("round", attributes)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End it; ``error`` is what ended the call."""
+        """End the span.
+
+        Args:
+            error: what ended the call; None: nothing went wrong.
+        """
         if self.session is not None:
             self._add_stages(self.session)
         if error is not None:
@@ -108,12 +113,12 @@ class Tracing:
     """Makes the spans of one process.
 
     Args:
-        service: ``service.name`` where OTEL_SERVICE_NAME does not say it.
+        service: ``service.name``, unless OTEL_SERVICE_NAME is set.
         exporter: an exporter of OpenTelemetry's SDK.
-        sample: share of traces that begin here and are kept; None leaves it to
+        sample: share to keep of the traces that begin here; None leaves it to
             OTEL_TRACES_SAMPLER, which keeps all by default. A caller that sends a traceparent
             decides for that trace.
-        rounds: spans note every round.
+        rounds: whether spans note every round.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class Tracing:
         return result
 
     def stop(self) -> None:
-        """Send what is left."""
+        """Send the spans that have not left yet."""
         self._provider.shutdown()
 
 
@@ -167,12 +172,12 @@ def start_tracing(
     """Tracing as configured, here or by OTEL_* variables; None where it is off.
 
     Args:
-        exporter: None takes OTEL_TRACES_EXPORTER, and is off without it.
+        exporter: None takes OTEL_TRACES_EXPORTER; without that tracing is off.
         endpoint: of the OTLP collector over HTTP; None: OTEL_EXPORTER_OTLP_ENDPOINT.
         folder: where the exporter ``file`` writes a file for each process.
 
     Raises:
-        InvalidArgument: an exporter that is not known or not installed, or no folder for files.
+        InvalidArgument: the exporter is unknown or not installed, or has no folder for its files.
     """
     chosen = exporter or os.environ.get("OTEL_TRACES_EXPORTER") or "none"
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or chosen == "none":
@@ -201,6 +206,21 @@ def _exporter(name: str, service: str, endpoint: str | None, folder: str | None)
     Path(folder).mkdir(parents=True, exist_ok=True)
     out = (Path(folder) / f"{service}-{os.getpid()}.jsonl").open("a", encoding="utf-8")
     return ConsoleSpanExporter(out=out, formatter=lambda span: span.to_json(indent=None) + "\n")
+
+
+@contextmanager
+def traced(tracing: Tracing | None, name: str, traceparent: str = "") -> Iterator[Span | None]:
+    """A span that lasts as long as the block; None where nothing is traced."""
+    span = None if tracing is None else tracing.begin(name, traceparent)
+    failure: BaseException | None = None
+    try:
+        yield span
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if span is not None:
+            span.end(failure)
 
 
 def traceparent_of(metadata: Iterable[Any] | None) -> str:

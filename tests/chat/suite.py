@@ -35,8 +35,8 @@ from paceline.rpc.client import Client
 from paceline.rpc.device import DeviceClient, checked_speculation
 from paceline.rpc.draft_service import DraftServicer, served_with
 from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.ladder import Mode
 from paceline.rpc.remote_drafter import RemoteDrafter
-from paceline.rpc.remote_target import Mode
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics

@@ -8,7 +8,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine
 from paceline.rpc.device import DeviceClient
-from paceline.rpc.remote_target import Mode
+from paceline.rpc.ladder import Mode
 from paceline.sampling import SamplingParams
 from tests.deployments.conftest import PROMPTS, App
 from tests.deployments.test_generate import AR, PARAMS

@@ -200,7 +200,7 @@ def test_resume_takes_the_session_over(app: App, engine: Engine, ar: AR) -> None
         async with AsyncClient(app.address, timeout=60) as client:
             first = await client.open_session(prompt, params)
             await first.verify(_client_drafts(expected, 0))
-            second = await client.resume_session(first.prefix)
+            second = await client.resume_session(first.transcript)
             with pytest.raises((SessionNotFound, PacelineError)):
                 await first.verify(_client_drafts(expected, 4))
             async with second:

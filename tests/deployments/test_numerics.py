@@ -14,8 +14,9 @@ import pytest
 from benchmarks.netem import Netem
 from paceline.bench.backends import with_kernels, without_kernels
 from paceline.config import SpeculationConfig
-from paceline.deployments.gateway import MAX_LOOKS, Relay
+from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Lease
+from paceline.deployments.target_calls import MAX_LOOKS
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument, NumericsMismatch
@@ -28,8 +29,9 @@ from paceline.rpc.device import DeviceClient
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import generate_pb2
 from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.ladder import Mode
 from paceline.rpc.messages import sampling_to_message, speculation_to_message
-from paceline.rpc.remote_target import Mode, Patience
+from paceline.rpc.reconnect import Patience
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
@@ -224,12 +226,12 @@ def test_unary_sessions_are_fenced(replicas: Replicas) -> None:
         session = client.open_session(PROMPT, PARAMS)
         for _ in range(4):
             session.verify()
-        tokens, fingerprint = session.token_ids, session.prefix.fingerprint
+        tokens, fingerprint = session.token_ids, session.transcript.fingerprint
         assert fingerprint == str(replicas.portable) == client.get_model().fingerprint
         session.close()
     with Client(replicas.second.address, timeout=20) as client:
         with client.open_session(tokens, PARAMS, fingerprint=fingerprint) as session:
-            assert not session.prefix.numerics_changed
+            assert not session.transcript.numerics_changed
             for _ in range(4):
                 session.verify()
             assert session.token_ids == PROMPT + replicas.truth[:8]
@@ -241,11 +243,11 @@ def test_unary_sessions_are_fenced(replicas: Replicas) -> None:
         with client.open_session(
             tokens, PARAMS, fingerprint=fingerprint, numerics_mismatch="allow"
         ) as session:
-            assert session.prefix.numerics_changed
-            assert session.prefix.fingerprint == str(replicas.another)
+            assert session.transcript.numerics_changed
+            assert session.transcript.fingerprint == str(replicas.another)
             session.verify()
         with client.open_session(tokens, PARAMS) as session:  # nothing is said: nothing is fenced
-            assert not session.prefix.numerics_changed
+            assert not session.transcript.numerics_changed
 
 
 def test_streams_are_fenced_and_resumed_at_home(replicas: Replicas) -> None:
@@ -253,11 +255,11 @@ def test_streams_are_fenced_and_resumed_at_home(replicas: Replicas) -> None:
         async with AsyncClient(replicas.first.address, timeout=20) as client:
             session = await client.open_session(PROMPT, PARAMS)
             await session.verify()
-            tokens, fingerprint = list(session.token_ids), session.prefix.fingerprint
-            async with await client.resume_session(session.prefix) as again:  # the same replica
+            tokens, fingerprint = list(session.token_ids), session.transcript.fingerprint
+            async with await client.resume_session(session.transcript) as again:  # the same replica
                 await again.verify(EMPTY_DRAFT)
-                assert again.prefix.fingerprint == fingerprint
-                assert not again.prefix.numerics_changed
+                assert again.transcript.fingerprint == fingerprint
+                assert not again.transcript.numerics_changed
                 assert again.token_ids == PROMPT + replicas.truth[:2]
         async with AsyncClient(replicas.other.address, timeout=20) as client:
             with pytest.raises(NumericsMismatch):
@@ -265,7 +267,7 @@ def test_streams_are_fenced_and_resumed_at_home(replicas: Replicas) -> None:
             async with await client.open_session(
                 tokens, PARAMS, fingerprint=fingerprint, numerics_mismatch="allow"
             ) as session:
-                assert session.prefix.numerics_changed
+                assert session.transcript.numerics_changed
 
     asyncio.run(run())
 
@@ -280,7 +282,7 @@ def test_a_replica_can_be_configured_to_allow(replicas: Replicas, folder: Path) 
     ):
         given = str(replicas.another)
         with client.open_session(PROMPT, PARAMS, fingerprint=given) as session:
-            assert session.prefix.numerics_changed
+            assert session.transcript.numerics_changed
         with pytest.raises(NumericsMismatch):
             client.open_session(PROMPT, PARAMS, fingerprint=given, numerics_mismatch="refuse")
         with pytest.raises(InvalidArgument, match="numerics_mismatch"):
@@ -422,13 +424,13 @@ def test_the_gateway_does_not_look_for_ever(replicas: Replicas) -> None:
             looks += 1
             return await offer()
 
-        relay._open_lease = counted
-        lease = await relay._lease_for(str(replicas.portable))
+        relay._calls.open_lease = counted
+        lease = await relay._calls.lease_for(str(replicas.portable))
         assert (looks, lease.endpoint.address) == (MAX_LOOKS, replicas.other.address)
         assert sum(targets.count.values()) == 1
         lease.release()
         targets.there.clear()
         with pytest.raises(ServerUnavailable):
-            await relay._lease_for(str(replicas.portable))
+            await relay._calls.lease_for(str(replicas.portable))
 
     asyncio.run(run())

@@ -12,8 +12,10 @@ import grpc
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.deployments.gateway import MAX_TRIES, VERIFY, Relay, TargetGone
+from paceline.deployments.gateway import MAX_TRIES, Relay
 from paceline.deployments.lease import Lease
+from paceline.deployments.target_calls import TargetGone
+from paceline.deployments.verify_relay import VERIFY
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_runner
@@ -195,7 +197,7 @@ async def test_a_connection_that_another_call_closed_is_a_loss_and_no_cancellati
         relay = Relay(Leases(address), idle_timeout_s=60, resume_s=1.0, gate=Gate())
         lost = asyncio.create_task(relay.get_model(b"", 20.0))
         await asyncio.sleep(0.2)
-        await relay._channels.pop(address).close()  # as after another call's UNAVAILABLE
+        await relay._calls._channels.pop(address).close()  # as after another call's UNAVAILABLE
         with pytest.raises(TargetGone, match="gone"):
             await lost
         left = asyncio.create_task(relay.get_model(b"", 20.0))
@@ -244,7 +246,7 @@ async def test_many_hostile_messages(
 
             def idle() -> bool:
                 relay.sweep()
-                return not (relay.num_calls or relay._routes or thread.engine.sessions)
+                return not (relay.num_calls or relay.num_sessions or thread.engine.sessions)
 
             for _ in range(300):
                 if idle():

@@ -144,9 +144,9 @@ async def test_sessions_belong_to_tenants(secure: App, folder: Path) -> None:
         session = await alice.open_session([5, 6, 7], PARAMS)
         await session.verify()
         with pytest.raises(SessionNotFound):
-            await bob.resume_session(session.prefix)
+            await bob.resume_session(session.transcript)
         request = verify_pb2.VerifyRequest(
-            session_id=session.prefix.session_id, epoch=session.prefix.epoch, round=2
+            session_id=session.transcript.session_id, epoch=session.transcript.epoch, round=2
         )
         with pytest.raises(grpc.RpcError) as caught:
             await bob._verify.Verify(request, metadata=bob._metadata)

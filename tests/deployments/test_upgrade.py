@@ -27,7 +27,8 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine
 from paceline.rpc.client import Client
 from paceline.rpc.device import DeviceClient
-from paceline.rpc.remote_target import Mode, Patience
+from paceline.rpc.ladder import Mode
+from paceline.rpc.reconnect import Patience
 from paceline.sampling import SamplingParams
 from tests.deployments.conftest import PROMPTS, eventually, free_port
 from tests.deployments.test_generate import AR

@@ -12,7 +12,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.loading import limit_threads, load_runner
 from paceline.rpc.client import open_channel
 from paceline.rpc.device import DeviceClient
-from paceline.rpc.remote_target import Mode
+from paceline.rpc.ladder import Mode
 from paceline.sampling import SamplingParams
 
 

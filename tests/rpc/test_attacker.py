@@ -188,7 +188,7 @@ def test_an_honest_client_keeps_its_latency(
     arguments = tuple(argument.format(kind=arguments[0]) for argument in arguments)
     honest, owned = Honest(server.client), server.client.open_session(PROMPT)
     if arguments[0] == "other":
-        arguments = (*arguments, f"--session={owned.prefix.session_id}")  # it may begin with -
+        arguments = (*arguments, f"--session={owned.transcript.session_id}")  # it may begin with -
     calm: list[float] = []
     attacked: list[float] = []
     attacker = attackers.pop()

@@ -17,7 +17,9 @@ from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.models.base import ModelRunner
 from paceline.rpc.device import DeviceClient, checked_speculation
-from paceline.rpc.remote_target import Mode, Patience, TargetInfo
+from paceline.rpc.ladder import Mode
+from paceline.rpc.reconnect import Patience
+from paceline.rpc.remote_target import TargetInfo
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.session import Session

@@ -21,7 +21,8 @@ from paceline.rpc.client import Client
 from paceline.rpc.device import DeviceClient
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import verify_pb2
-from paceline.rpc.remote_target import Mode, Patience
+from paceline.rpc.ladder import Mode
+from paceline.rpc.reconnect import Patience
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
@@ -274,13 +275,13 @@ def faults(
 def repeat_round(address: str, clients: Sequence[DeviceClient]) -> None:
     """Send a round that is in flight once more, from elsewhere, as a retry of a network would."""
     for link in [link for client in clients for link in list(client.target._links.values())]:
-        rounds = list(link.rounds)
+        rounds = list(link.transcript.rounds)
         if not rounds or not rounds[0].number:
             continue
         first = rounds[0]
         request = verify_pb2.VerifyRequest(
-            session_id=link._wire_id,
-            epoch=link.epoch,
+            session_id=link.transcript.session_id,
+            epoch=link.transcript.epoch,
             round=first.number,
             base_length=first.base,
             prefix_digest=first.digest.value(),

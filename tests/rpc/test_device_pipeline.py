@@ -21,8 +21,7 @@ from paceline.models.base import ForwardResult, Segment
 from paceline.plan import Plan, resolve
 from paceline.rpc.device import LADDER, DeviceClient
 from paceline.rpc.generate_service import ModelInfo
-from paceline.rpc.ladder import Ladder
-from paceline.rpc.remote_target import Mode
+from paceline.rpc.ladder import Ladder, Mode
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.session import Session

@@ -12,8 +12,9 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
 from paceline.rpc.client import Client, Completion
-from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.draft_service import DraftServicer
 from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.mirrors import served_with
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import RpcServer
 from tests.core.suite import (

@@ -33,9 +33,10 @@ from paceline.plan import resolve
 from paceline.profile import LoadCosts, find_profile
 from paceline.request import Request
 from paceline.rpc.client import Client
-from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.draft_service import DraftServicer
 from paceline.rpc.errors import PrefixDiverged, from_rpc_error, from_status
 from paceline.rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
+from paceline.rpc.mirrors import Mirrors, served_with
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
@@ -735,21 +736,26 @@ class Counting(DraftModel):
         return super().propose(sessions, budgets)
 
 
-class Ahead(DraftServicer):
-    def _draft_ahead(self, mirrors: Any) -> None:
-        (drafter,) = self._drafters.values()
+class Ahead(Mirrors):
+    def draft_ahead(self, session_ids: Any) -> None:
+        (drafter,) = self._host.drafters.values()
         drafter.ahead = True  # type: ignore[attr-defined]
-        super()._draft_ahead(mirrors)
+        super().draft_ahead(session_ids)
         drafter.ahead = False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_guess_that_comes_true_saves_the_wait(runner: ModelRunner, temperature: float) -> None:
+def test_a_guess_that_comes_true_saves_the_wait(
+    runner: ModelRunner, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the target itself as the drafter every guess is right: one draft is waited for."""
+    monkeypatch.setattr("paceline.rpc.draft_service.Mirrors", Ahead)
     drafter = Counting(runner)
     params = SamplingParams(max_tokens=63, temperature=temperature, seed=3)
     with (
-        serving(drafter=Ahead(drafter, name="draft_model", vocab_size=VOCAB_SIZE)) as server,
+        serving(
+            drafter=DraftServicer(drafter, name="draft_model", vocab_size=VOCAB_SIZE)
+        ) as server,
         connected(server.address) as remote,
     ):
         engine = Engine(ModelTarget(runner), {"draft_model": remote})

@@ -383,7 +383,7 @@ def test_the_session_of_another_tenant_is_one_that_is_not_there(
             text = str(rpc_status.from_call(caught.value)).replace(session_id, "ID")
             return [*found, (caught.value.code(), text)]
 
-        theirs = session.prefix.session_id
+        theirs = session.transcript.session_id
         unknown = theirs[::-1]  # as long: the packed details have their length in them
         assert answers(theirs) == answers(unknown)
         assert session.verify().next_token is not None  # and nothing has happened to it
@@ -398,9 +398,9 @@ async def test_a_stream_of_one_tenant_cannot_be_taken_over_by_another(shared: Rp
     ):
         session = await alice.open_session(PROMPT)
         with pytest.raises(SessionNotFound):
-            await bob.resume_session(session.prefix)
+            await bob.resume_session(session.transcript)
         await session.verify()
-        again = await alice.resume_session(session.prefix)
+        again = await alice.resume_session(session.transcript)
         await again.verify()
         with pytest.raises(EpochFenced):  # the old stream is over, for its owner too
             await session.verify()
@@ -412,14 +412,14 @@ def test_replay_of_an_old_epoch(shared: RpcServer) -> None:
         session = client.open_session(PROMPT)
         session.verify()
         old = verify_pb2.VerifyRequest(
-            session_id=session.prefix.session_id, epoch=session.prefix.epoch, round=1,
+            session_id=session.transcript.session_id, epoch=session.transcript.epoch, round=1,
         )  # fmt: skip
-        request = verify_pb2.OpenRequest(resume_session_id=session.prefix.session_id)
+        request = verify_pb2.OpenRequest(resume_session_id=session.transcript.session_id)
         opened = client._verify.Open(request, metadata=client._metadata)
-        assert opened.epoch == session.prefix.epoch + 1
+        assert opened.epoch == session.transcript.epoch + 1
         with pytest.raises(EpochFenced):
             client._unary(client._verify.Verify, old)
-        session.prefix.epoch = opened.epoch
+        session.transcript.epoch = opened.epoch
         session.verify()
         session.close()
 
@@ -644,10 +644,11 @@ def test_limits_of_a_server_on_rounds(engine: EngineThread) -> None:
         Client(running.address, timeout=10) as client,
         client.open_session(PROMPT) as session,
     ):
-        request = session.prefix.request(Draft.chain([1, 2, 3, 4]))
-        request.session_id, request.epoch = session.prefix.session_id, session.prefix.epoch
+        proposed = session.transcript.propose(Draft.chain([1, 2, 3, 4]))
+        request = session.transcript.request(proposed)
+        request.session_id, request.epoch = session.transcript.session_id, session.transcript.epoch
         refused(client._verify.Verify, request, match="max_nodes")
-        assert session.prefix.max_nodes == 3
+        assert session.transcript.max_nodes == 3
         session.verify(Draft.chain([1, 2, 3]))
         session.verify()
         with pytest.raises(ResourceExhausted, match="rounds_per_second"):
@@ -729,7 +730,7 @@ def test_the_audit_log(shared: RpcServer, audit_file: Path) -> None:
     written = lines(audit_file)
     opened = [line for line in written if line["event"] == "open"]
     assert [line["method"].rpartition("/")[2] for line in opened] == ["Generate", "Open"]
-    assert opened[1]["session_id"] == session.prefix.session_id
+    assert opened[1]["session_id"] == session.transcript.session_id
     assert {line["tenant"] for line in opened} == {"alice"}
     assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in written)
     refusals = [line for line in written if line["event"] == "refused"]

@@ -230,21 +230,21 @@ async def test_a_diverged_prefix_is_noticed_and_changes_nothing(
     async with await async_client.open_session(PROMPT, params) as session:
         await session.verify()
         good = list(session.token_ids)
-        digest = session.prefix._digest.value()
+        digest = session.transcript._digest.value()
 
-        session.prefix._digest.extend([1])  # the client believes something else
+        session.transcript._digest.extend([1])  # the client believes something else
         with pytest.raises(PrefixDiverged) as caught:
             await session.verify()
         assert caught.value.committed_length == len(good)
         assert caught.value.digest == digest
 
-        session.prefix.truncated(
+        session.transcript.truncated(
             verify_pb2.TruncateResult(committed_length=len(good), digest=digest)
         )
-        session.prefix.token_ids.append(7)
+        session.transcript.token_ids.append(7)
         with pytest.raises(PrefixDiverged, match=f"has {len(good)} committed"):
             await session.verify()
-        session.prefix.token_ids.pop()
+        session.transcript.token_ids.pop()
 
         while session.finish_reason is None:  # the stream and the session are still good
             await session.verify()
@@ -255,7 +255,7 @@ async def test_a_bad_draft_leaves_the_session_as_it_was(async_client: AsyncClien
     async with await async_client.open_session(
         PROMPT, None, SpeculationConfig(method="client", num_speculative_tokens=3, node_budget=5)
     ) as session:
-        assert (session.prefix.max_depth, session.prefix.max_nodes) == (3, 5)
+        assert (session.transcript.max_depth, session.transcript.max_nodes) == (3, 5)
         cases = {
             "token_ids[1]": Draft.chain([1, 258]),
             "parent_indices[0]": Draft(np.asarray([1]), np.asarray([0], np.int32)),
@@ -279,8 +279,8 @@ async def test_a_resumed_session_fences_the_old_stream_off(
     old = await async_client.open_session(PROMPT, params)
     await old.verify()
     async with AsyncClient(server.address) as elsewhere:
-        new = await elsewhere.resume_session(old.prefix)
-        assert new.prefix.epoch == 2
+        new = await elsewhere.resume_session(old.transcript)
+        assert new.transcript.epoch == 2
         await new.verify()
 
         with pytest.raises(EpochFenced):
@@ -309,12 +309,13 @@ async def test_a_lost_answer_is_fetched_again(
     await old.verify()
     draft = Draft.chain(truth[len(old.token_ids) :][:2])
     # The frame leaves; the answer is never read, as on a connection that hangs half open.
-    await old._call.write(verify_pb2.VerifyFrame(verify=old.prefix.request(draft)))
+    request = old.transcript.request(old.transcript.propose(draft))
+    await old._call.write(verify_pb2.VerifyFrame(verify=request))
     assert await asyncio.to_thread(
         eventually, lambda: next(iter(engine.engine.sessions.values())).stats.num_rounds == 2
     )
     async with AsyncClient(server.address) as elsewhere:
-        new = await elsewhere.resume_session(old.prefix)
+        new = await elsewhere.resume_session(old.transcript)
         assert new.token_ids == truth[: len(PROMPT) + 4]
         while new.finish_reason is None:
             await new.verify()
@@ -425,7 +426,7 @@ def test_idle_sessions_are_closed(engine: EngineThread) -> None:
         assert eventually(lambda: not engine.engine.sessions, 1.0)
         with pytest.raises(SessionNotFound) as caught:
             session.verify()
-        assert caught.value.session_id == session.prefix.session_id
+        assert caught.value.session_id == session.transcript.session_id
         assert session.close() is None
 
 

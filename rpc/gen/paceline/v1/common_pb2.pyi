@@ -4,9 +4,9 @@ isort:skip_file
 Messages that several services share.
 
 SamplingParams and Speculation mirror paceline.sampling.SamplingParams and
-paceline.config.SpeculationConfig field by field, and a field that is left out takes the default
-written there: Python holds the one schema (ranges, defaults, combinations), this file carries
-it. A field number that the server does not know is an error, not ignored.
+paceline.config.SpeculationConfig field by field. Python holds the one schema (ranges, defaults,
+combinations): a field that is left out takes the default written there. A field number that the
+server does not know is an error.
 """
 
 from collections import abc as _abc
@@ -80,20 +80,20 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Noise of coupled sampling; equal seeds give equal tokens. In [0, 2^63 - 1]."""
     max_tokens: _builtins.int
-    """Number of tokens to generate at most, at least 1."""
+    """Tokens to generate at most; at least 1."""
     ignore_eos: _builtins.bool
     """Go on after the model's end-of-sequence token."""
     frequency_penalty: _builtins.float
-    """Taken from a token's logit for each time that the output has it already; in [-2, 2]."""
+    """Subtracted from a token's logit for each time that the output has it already; in [-2, 2]."""
     presence_penalty: _builtins.float
-    """Taken once from the logit of a token that the output has already; in [-2, 2]."""
+    """Subtracted once from the logit of a token that the output has already; in [-2, 2]."""
     logprobs: _builtins.int
-    """Give the log-probabilities of the tokens, and of so many most likely ones in place of each; at
-    most 20. In Generate only.
+    """Return the log-probability of each token, and of this number of most likely tokens in its
+    place; at most 20. In Generate only.
     """
     json_schema: _builtins.str
-    """What the output has to fit, one of them at most, in Generate only: a JSON schema, a regular
-    expression, a grammar in Lark's or GBNF's notation. The generation ends where nothing may follow.
+    """The output has to fit a JSON schema, a regular expression, or a grammar in Lark's or GBNF's
+    notation; at most one of them, in Generate only. The generation ends where nothing may follow.
     """
     regex: _builtins.str
     grammar: _builtins.str
@@ -107,7 +107,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the generation; the token itself is kept in the ids."""
+        """Tokens that end the generation; the output keeps the token itself."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
-    """A method of the catalogue and its knobs; what is left out takes the method's own default."""
+    """A method of the catalogue and its knobs; a knob that is left out takes the method's default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -620,8 +620,8 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class DraftProbs(_message.Message):
-    """The sparse distribution q that each node of a draft was drawn from, in CSR layout: node i was
-    drawn from token_ids[offsets[i] .. offsets[i + 1]) with the probabilities at the same places.
+    """The sparse distributions q from which the drafter drew the nodes, in CSR layout: node i comes
+    from token_ids[offsets[i] .. offsets[i + 1]), with the probabilities at the same places.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -658,7 +658,7 @@ Global___DraftProbs: _TypeAlias = DraftProbs  # noqa: Y015
 
 @_typing.final
 class Draft(_message.Message):
-    """A token tree proposed in one round. Never a mask: the structure is the parents."""
+    """The token tree of one round. It has no mask: the parents are the structure."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -677,7 +677,7 @@ class Draft(_message.Message):
 
     @_builtins.property
     def probs(self) -> Global___DraftProbs:
-        """For acceptance rules that correct for q; absent, each node counts as a point mass."""
+        """For acceptance rules that correct for q; without it each node counts as a point mass."""
 
     def __init__(
         self,
@@ -696,7 +696,7 @@ Global___Draft: _TypeAlias = Draft  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """A list of token ids where a plain repeated field cannot stand (inside a oneof)."""
+    """A list of token ids for a oneof, which cannot have a repeated field."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -718,7 +718,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Statistics(_message.Message):
-    """Raw counters of one session; ratios are derived where they are shown."""
+    """Raw counters of one session; derive ratios where you show them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -749,14 +749,14 @@ class Statistics(_message.Message):
     num_tokens: _builtins.int
     """Generated tokens, the target's own included."""
     draft_seconds: _builtins.float
-    """Seconds spent waiting for drafts, and in target forwards."""
+    """Seconds of waiting for drafts, and in target forwards."""
     verify_seconds: _builtins.float
     drafter_failures: _builtins.int
     """Rounds in which the drafter failed or was late."""
     drafter_lost: _builtins.bool
-    """The drafter was lost and the session went on as AR."""
+    """The session has lost its drafter and gone on as AR."""
     first_token_seconds: _builtins.float
-    """Seconds from submission to the first token (absent: none came), and to the end."""
+    """Seconds from submission to the first token (absent: there is none), and to the end."""
     total_seconds: _builtins.float
     @_builtins.property
     def accepted_by_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -4,9 +4,9 @@ isort:skip_file
 Messages that several services share.
 
 SamplingParams and Speculation mirror paceline.sampling.SamplingParams and
-paceline.config.SpeculationConfig field by field, and a field that is left out takes the default
-written there: Python holds the one schema (ranges, defaults, combinations), this file carries
-it. A field number that the server does not know is an error, not ignored.
+paceline.config.SpeculationConfig field by field. Python holds the one schema (ranges, defaults,
+combinations): a field that is left out takes the default written there. A field number that the
+server does not know is an error.
 """
 
 from collections import abc as _abc

@@ -27,8 +27,9 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """Hosted by every drafter replica. It holds a mirror of each session: the committed tokens and the
-    drafter's own state. A lost mirror is cheap: the target opens it again with the whole context.
+    """Every drafter replica hosts this. It holds a mirror of each session: the committed tokens and the
+    drafter's own state. A lost mirror costs little: the target opens it again with the whole
+    context.
     """
 
     def __init__(self, channel):
@@ -65,22 +66,23 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """Hosted by every drafter replica. It holds a mirror of each session: the committed tokens and the
-    drafter's own state. A lost mirror is cheap: the target opens it again with the whole context.
+    """Every drafter replica hosts this. It holds a mirror of each session: the committed tokens and the
+    drafter's own state. A lost mirror costs little: the target opens it again with the whole
+    context.
     """
 
     def Propose(self, request_iterator, context):
-        """One stream for a target, one frame for all sessions of an engine step. Frames are answered in
-        order. What became of the last draft (`observe`) is part of the next frame: the committed
-        tokens tell it. All sessions of a stream end with the stream.
+        """One stream for a target, one frame for all sessions of an engine step. Answers come in the
+        order of the frames. The committed tokens in the next frame tell what became of a draft. All
+        sessions of a stream end with the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """The same as unary calls for one session, for simple clients. Sessions without a call for
-        the server's TTL are closed.
+        """The same as unary calls for one session, for simple clients. The server closes a session
+        without a call for idle_timeout_seconds.
 
         Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with RetryInfo).
         """
@@ -97,7 +99,7 @@ class DraftServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Observe(self, request, context):
-        """Applies new_token_ids without asking for a draft; the limits are ignored. Errors: as ProposeOne.
+        """Applies new_token_ids and asks for no draft, whatever the limits. Errors: as ProposeOne.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,8 +149,9 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """Hosted by every drafter replica. It holds a mirror of each session: the committed tokens and the
-    drafter's own state. A lost mirror is cheap: the target opens it again with the whole context.
+    """Every drafter replica hosts this. It holds a mirror of each session: the committed tokens and the
+    drafter's own state. A lost mirror costs little: the target opens it again with the whole
+    context.
     """
 
     @staticmethod

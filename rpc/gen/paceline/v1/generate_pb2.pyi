@@ -43,16 +43,16 @@ class GenerateRequest(_message.Message):
     """
     prediction_text: _builtins.str
     return_draft: _builtins.bool
-    """Replies say what was drafted, too (GenerateReply.draft). Costs a message of the draft's size and
-    some decoding each round, so ask for it only to show or study drafts.
+    """Replies have their drafts (GenerateReply.draft). That costs a message of the draft's size and
+    some decoding in each round, so ask for it only to show or study drafts.
     """
     fingerprint: _builtins.str
     """Numerics of the replica that committed those tokens (GenerateReply.fingerprint): a replica with
-    another fingerprint refuses with FAILED_PRECONDITION (NUMERICS_MISMATCH). Empty: any will do.
+    another fingerprint refuses with FAILED_PRECONDITION (NUMERICS_MISMATCH). Empty: all take it.
     """
     numerics_mismatch: _builtins.str
     """"refuse", or "allow": go on with other numerics, and say so (GenerateReply.numerics_changed).
-    Empty: what the server is configured to do, by default "refuse".
+    Empty: as the server's configuration says, by default "refuse".
     """
     return_prompt_token_ids: _builtins.bool
     """The last reply has the ids of the prompt's tokens."""
@@ -70,10 +70,10 @@ class GenerateRequest(_message.Message):
     def prediction_token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The first tokens of the output, which another server has committed and the client has: the
-        generation goes on after them, and replies have what comes then. All that counts from the
-        beginning of the output does so: max_tokens, stop strings, penalties, constraints. With
-        coupled sampling, and at temperature 0, the tokens are those of an unbroken generation.
+        """The first tokens of the output, which another server has committed: the generation goes on
+        after them, and replies have what comes then. max_tokens, stop strings, penalties and
+        constraints count from the beginning of the output. With coupled sampling, and at temperature
+        0, the tokens are those of an unbroken generation.
         """
 
     def __init__(
@@ -133,21 +133,21 @@ class GenerateReply(_message.Message):
     NUM_PREDICTED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    """1, 2, ...; 0 in a last reply without tokens (the session ended outside of a round)."""
+    """1, 2, ...; 0 in a last reply without tokens (the session has ended outside of a round)."""
     num_accepted: _builtins.int
-    """So many of them, the first ones, came from the draft; the rest is the target's own."""
+    """Number of them, from the first on, that come from the draft; the rest is the target's own."""
     text: _builtins.str
-    """Text that these tokens completed. A token may complete none (half of a character)."""
+    """Text that these tokens complete. A token may complete none (half of a character)."""
     fingerprint: _builtins.str
-    """Numerics of the replica that committed these tokens: CLASS-DTYPE-kVERSION-DIGEST. In its first
-    reply; of a generation that went on elsewhere, each replica has one.
+    """Numerics of the replica that committed these tokens: CLASS-DTYPE-kVERSION-DIGEST. Each
+    replica's first reply has it, also of a generation that goes on elsewhere.
     """
     numerics_changed: _builtins.bool
-    """In the same reply: GenerateRequest.fingerprint was another one, and a mismatch is allowed. From
-    here on tokens may not be those of an unbroken generation.
+    """In the same reply: GenerateRequest.fingerprint is another one, and the request allows a
+    mismatch. From here on tokens may not be those of an unbroken generation.
     """
     finish_reason: _builtins.str
-    """The rest is set in the last reply only.
+    """Only the last reply has the rest.
 
     "stop", "length" or "cancelled"; a session that failed ends with a status instead.
     """
@@ -159,7 +159,7 @@ class GenerateReply(_message.Message):
     prompt_length: _builtins.int
     """Number of prompt tokens."""
     prediction_length: _builtins.int
-    """Tokens of the prediction, and those of the output that came as predicted."""
+    """Tokens of the prediction, and of the output that came as predicted."""
     num_predicted: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -171,7 +171,7 @@ class GenerateReply(_message.Message):
 
     @_builtins.property
     def draft(self) -> Global___RoundDraft:
-        """What the round drafted, where GenerateRequest.return_draft asks for it."""
+        """The round's draft, where GenerateRequest.return_draft asks for it."""
 
     @_builtins.property
     def statistics(self) -> _common_pb2.Statistics: ...
@@ -210,7 +210,7 @@ Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
 
 @_typing.final
 class RoundDraft(_message.Message):
-    """What a round drafted, and what became of it."""
+    """The draft of a round, and what became of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -221,10 +221,10 @@ class RoundDraft(_message.Message):
     COMMITTED_TEXTS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """When the round was committed, in seconds since the request was submitted."""
+    """When the round was committed, in seconds after the request."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The token tree that was verified; empty in a round without a draft."""
+        """The verified token tree; empty in a round without a draft."""
 
     @_builtins.property
     def parent_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -232,7 +232,7 @@ class RoundDraft(_message.Message):
 
     @_builtins.property
     def accepted_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The nodes that were committed, from the root down: num_accepted of them."""
+        """The committed nodes, from the root down: num_accepted of them."""
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -242,8 +242,8 @@ class RoundDraft(_message.Message):
 
     @_builtins.property
     def committed_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Text that each of the reply's token_ids completed; joined over all rounds, the whole text,
-        with what a stop string cuts off.
+        """Text that each of the reply's token_ids completes. All rounds' together are the whole text,
+        with the part that a stop string cuts off.
         """
 
     def __init__(
@@ -266,7 +266,7 @@ Global___RoundDraft: _TypeAlias = RoundDraft  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """What the target itself says about a token, before penalties, temperature and constraints."""
+    """The target's own probabilities of a token, before penalties, temperature and constraints."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -276,7 +276,7 @@ class TokenLogprobs(_message.Message):
     logprob: _builtins.float
     """Natural logarithm of its probability."""
     text: _builtins.bytes
-    """What it stands for; half of a character has half of its bytes. Empty without a tokenizer."""
+    """The token's text; half of a character has half of its bytes. Empty without a tokenizer."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most likely tokens in its place, best first."""
@@ -356,14 +356,14 @@ class Model(_message.Message):
     TOKENIZER_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """As the operator named it."""
+    """The operator's name for it."""
     vocab_size: _builtins.int
     context_length: _builtins.int
     """Tokens of prompt and output together at most."""
     dtype: _builtins.str
     """"float32", "bfloat16" or "float16"."""
     batch_invariant: _builtins.bool
-    """A token's logits do not depend on what is computed beside it."""
+    """A token's logits do not depend on other tokens of the same forward."""
     has_tokenizer: _builtins.bool
     """Text prompts are possible."""
     default_method: _builtins.str
@@ -375,7 +375,7 @@ class Model(_message.Message):
     bos_token: _builtins.str
     eos_token: _builtins.str
     tokenizer: _builtins.str
-    """Fingerprint of the tokenizer's vocabulary: drafts of a client are in its tokens. Empty without a
+    """Fingerprint of the tokenizer's vocabulary: clients draft in its tokens. Empty without a
     tokenizer.
     """
     fingerprint: _builtins.str
@@ -428,7 +428,7 @@ class Limits(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     max_sessions: _builtins.int
-    """Sessions that are computed together, and requests that may wait for a place."""
+    """Sessions that the engine computes together, and requests that may wait for a place."""
     max_waiting: _builtins.int
     kv_capacity: _builtins.int
     """Tokens that all sessions together may hold."""

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GenerateServiceStub:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
-    tenants: as in VerifyService.
+    """Every target replica hosts this, and the gateway for clients outside the cluster. Tenants'
+    tokens: as in VerifyService.
     """
 
     def __init__(self, channel):
@@ -49,13 +49,13 @@ class GenerateServiceStub:
 
 
 class GenerateServiceServicer:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
-    tenants: as in VerifyService.
+    """Every target replica hosts this, and the gateway for clients outside the cluster. Tenants'
+    tokens: as in VerifyService.
     """
 
     def Generate(self, request, context):
-        """One reply for each round, in order; the last has a finish_reason. Cancelling the call frees the
-        session and its KV cache at once.
+        """One reply for each round, in order; the last has a finish_reason. To cancel the call frees the
+        session and its KV memory at once.
 
         Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
         UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
@@ -93,8 +93,8 @@ def add_GenerateServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerateService:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
-    tenants: as in VerifyService.
+    """Every target replica hosts this, and the gateway for clients outside the cluster. Tenants'
+    tokens: as in VerifyService.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerateServiceStub:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
-    tenants: as in VerifyService.
+    """Every target replica hosts this, and the gateway for clients outside the cluster. Tenants'
+    tokens: as in VerifyService.
     """
 
     @_typing.overload
@@ -36,8 +36,8 @@ class GenerateServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerateServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateReply]
-    """One reply for each round, in order; the last has a finish_reason. Cancelling the call frees the
-    session and its KV cache at once.
+    """One reply for each round, in order; the last has a finish_reason. To cancel the call frees the
+    session and its KV memory at once.
 
     Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
     UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
@@ -47,14 +47,14 @@ class GenerateServiceStub:
 
 @_typing.type_check_only
 class GenerateServiceAsyncStub(GenerateServiceStub):
-    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
-    tenants: as in VerifyService.
+    """Every target replica hosts this, and the gateway for clients outside the cluster. Tenants'
+    tokens: as in VerifyService.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateReply]  # type: ignore[assignment]
-    """One reply for each round, in order; the last has a finish_reason. Cancelling the call frees the
-    session and its KV cache at once.
+    """One reply for each round, in order; the last has a finish_reason. To cancel the call frees the
+    session and its KV memory at once.
 
     Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
     UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).
@@ -63,8 +63,8 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     """What this server serves."""
 
 class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Hosted by every target replica, and by the gateway for clients outside the cluster. Tokens of
-    tenants: as in VerifyService.
+    """Every target replica hosts this, and the gateway for clients outside the cluster. Tenants'
+    tokens: as in VerifyService.
     """
 
     @_abc_1.abstractmethod
@@ -73,8 +73,8 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generate_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateReply], _abc.AsyncIterator[_generate_pb2.GenerateReply]]:
-        """One reply for each round, in order; the last has a finish_reason. Cancelling the call frees the
-        session and its KV cache at once.
+        """One reply for each round, in order; the last has a finish_reason. To cancel the call frees the
+        session and its KV memory at once.
 
         Errors: INVALID_ARGUMENT (with field_violations), RESOURCE_EXHAUSTED (with RetryInfo),
         UNAVAILABLE, FAILED_PRECONDITION (NUMERICS_MISMATCH with expected and actual).

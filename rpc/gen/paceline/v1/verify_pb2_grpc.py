@@ -26,28 +26,28 @@ if _version_not_supported:
 
 
 class VerifyServiceStub:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+    """Every target replica hosts this, and the gateway for clients outside the cluster.
 
-    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
-    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`. Without a
+    valid token it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is
+    suspended.
 
-    A session holds committed tokens and their KV cache. The client proposes a draft each round, the
-    server answers with the accepted part and the target's own next token. The output is that of
-    plain AR decoding, whatever the drafts were.
+    A session holds committed tokens and their KV entries. In each round the client proposes a draft,
+    and the server answers with the accepted part and the target's own next token. The output is that
+    of plain AR decoding, with any drafts.
 
-    Rounds count 1, 2, ... in a session. Repeating the last round returns the same answer, so a call
-    whose answer was lost can simply be sent again; any other number is FAILED_PRECONDITION
+    Rounds count 1, 2, ... in a session. The last round once more returns the same answer, so a
+    client can repeat a call whose answer was lost. Any other number is FAILED_PRECONDITION
     (ROUND_OUT_OF_ORDER, with expected_round).
 
-    Every Open with resume_session_id starts a new epoch of that session, and from then on the old
-    stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
+    Every Open with resume_session_id starts a new epoch of that session. From then on the old
+    stream, and unary calls that name the old epoch, get FAILED_PRECONDITION (EPOCH_FENCED).
 
-    A session closes when it is closed, when its stream ends or is cancelled, or when no call touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
-    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
-    new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
-    it had (OpenRequest.fingerprint), and a replica with another one refuses.
+    A session ends with Close, with its stream, or after idle_timeout_seconds (OpenResult) without a
+    call. A stream without a frame for that time ends with DEADLINE_EXCEEDED. A client that has lost
+    its session opens a new one, anywhere, with all committed tokens as the prompt: coupled sampling
+    makes the continuation the same on a replica with the same numerics. So it sends the fingerprint
+    of the lost session (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     def __init__(self, channel):
@@ -84,36 +84,37 @@ class VerifyServiceStub:
 
 
 class VerifyServiceServicer:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+    """Every target replica hosts this, and the gateway for clients outside the cluster.
 
-    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
-    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`. Without a
+    valid token it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is
+    suspended.
 
-    A session holds committed tokens and their KV cache. The client proposes a draft each round, the
-    server answers with the accepted part and the target's own next token. The output is that of
-    plain AR decoding, whatever the drafts were.
+    A session holds committed tokens and their KV entries. In each round the client proposes a draft,
+    and the server answers with the accepted part and the target's own next token. The output is that
+    of plain AR decoding, with any drafts.
 
-    Rounds count 1, 2, ... in a session. Repeating the last round returns the same answer, so a call
-    whose answer was lost can simply be sent again; any other number is FAILED_PRECONDITION
+    Rounds count 1, 2, ... in a session. The last round once more returns the same answer, so a
+    client can repeat a call whose answer was lost. Any other number is FAILED_PRECONDITION
     (ROUND_OUT_OF_ORDER, with expected_round).
 
-    Every Open with resume_session_id starts a new epoch of that session, and from then on the old
-    stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
+    Every Open with resume_session_id starts a new epoch of that session. From then on the old
+    stream, and unary calls that name the old epoch, get FAILED_PRECONDITION (EPOCH_FENCED).
 
-    A session closes when it is closed, when its stream ends or is cancelled, or when no call touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
-    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
-    new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
-    it had (OpenRequest.fingerprint), and a replica with another one refuses.
+    A session ends with Close, with its stream, or after idle_timeout_seconds (OpenResult) without a
+    call. A stream without a frame for that time ends with DEADLINE_EXCEEDED. A client that has lost
+    its session opens a new one, anywhere, with all committed tokens as the prompt: coupled sampling
+    makes the continuation the same on a replica with the same numerics. So it sends the fingerprint
+    of the lost session (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     def Session(self, request_iterator, context):
         """One stream for one session; the first frame must be `open`.
 
-        A frame that is refused and leaves the session as it was (INVALID_ARGUMENT, FAILED_PRECONDITION
-        except EPOCH_FENCED, RESOURCE_EXHAUSTED for a quota of rounds, tokens or nodes, with RetryInfo)
-        is answered by `error` in its place and the stream goes on. Any other error ends the stream with a status, and the session with it.
+        `error` answers a frame in its place where the refusal leaves the session as it was
+        (INVALID_ARGUMENT; FAILED_PRECONDITION except EPOCH_FENCED; RESOURCE_EXHAUSTED for a quota of
+        rounds, tokens or nodes, with RetryInfo), and the stream goes on. Any other error ends the
+        stream with a status, and the session with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +147,7 @@ class VerifyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Closing a session that is gone is not an error.
+        """Closing a session that is gone is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,28 +190,28 @@ def add_VerifyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifyService:
-    """Hosted by every target replica, and by the gateway for clients outside the cluster.
+    """Every target replica hosts this, and the gateway for clients outside the cluster.
 
-    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`; without a
-    valid one it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is suspended.
+    On servers with tenants every call needs the metadata `authorization: Bearer TOKEN`. Without a
+    valid token it ends with UNAUTHENTICATED, and with PERMISSION_DENIED when the tenant is
+    suspended.
 
-    A session holds committed tokens and their KV cache. The client proposes a draft each round, the
-    server answers with the accepted part and the target's own next token. The output is that of
-    plain AR decoding, whatever the drafts were.
+    A session holds committed tokens and their KV entries. In each round the client proposes a draft,
+    and the server answers with the accepted part and the target's own next token. The output is that
+    of plain AR decoding, with any drafts.
 
-    Rounds count 1, 2, ... in a session. Repeating the last round returns the same answer, so a call
-    whose answer was lost can simply be sent again; any other number is FAILED_PRECONDITION
+    Rounds count 1, 2, ... in a session. The last round once more returns the same answer, so a
+    client can repeat a call whose answer was lost. Any other number is FAILED_PRECONDITION
     (ROUND_OUT_OF_ORDER, with expected_round).
 
-    Every Open with resume_session_id starts a new epoch of that session, and from then on the old
-    stream (and unary calls that name the old epoch) get FAILED_PRECONDITION (EPOCH_FENCED).
+    Every Open with resume_session_id starts a new epoch of that session. From then on the old
+    stream, and unary calls that name the old epoch, get FAILED_PRECONDITION (EPOCH_FENCED).
 
-    A session closes when it is closed, when its stream ends or is cancelled, or when no call touched
-    it for the server's TTL (OpenResult.idle_timeout_seconds). A stream that sends no frame for so long
-    ends with DEADLINE_EXCEEDED. A client that lost its session opens a
-    new one, anywhere, with all committed tokens as the prompt: coupled sampling makes the
-    continuation the same, on a replica whose numerics are the same. So it sends the fingerprint that
-    it had (OpenRequest.fingerprint), and a replica with another one refuses.
+    A session ends with Close, with its stream, or after idle_timeout_seconds (OpenResult) without a
+    call. A stream without a frame for that time ends with DEADLINE_EXCEEDED. A client that has lost
+    its session opens a new one, anywhere, with all committed tokens as the prompt: coupled sampling
+    makes the continuation the same on a replica with the same numerics. So it sends the fingerprint
+    of the lost session (OpenRequest.fingerprint), and a replica with another one refuses.
     """
 
     @staticmethod

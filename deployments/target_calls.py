@@ -1,0 +1,217 @@
+"""The gateway's calls to target replicas: leases, connections, and what their failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from paceline.deployments.lease import Lease
+from paceline.errors import InvalidArgument
+from paceline.rpc.access import CACHE_SCOPE, CallAdmission
+from paceline.rpc.errors import Cancelled, ServerUnavailable, from_rpc_error
+from paceline.rpc.messages import MAX_MESSAGE_BYTES
+from paceline.rpc.tls import ClientTls
+from paceline.rpc.tracing import Span
+
+MAX_LOOKS = 16
+"""Targets to look at for one with the numerics of a session that goes on."""
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_retries", 0),  # gRPC would repeat a session behind the client's back
+)
+
+M = TypeVar("M", bound=Message)
+Metadata = tuple[tuple[str, str], ...]
+
+
+class TargetGone(ServerUnavailable):
+    """The target of a call has gone."""
+
+
+class TargetCalls:
+    """Calls to targets, each on a lease. Messages stay bytes.
+
+    Args:
+        open_lease: a lease on a target that can take a session, or ServerUnavailable.
+        tls: for the connections to targets; None is plain text.
+
+    Attributes:
+        num_calls: under way.
+    """
+
+    def __init__(
+        self, open_lease: Callable[[], Awaitable[Lease]], tls: ClientTls | None = None
+    ) -> None:
+        self.open_lease = open_lease
+        self.num_calls = 0
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def lease_for(self, fingerprint: str) -> Lease:
+        """A lease on a target with these numerics, or on another one if none is found.
+
+        The other one refuses the session, or takes it if the request allows a mismatch. This keeps
+        the leases on wrong targets until it is done, so that Serve looks at the others.
+        """
+        others: list[Lease] = []
+        try:
+            while True:
+                lease = await self.open_lease()
+                found = not fingerprint or lease.endpoint.fingerprint in ("", fingerprint)
+                if found or len(others) == MAX_LOOKS - 1:
+                    return lease
+                others.append(lease)
+        except ServerUnavailable:  # the others are starting or busy
+            if not others:
+                raise
+            return others.pop()
+        finally:
+            for other in others:
+                other.release()
+
+    def _channel(self, lease: Lease) -> grpc.aio.Channel:
+        """One connection for each replica, shared by all calls."""
+        address = lease.endpoint.address
+        channel = self._channels.get(address)
+        if channel is None:
+            if self._tls is None:
+                channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            else:
+                options = (*_CHANNEL_OPTIONS, *self._tls.options)
+                credentials = self._tls.credentials()
+                channel = grpc.aio.secure_channel(address, credentials, options=options)
+            self._channels[address] = channel
+        return channel
+
+    async def unary(
+        self,
+        lease: Lease,
+        path: str,
+        request: bytes,
+        timeout_s: float | None,
+        metadata: Metadata = (),
+    ) -> bytes:
+        """The answer to a call that has one.
+
+        Raises: as :meth:`replies`.
+        """
+        method: Any = self._channel(lease).unary_unary(path)
+        call = method(request, timeout=timeout_s, metadata=metadata)
+        async with self._under_way(call, lease):
+            reply: bytes = await call
+        return reply
+
+    def stream(self, lease: Lease, path: str, **options: Any) -> Any:
+        """A call with a stream of frames there and one of replies back; see :meth:`replies`."""
+        method: Any = self._channel(lease).stream_stream(path)
+        return method(**options)
+
+    async def generate(
+        self, lease: Lease, path: str, request: bytes, timeout_s: float | None, metadata: Metadata
+    ) -> AsyncGenerator[bytes]:
+        """The replies to a call with one request; see :meth:`replies`."""
+        method: Any = self._channel(lease).unary_stream(path)
+        call = method(request, timeout=timeout_s, metadata=metadata)
+        async with aclosing(self.replies(call, lease)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def replies(self, call: Any, lease: Lease) -> AsyncGenerator[bytes]:
+        """What the target answers; the call ends with this generator.
+
+        Raises:
+            PacelineError: the target's status.
+            TargetGone: the target died.
+        """
+        async with self._under_way(call, lease):
+            async for reply in call:
+                yield reply
+
+    @asynccontextmanager
+    async def _under_way(self, call: Any, lease: Lease) -> AsyncIterator[None]:
+        """Around a call: counts it, and raises gRPC's errors as the exceptions that they mean."""
+        self.num_calls += 1
+        lease.on_lost(call.cancel)
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise await self._failure(error, lease) from None
+        except asyncio.CancelledError:
+            if not _client_left():
+                raise gone(lease) from None
+            raise
+        finally:
+            self.num_calls -= 1
+            lease.forget(call.cancel)
+            call.cancel()
+
+    async def _failure(self, error: grpc.RpcError, lease: Lease) -> Exception:
+        failure = from_rpc_error(error)
+        if isinstance(failure, Cancelled):  # the replica has done it: it is stopping
+            return gone(lease)
+        if isinstance(failure, ServerUnavailable):
+            channel = self._channels.pop(lease.endpoint.address, None)
+            if channel is not None:
+                await channel.close()
+            return gone(lease)
+        return failure
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+def _client_left() -> bool:
+    """Whether gRPC has cancelled the handler, and not only its call to the target.
+
+    When the target is lost, the lease cancels the call alone, or another call does that noticed
+    first and closed their connection. A session's own sender does so, too, and leaves its error in
+    the stream. gRPC answers nothing for a handler that ends as cancelled, so only a client that has
+    left may end it so.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def metadata_of(admission: CallAdmission, span: Span | None = None) -> Metadata:
+    """What a target has to know about a call beyond the message.
+
+    Args:
+        span: that the target's spans belong to.
+    """
+    metadata: Metadata = ()
+    if admission.owner is not None:  # metadata cannot carry every tenant's name
+        scope = hashlib.sha256(admission.owner.encode()).hexdigest()
+        metadata = ((CACHE_SCOPE, scope),)
+    return metadata if span is None else (*metadata, ("traceparent", span.traceparent))
+
+
+def parsed(message: type[M], data: bytes) -> M:
+    """Read a message.
+
+    Raises:
+        InvalidArgument: the bytes are not such a message.
+    """
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        name = message.DESCRIPTOR.full_name
+        raise InvalidArgument("message", f"{len(data)} bytes", f"a {name}") from None
+
+
+def gone(lease: Lease) -> TargetGone:
+    """The error of a call whose target has gone."""
+    endpoint = lease.endpoint
+    return TargetGone(
+        f"target replica {endpoint.replica_id} at {endpoint.address} (process {endpoint.pid}) is "
+        "gone, and the session with it; send the request again"
+    )

@@ -1,0 +1,137 @@
+"""Rounds that are drafted while the answers to earlier ones travel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.rpc.transcript import ClientTranscript
+from paceline.tree import is_chain
+from paceline.types import EMPTY_DRAFT, Budget, Draft
+from paceline.view import SessionView
+
+logger = logging.getLogger(__name__)
+
+# Makes a chain after a session's tokens, which end in guesses.
+DraftAhead = Callable[[SessionView, Budget], Draft]
+
+# Rounds under way at most while the connection is up, and the least chance of a guess that is worth
+# a draft.
+MAX_IN_FLIGHT = 8
+MIN_CHANCE = 0.03
+_MEMORY = 0.97  # of drafted tokens: about the last 30 count
+
+
+@dataclass(slots=True, kw_only=True)
+class AheadOptions:
+    """How the sessions of a remote target draft ahead.
+
+    Attributes:
+        draft: None: the drafter cannot draft ahead.
+        max_in_flight: rounds under way at a time; 1 waits for every answer.
+        alone_ok: while no server answers, the drafter decodes on alone.
+        on_alone: called with a session and its tokens that no target has verified, whenever there
+            are more of them.
+    """
+
+    vocab_size: int
+    max_in_flight: int
+    alone_ok: bool
+    on_alone: Callable[[SessionView, list[int]], None]
+    draft: DraftAhead | None = None
+
+
+class RoundsAhead:
+    """Decides whether one session drafts ahead, and does so.
+
+    Attributes:
+        went_ahead: the drafter has seen guesses since its last proper draft.
+    """
+
+    def __init__(
+        self, session: SessionView, transcript: ClientTranscript, options: AheadOptions
+    ) -> None:
+        self.went_ahead = False
+        self._session = session
+        self._transcript = transcript
+        self._options = options
+        self._done = False  # nothing can follow the last round in flight
+        self._accepted, self._drafted = 2.0, 3.0  # recent tokens; a guess to begin with
+
+    def proper_draft(self) -> None:
+        """The drafter has drafted after the committed tokens."""
+        self._done = self.went_ahead = False
+
+    def answered(self, draft: Draft, num_accepted: int) -> None:
+        """Learn from an answer how often guesses are right."""
+        tried = min(num_accepted + 1, draft.num_nodes)
+        memory = _MEMORY**tried
+        self._accepted = memory * self._accepted + num_accepted
+        self._drafted = memory * self._drafted + tried
+
+    def advanced(self) -> None:
+        """The first round in flight is over, and another one may follow the last."""
+        self._done = False
+
+    def wanted(self, is_down: bool) -> bool:
+        """Whether to draft one more round now.
+
+        Args:
+            is_down: no server answers.
+        """
+        options, rounds = self._options, self._transcript.rounds
+        if options.draft is None or self._done or not rounds:
+            return False
+        if self._session.drafter == "none":
+            return False  # the loop has closed it
+        if not is_chain(rounds[-1].draft.parent_indices):
+            return False
+        guess = self._transcript.guess
+        if self._session.remaining - len(guess) < 2:
+            return False  # the guessed token and the target's next one
+        if is_down:
+            return options.alone_ok
+        likely = (self._accepted / self._drafted) ** (len(guess) + 1) >= MIN_CHANCE
+        return likely and len(rounds) < options.max_in_flight
+
+    def draft(self) -> tuple[int, Draft] | None:
+        """Draft on the guess that all rounds in flight are accepted.
+
+        Returns:
+            the drafter's idea of the target's next token, and a draft that follows it; None where
+            there is nothing to propose.
+        """
+        session, guess = self._session, self._transcript.guess
+        if guess and session.stops_at(guess[-1]):
+            tokens = []
+        else:
+            tokens = self._tokens_after(guess)
+        ends = next((i for i, token in enumerate(tokens) if session.stops_at(token)), None)
+        if ends is not None:
+            tokens = tokens[: ends + 1]
+        if not tokens or ends == 0:  # after a guessed end there is no round
+            self._done = True
+            return None
+        return tokens[0], Draft.chain(tokens[1:])
+
+    def _tokens_after(self, guess: list[int]) -> list[int]:
+        """What the drafter expects after the committed tokens and a guess."""
+        session, options = self._session, self._options
+        assert options.draft is not None
+        room = session.remaining - len(guess) - 2
+        depth = min(session.depth_ahead, session.config.node_budget or 0, room) + 1
+        committed = session.length
+        self.went_ahead = True
+        session.token_ids += guess
+        try:
+            draft = options.draft(session, Budget(depth, depth))
+        except Exception:  # the next proper propose fails as well, and the loop knows what to do
+            logger.exception("a drafter cannot draft ahead")
+            draft = EMPTY_DRAFT
+        finally:
+            del session.token_ids[committed:]
+        if not draft.is_sound(options.vocab_size) or not is_chain(draft.parent_indices):
+            return []
+        tokens: list[int] = draft.token_ids[:depth].tolist()
+        return tokens

@@ -1,0 +1,388 @@
+"""What a drafter replica holds: drafters, and mirrors of the targets' sessions.
+
+A :class:`Mirror` follows one session by the tokens that the target commits. It needs no digest and
+no rounds: a target whose drafter has lost its place opens the session again, at little cost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+
+from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
+from paceline.drafters.base import Drafter, at_once
+from paceline.engine.drafting import DrafterSet
+from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
+from paceline.methods import DRAFTERS, Method
+from paceline.plan import Plan, resolve
+from paceline.rpc.errors import PrefixDiverged
+from paceline.rpc.gen.paceline.v1 import draft_pb2
+from paceline.rpc.messages import (
+    fill_draft,
+    sampling_from_message,
+    speculation_from_message,
+    tokens_from_message,
+)
+from paceline.rpc.tracing import Span, Tracing
+from paceline.session import Session
+from paceline.tree import accepted_path, clip, is_chain
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# The target keeps its logits to itself; a drafter that needs them cannot live here.
+NO_VERIFICATION = Verification(torch.empty(0, 0))
+
+
+class Mirror:
+    """A target's session as this drafter knows it."""
+
+    __slots__ = ("ahead", "asked", "draft", "num_drafts", "ready", "session", "span", "touched_at")
+
+    def __init__(self, session: Session, span: Span | None) -> None:
+        self.session = session
+        self.span = span
+        self.num_drafts = 0
+        self.draft = EMPTY_DRAFT  # after these tokens, to find the accepted path in
+        self.asked: Budget | None = None  # what that draft was made for
+        # What follows that draft if the target accepts all of it: the target's next token first.
+        self.ahead = EMPTY_DRAFT
+        self.ready = EMPTY_DRAFT  # the draft after these tokens, when ``ahead`` was right
+        self.touched_at = time.monotonic()
+
+    def advance(self, token_ids: list[int]) -> Outcome | None:
+        """Append tokens that the target has committed.
+
+        Returns:
+            what became of the draft; None for a drafter that has drafted ahead, which looks at the
+            tokens only.
+        """
+        draft, guess = self.draft, self.ahead
+        self.draft, self.asked, self.ahead, self.ready = EMPTY_DRAFT, None, EMPTY_DRAFT, EMPTY_DRAFT
+        self.session.token_ids.extend(token_ids)
+        if guess.num_nodes:
+            if token_ids == [*draft.token_ids.tolist(), int(guess.token_ids[0])]:
+                self.ready = Draft.chain(guess.token_ids[1:])
+            return None
+        path = accepted_path(draft, token_ids)
+        return Outcome(
+            draft=draft,
+            path=path,
+            next_token=token_ids[len(path)],
+            token_ids=tuple(token_ids[: len(path) + 1]),
+            num_accepted=len(path),
+            verification=NO_VERIFICATION,
+        )
+
+
+class DraftHost:
+    """The drafters of a replica, and what all streams share.
+
+    Args: as :class:`paceline.rpc.draft_service.DraftServicer`.
+
+    Raises:
+        InvalidArgument: the drafter needs the target's logits, states or weights.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        name: str | None,
+        vocab_size: int,
+        context_length: int | None,
+        catalogue: Mapping[str, Method],
+        max_sessions: int,
+        tracing: Tracing | None,
+    ) -> None:
+        if drafter.needs:
+            needs = ", ".join(sorted(need.value for need in drafter.needs))
+            raise InvalidArgument(
+                "drafter",
+                type(drafter).__name__,
+                f"a drafter that needs only tokens (this one needs {needs}: host it in the "
+                "target's process)",
+            )
+        self.drafter = drafter
+        self.drafters = DrafterSet({} if name is None else {name: drafter}, vocab_size)
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.num_sessions = 0
+        self._name = name
+        self._max_sessions = max_sessions
+        self._tracing = tracing
+        # Sessions with equal knobs share one plan, and with it one shape: drafters batch by shape.
+        self.plan = lru_cache(256)(lambda config: self._checked_plan(config, catalogue))
+
+    def drafter_of(self, session: Session) -> Drafter:
+        """The drafter of a session's method."""
+        return self.drafter if self._name is None else self.drafters[session.plan.method.drafter]
+
+    def by_drafter(
+        self, items: Sequence[T], session_of: Callable[[T], Session]
+    ) -> list[tuple[Drafter, list[T]]]:
+        """Items grouped by the drafter of their session."""
+        groups: dict[int, tuple[Drafter, list[T]]] = {}
+        for item in items:
+            drafter = self.drafter_of(session_of(item))
+            groups.setdefault(id(drafter), (drafter, []))[1].append(item)
+        return list(groups.values())
+
+    def tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
+        """Token ids from a message.
+
+        Raises:
+            InvalidArgument: one is outside the vocabulary; names the field.
+        """
+        return tokens_from_message(field, token_ids, self.vocab_size)
+
+    def check_room(self) -> None:
+        """Raise ResourceExhausted when one more session would be too many."""
+        if self.num_sessions >= self._max_sessions:
+            raise ResourceExhausted(f"the drafter holds {self.num_sessions} sessions, its limit")
+
+    def begin_span(self, opening: draft_pb2.OpenDraft, method: str) -> Span | None:
+        """The span of a session whose target traces it."""
+        if self._tracing is None or not opening.traceparent:
+            return None
+        return self._tracing.begin("draft", opening.traceparent, method=method)
+
+    def _checked_plan(self, config: SpeculationConfig, catalogue: Mapping[str, Method]) -> Plan:
+        plan = resolve(config, catalogue)
+        if self._name is None or plan.method.drafter == self._name:
+            return plan
+        if plan.method.drafter not in DRAFTERS or self._name not in plan.drafters or plan.needs:
+            here = sorted(m.name for m in catalogue.values() if served_with(m, self._name))
+            raise InvalidArgument(
+                "method", config.method, f"one that this drafter serves: {', '.join(here)}"
+            )
+        for method in (plan.method, *plan.parts):
+            self.drafters.make(method.drafter).check_knobs(plan.config)
+        return plan
+
+
+class Mirrors:
+    """The mirrors of one stream, by session id.
+
+    Args:
+        stream: a name for it: two targets may use the same session ids.
+    """
+
+    def __init__(self, host: DraftHost, stream: str) -> None:
+        self._host = host
+        self._stream = stream
+        self._mirrors: dict[str, Mirror] = {}
+
+    def __getitem__(self, session_id: str) -> Mirror:
+        mirror = self._mirrors.get(session_id)
+        if mirror is None:
+            raise SessionNotFound(session_id)
+        return mirror
+
+    def answer(self, items: Sequence[draft_pb2.ProposeItem]) -> list[Draft | Exception]:
+        """Answer a frame: a draft or an error for each item, from one propose for all that ask."""
+        results: list[Draft | Exception] = [EMPTY_DRAFT] * len(items)
+        asking: list[tuple[int, Mirror, Budget]] = []
+        observed: list[tuple[Session, Outcome]] = []
+        named: set[str] = set()
+        for i, item in enumerate(items):
+            try:
+                if item.session_id in named:
+                    name = f"items[{i}].session_id"
+                    raise InvalidArgument(name, item.session_id, "each session once in a frame")
+                if item.close:
+                    self.drop(item.session_id)
+                    continue
+                named.add(item.session_id)
+                mirror = self.apply(item, observed)
+                budget = self._budget(item, mirror)
+                if budget.depth <= 0:
+                    continue
+                mirror.num_drafts += 1
+                if mirror.asked == budget:
+                    results[i] = mirror.draft  # asked again: the answer is lost
+                    continue
+                if mirror.ready.num_nodes >= min(budget.depth, budget.nodes):
+                    mirror.draft = clip(mirror.ready, budget.depth, budget.nodes)
+                    mirror.asked = budget
+                    results[i] = mirror.draft
+                    continue
+                if mirror.asked is not None:  # drafters draft once after a token
+                    mirror = self._reopen(item.session_id, mirror.session.length)
+                asking.append((i, mirror, budget))
+            except PacelineError as error:
+                results[i] = error
+        try:
+            for drafter, told in self._host.by_drafter(observed, lambda item: item[0]):
+                drafter.observe([s for s, _ in told], [o for _, o in told])
+            for drafter, members in self._host.by_drafter(asking, lambda item: item[1].session):
+                sessions = [mirror.session for _, mirror, _ in members]
+                drafts = at_once(drafter.propose(sessions, [b for _, _, b in members]))
+                for (i, mirror, budget), draft in zip(members, drafts, strict=True):
+                    mirror.draft, mirror.asked = draft, budget
+                    results[i] = draft
+        except Exception as error:
+            # The drafter's state for these sessions is unknown now: forget them. The target opens
+            # them again if it still wants drafts.
+            if not isinstance(error, PacelineError):
+                logger.exception("a drafter failed")
+            for i, _, _ in asking:
+                results[i] = error
+            touched = {id(s) for s, _ in observed} | {id(m.session) for _, m, _ in asking}
+            for session_id, mirror in list(self._mirrors.items()):
+                if id(mirror.session) in touched:
+                    self.drop(session_id)
+        return results
+
+    def draft_ahead(self, session_ids: Iterable[str]) -> None:
+        """While the target verifies, draft what follows if it accepts everything.
+
+        The guess is the drafted tokens and the drafter's own idea of the target's next one. If it
+        comes true, the next draft is there at once.
+        """
+        guesses: list[tuple[Mirror, Budget]] = []
+        for mirror in [self._mirrors[each] for each in session_ids if each in self._mirrors]:
+            draft, asked = mirror.draft, mirror.asked
+            if not self._host.drafter_of(mirror.session).rewinds:
+                continue
+            if asked is None or not draft.num_nodes or mirror.session.plan.rule.draws.needs_q:
+                continue  # a draft with q is large: not made on a guess
+            depth = draft.num_nodes + 1
+            length = mirror.session.length + draft.num_nodes + depth
+            fits = self._host.context_length is None or length <= self._host.context_length
+            if fits and is_chain(draft.parent_indices):
+                guesses.append((mirror, Budget(depth, depth)))
+        for mirror, _ in guesses:
+            mirror.session.token_ids += mirror.draft.token_ids.tolist()
+        try:
+            for drafter, members in self._host.by_drafter(guesses, lambda item: item[0].session):
+                sessions = [mirror.session for mirror, _ in members]
+                drafts = at_once(drafter.propose(sessions, [b for _, b in members]))
+                for (mirror, _), draft in zip(members, drafts, strict=True):
+                    mirror.ahead = draft
+        except Exception:  # the next propose fails as well, and tells the target
+            logger.exception("a drafter cannot draft ahead")
+        finally:
+            for mirror, _ in guesses:
+                del mirror.session.token_ids[-mirror.draft.num_nodes :]
+
+    def ahead_of(self, frame: draft_pb2.ProposeFrame) -> draft_pb2.ProposeReply:
+        """The second reply to a frame: the drafts ahead of its sessions."""
+        reply = draft_pb2.ProposeReply(round=frame.round, drafter_pid=os.getpid(), ahead=True)
+        for item in frame.items:
+            mirror = self._mirrors.get(item.session_id)
+            draft = EMPTY_DRAFT if mirror is None else mirror.ahead
+            fill_draft(draft, reply.results.add().draft)
+        return reply
+
+    def apply(
+        self,
+        item: draft_pb2.ProposeItem,
+        observed: list[tuple[Session, Outcome]],
+    ) -> Mirror:
+        """Bring the mirror up to the target's committed tokens, and note what became of its draft.
+
+        Raises:
+            SessionNotFound: there is no such mirror.
+            PrefixDiverged: the mirror lacks tokens that the target takes it to have.
+        """
+        session_id = item.session_id
+        tokens = self._host.tokens("new_token_ids", item.new_token_ids)
+        if item.HasField("open"):
+            return self._opened(item, tokens)
+        mirror = self[session_id]
+        mirror.touched_at = time.monotonic()
+        session = mirror.session
+        if item.base_length > session.length:
+            raise PrefixDiverged(
+                f"base_length {item.base_length}: the drafter has only {session.length} tokens",
+                session.length,
+            )
+        if item.base_length < session.length:
+            if item.base_length < 1:
+                raise InvalidArgument("base_length", item.base_length, "at least 1")
+            mirror = self._reopen(session_id, item.base_length)
+            mirror.session.token_ids.extend(tokens)
+            return mirror
+        if tokens:
+            outcome = mirror.advance(tokens)
+            if outcome is not None:
+                observed.append((session, outcome))
+        return mirror
+
+    def _opened(self, item: draft_pb2.ProposeItem, tokens: list[int]) -> Mirror:
+        host, opening = self._host, item.open
+        plan = host.plan(speculation_from_message(opening.speculation))
+        params = sampling_from_message(opening.sampling)
+        if not tokens:
+            raise InvalidArgument("new_token_ids", "[]", "at least one token to open a session")
+        self.drop(item.session_id)
+        host.check_room()
+        prediction = host.tokens("prediction", opening.prediction)
+        name = f"{self._stream}/{item.session_id}"
+        session = Session(name, tokens, params, plan, prediction=prediction)
+        return self._open(item.session_id, session, host.begin_span(opening, plan.method.name))
+
+    def _open(self, session_id: str, session: Session, span: Span | None) -> Mirror:
+        self._host.drafter_of(session).open(session)
+        self._mirrors[session_id] = Mirror(session, span)
+        self._host.num_sessions += 1
+        return self._mirrors[session_id]
+
+    def _reopen(self, session_id: str, length: int) -> Mirror:
+        """Open the session anew with its first ``length`` tokens: drafters cannot roll back."""
+        mirror = self._mirrors[session_id]
+        session, span, mirror.span = mirror.session, mirror.span, None
+        self.drop(session_id)
+        kept = session.token_ids[:length]
+        again = Session(
+            session.session_id, kept, session.params, session.plan, prediction=session.prediction
+        )
+        opened = self._open(session_id, again, span)
+        opened.num_drafts = mirror.num_drafts
+        return opened
+
+    def drop(self, session_id: str) -> None:
+        """Close a session; one that is not open is ignored."""
+        mirror = self._mirrors.pop(session_id, None)
+        if mirror is not None:
+            self._host.num_sessions -= 1
+            self._host.drafter_of(mirror.session).close(mirror.session)
+            if mirror.span is not None:
+                tokens = mirror.session.length
+                mirror.span.set(num_drafts=mirror.num_drafts, committed_tokens=tokens)
+                mirror.span.end()
+
+    def close(self) -> None:
+        """Close all sessions."""
+        for session_id in list(self._mirrors):
+            self.drop(session_id)
+
+    def close_idle(self, limit: float) -> None:
+        """Close sessions without a call since ``limit`` (``time.monotonic``)."""
+        for session_id, mirror in list(self._mirrors.items()):
+            if mirror.touched_at < limit:
+                self.drop(session_id)
+
+    def _budget(self, item: draft_pb2.ProposeItem, mirror: Mirror) -> Budget:
+        depth, nodes = item.max_depth, item.max_nodes
+        if depth > MAX_DEPTH:
+            raise InvalidArgument("max_depth", depth, f"at most {MAX_DEPTH}")
+        if nodes > MAX_NODES:
+            raise InvalidArgument("max_nodes", nodes, f"at most {MAX_NODES}")
+        if self._host.context_length is not None:
+            depth = min(depth, self._host.context_length - mirror.session.length)
+        return Budget(depth if nodes else 0, nodes)
+
+
+def served_with(method: Method, name: str) -> bool:
+    """Whether a drafter replica that hosts the drafter ``name`` can draft for a method."""
+    return method.drafter == name or (name in method.uses and not method.needs)

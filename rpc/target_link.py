@@ -1,0 +1,406 @@
+"""A session of a remote target and its server: frames, replies, verdicts."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.config import SpeculationConfig
+from paceline.errors import FailedPrecondition, PacelineError
+from paceline.lengths.base import LENGTH_MAX
+from paceline.rpc.ahead import AheadOptions, RoundsAhead
+from paceline.rpc.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    PrefixDiverged,
+    RoundOutOfOrder,
+    from_status,
+)
+from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
+from paceline.rpc.ladder import Mode
+from paceline.rpc.messages import sampling_to_message, speculation_to_message
+from paceline.rpc.reconnect import Reconnect, Retry, Silence, TargetServers
+from paceline.rpc.target_stream import Alive, Event, Reply, TargetStream
+from paceline.rpc.transcript import ClientTranscript, ProposedRound, Verified
+from paceline.types import Acceptance, Draft, Verdict
+from paceline.view import SessionView
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A round that has left.
+
+    Attributes:
+        at: when (``time.perf_counter``).
+        alone: nothing else was under way: its time is the connection's own.
+    """
+
+    round: ProposedRound
+    at: float
+    alone: bool
+
+
+class _Open:
+    """Stands for the answer to Open."""
+
+
+class TargetLink:
+    """What a session has to do with its server.
+
+    Args:
+        servers: shared with the other sessions of the target.
+        ahead: likewise.
+        mode: how the session gets its tokens to begin with.
+    """
+
+    def __init__(
+        self, session: SessionView, servers: TargetServers, ahead: AheadOptions, mode: Mode
+    ) -> None:
+        self.session = session
+        self.mode = mode
+        self.transcript = ClientTranscript(session.token_ids)
+        self.ahead = RoundsAhead(session, self.transcript, ahead)
+        self._servers = servers
+        self._options = ahead
+        self._reconnect = Reconnect(servers)
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._stream: TargetStream | None = None
+        # The answers that the server owes, in order. None: the refusal of a wrong guess.
+        self._owed: deque[_Sent | _Open | None] = deque()
+        self._resuming = False
+        # Sessions by server that were left without Close, and may still hold memory there.
+        self._left: dict[str, list[verify_pb2.CloseRequest]] = {}
+        self._ready = False  # rounds may be sent
+        self._silence = Silence(servers)
+        self._connect()  # the server reads the prompt while the drafter does
+
+    # --- for the loop -----------------------------------------------------------------
+
+    def submit(self, draft: Draft) -> None:
+        """Send a draft, unless the round has been sent ahead of its time."""
+        if self.mode is Mode.DEVICE and not self.transcript.rounds:
+            self.ahead.proper_draft()
+            self._send(self.transcript.propose(draft))
+
+    def wait(self) -> Verdict:
+        """The verdict on the first round in flight; drafts ahead until it is there.
+
+        Raises:
+            ServerUnavailable: no server has answered for ``Patience.give_up`` seconds.
+            PacelineError: what another attempt would not change.
+        """
+        while True:
+            if self.transcript.num_known:
+                return self._went_as_guessed()
+            now = time.monotonic()
+            if self._stream is None and now >= self._reconnect.retry_at:
+                self._reconnect.check_patience()
+                self._connect()
+            drafting = self.ahead.wanted(self._reconnect.is_down)
+            try:
+                if drafting:
+                    event = self._inbox.get_nowait()
+                else:
+                    event = self._inbox.get(timeout=self._next_deadline(now))
+            except queue.Empty:
+                self._check_silence()
+                if drafting:
+                    self._draft_ahead()
+                continue
+            verdict = self._handle(*event)
+            if verdict is not None:
+                return verdict
+
+    def change(self, mode: Mode) -> None:
+        """Get the tokens from now on in another way."""
+        if mode is not self.mode:
+            self.close()
+            self.mode = mode
+            self._connect()
+
+    def close(self) -> None:
+        """Forget the rounds in flight and free the session on the server."""
+        self.transcript.rounds.clear()
+        self.transcript.session_id = ""
+        self._drop_stream()
+
+    # --- the connection -------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Start a stream; what comes of it arrives in the inbox."""
+        address, transcript = self._reconnect.address, self.transcript
+        request = None
+        if self.mode is not Mode.DEVICE:
+            request = generate_request(self.session, self.mode)
+            fence(request, self.session, self.transcript, self._reconnect.allows_other)
+        channel = self._servers.connect(address)
+        self._stream = TargetStream(channel, address, self._inbox, request)
+        self._silence.heard()
+        self._owed.clear()
+        self._resuming = bool(transcript.session_id)
+        self._ready = False
+        transcript.num_known = 0
+        self._servers.counters.num_opened += not self._resuming
+        if request is not None:
+            return
+        for left in self._left.pop(address, ()):
+            self._stream.free(left)
+        if self._resuming:
+            opening = verify_pb2.OpenRequest(resume_session_id=transcript.session_id)
+        else:
+            opening = open_request(self.session)
+            fence(opening, self.session, self.transcript, self._reconnect.allows_other)
+            transcript.reopen()
+        self._owed.append(_Open())
+        self._stream.send(verify_pb2.VerifyFrame(open=opening))
+        if not self._resuming:
+            self._send_all()  # no need to wait for the answer
+
+    def _leave(self, address: str) -> None:
+        """Give the session up; free it at the next connection to its server."""
+        transcript = self.transcript
+        if transcript.session_id:
+            left = verify_pb2.CloseRequest(session_id=transcript.session_id, epoch=transcript.epoch)
+            self._left.setdefault(address, []).append(left)
+        transcript.session_id = ""
+
+    def _drop_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+        self._ready = False
+        self._owed.clear()
+
+    def _fail(self, error: PacelineError, *, silent: bool = False) -> None:
+        """Drop the stream, and choose where and when to try again.
+
+        Raises:
+            PacelineError: ``error``, if another attempt would not change it.
+        """
+        self._drop_stream()
+        transcript, reconnect, options = self.transcript, self._reconnect, self._options
+        address, was_down = reconnect.address, reconnect.is_down
+        retry = reconnect.failed(
+            error, is_open=bool(transcript.session_id), resuming=self._resuming, silent=silent
+        )
+        if not was_down and options.alone_ok and transcript.rounds:
+            options.on_alone(self.session, transcript.guess)
+        if retry is Retry.REOPEN:
+            transcript.session_id = ""
+        elif retry is Retry.MOVE:
+            self._leave(address)
+
+    def _next_deadline(self, now: float) -> float:
+        """Seconds until something is to be done without an event."""
+        if self._stream is None:
+            return max(0.0, self._reconnect.retry_at - now)
+        return self._silence.seconds_left(now)
+
+    def _check_silence(self) -> None:
+        if self._stream is None:
+            return
+        try:
+            timeout = self._silence.probe_timeout(self._stream.address)
+        except DeadlineExceeded as stalled:
+            self._fail(stalled)
+            return
+        if timeout is not None:
+            self._stream.probe(timeout)
+
+    # --- frames ---------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        self._ready = True
+        for each in list(self.transcript.rounds)[self.transcript.num_known :]:
+            self._send(each)
+
+    def _send(self, each: ProposedRound) -> None:
+        stream, counters = self._stream, self._servers.counters
+        if stream is None or not self._ready:
+            return  # it leaves when there is a stream
+        frame = verify_pb2.VerifyFrame(verify=self.transcript.request(each))
+        counters.rounds_sent += 1
+        counters.sent_ahead += each.bonus is not None
+        counters.bytes_up += frame.ByteSize()
+        alone = not any(self._owed)  # refusals of wrong guesses take no time
+        if alone:
+            self._silence.heard()  # nothing was owed until now
+        self._owed.append(_Sent(each, time.perf_counter(), alone))
+        stream.send(frame)
+
+    def _draft_ahead(self) -> None:
+        drafted = self.ahead.draft()
+        if drafted is not None:
+            bonus, draft = drafted
+            self._send(self.transcript.propose(draft, bonus))
+            if self._reconnect.is_down:
+                self._options.on_alone(self.session, self.transcript.guess)
+
+    def _handle(
+        self, stream: TargetStream, payload: Reply | Alive | PacelineError
+    ) -> Verdict | None:
+        if stream is not self._stream:
+            return None  # of a connection that was given up
+        if isinstance(payload, PacelineError):
+            self._fail(payload)
+        elif isinstance(payload, Alive):
+            if not payload.alive:
+                self._fail(DeadlineExceeded(f"{stream.address} fell silent"), silent=True)
+        else:
+            self._silence.heard()
+            try:
+                if isinstance(payload, generate_pb2.GenerateReply):
+                    return self._generated(payload)
+                return self._replied(payload)
+            except PacelineError as error:
+                self._fail(error)
+        return None
+
+    def _replied(self, reply: verify_pb2.VerifyReply) -> Verdict | None:
+        owed = self._owed.popleft() if self._owed else None
+        if isinstance(owed, _Open):
+            self._opened(reply.open)
+            return None
+        self._servers.counters.bytes_down += reply.ByteSize()
+        if owed is None:
+            return None  # an answer to a round whose guess was wrong
+        if reply.HasField("error"):
+            self._leave(self._reconnect.address)
+            raise from_status(reply.error)
+        return self._verified(owed, reply.verify)
+
+    def _opened(self, result: verify_pb2.OpenResult) -> None:
+        try:
+            self.transcript.opened(result)
+        except (RoundOutOfOrder, PrefixDiverged):
+            self._leave(self._reconnect.address)
+            raise
+        if self._resuming:
+            self._resuming = False
+            self._servers.counters.num_resumed += 1
+            self._send_all()
+
+    # --- verdicts -------------------------------------------------------------------------------
+
+    def _verified(self, sent: _Sent, result: verify_pb2.VerifyResult) -> Verdict:
+        verified = self.transcript.verified(result)
+        if verified.next_token is None:
+            check_end(self.session, verified.token_ids, result.finish_reason)
+        self.ahead.answered(sent.round.draft, len(verified.accepted_indices))
+        if sent.alone:
+            self._servers.travelled(time.perf_counter() - sent.at - verified.total_seconds)
+        return self._committed(sent.round, verified)
+
+    def _went_as_guessed(self) -> Verdict:
+        """The verdict on a round whose answer is lost, and that the server has gone on from."""
+        first = self.transcript.rounds[0]
+        return self._committed(first, self.transcript.went_as_guessed())
+
+    def _committed(self, first: ProposedRound, verified: Verified) -> Verdict:
+        if self.transcript.rounds:
+            self._servers.counters.ahead_right += 1
+        else:  # a wrong guess: the rounds behind it will be refused, each in its place
+            self._owed = deque(None if isinstance(each, _Sent) else each for each in self._owed)
+        self.ahead.advanced()
+        return self._verdict(
+            first.draft,
+            Acceptance(verified.accepted_indices, verified.next_token or 0),
+            sent_ahead=first.bonus is not None,
+            verify_seconds=verified.total_seconds,
+        )
+
+    def _generated(self, reply: generate_pb2.GenerateReply) -> Verdict:
+        """A round of a server that drafts by itself: its draft is what was accepted of it."""
+        tokens, accepted = list(reply.token_ids), reply.num_accepted
+        if not tokens or len(tokens) - accepted not in (0, 1):
+            raise Cancelled(f"the generation ended on the server ({reply.finish_reason})")
+        if len(tokens) == accepted:
+            check_end(self.session, tokens, reply.finish_reason)
+        self.transcript.commit(tokens)
+        self.transcript.met(reply)
+        next_token = tokens[accepted] if len(tokens) > accepted else 0
+        acceptance = Acceptance(tuple(range(accepted)), next_token)
+        return self._verdict(Draft.chain(tokens[:accepted]), acceptance)
+
+    def _verdict(
+        self,
+        draft: Draft,
+        acceptance: Acceptance,
+        *,
+        sent_ahead: bool = False,
+        verify_seconds: float = 0.0,
+    ) -> Verdict:
+        self._reconnect.answered()
+        return Verdict(
+            draft=draft,
+            acceptance=acceptance,
+            sent_ahead=sent_ahead,
+            verify_seconds=verify_seconds,
+            travel_seconds=self._servers.travel_seconds,
+            fingerprint=self.transcript.fingerprint,
+            numerics_changed=self.transcript.numerics_changed,
+        )
+
+
+def check_end(session: SessionView, token_ids: Sequence[int], reason: str) -> None:
+    """Raise FailedPrecondition unless a session that its server ended ends here as well.
+
+    Args:
+        token_ids: the last round's accepted tokens; none is needed after them.
+        reason: the server's.
+    """
+    ends = token_ids and (
+        session.stops_at(token_ids[-1]) or session.length + len(token_ids) >= session.max_length
+    )
+    if not ends:
+        raise FailedPrecondition(
+            f"the server ended the generation ({reason or 'no reason'}) where this client goes on: "
+            "their end-of-sequence tokens differ"
+        )
+
+
+def fence(
+    request: verify_pb2.OpenRequest | generate_pb2.GenerateRequest,
+    session: SessionView,
+    transcript: ClientTranscript,
+    allows_other: bool,
+) -> None:
+    """Say which numerics the tokens so far have, if a server has made some."""
+    if transcript.fingerprint and session.length > session.prompt_length:
+        request.fingerprint = transcript.fingerprint
+        request.numerics_mismatch = "allow" if allows_other else "refuse"
+
+
+# Stop strings stay here, where the whole text is: one may begin before a new session.
+
+
+def open_request(session: SessionView) -> verify_pb2.OpenRequest:
+    """Opens a verify session that goes on after the session's committed tokens."""
+    params = replace(session.params, stop=(), max_tokens=max(1, session.remaining))
+    config = session.config
+    depth = max(config.num_speculative_tokens or 0, config[LENGTH_MAX] or 0)
+    limits = SpeculationConfig(
+        method="client",
+        num_speculative_tokens=depth,
+        node_budget=max(depth, config.node_budget or 0),
+    )
+    return verify_pb2.OpenRequest(
+        token_ids=session.token_ids,
+        sampling=sampling_to_message(params),
+        speculation=speculation_to_message(limits),
+    )
+
+
+def generate_request(session: SessionView, mode: Mode) -> generate_pb2.GenerateRequest:
+    """Generates after the session's committed tokens, with the server's own drafts or with none."""
+    request = generate_pb2.GenerateRequest(
+        sampling=sampling_to_message(replace(session.params, stop=())),
+        committed_token_ids=session.output_ids,
+    )
+    request.token_ids.token_ids.extend(session.token_ids[: session.prompt_length])
+    if mode is Mode.AR:
+        request.speculation.method = "ar"
+    return request

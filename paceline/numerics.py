@@ -183,6 +183,7 @@ def digest_tensors(
             reading.append(pool.submit(bytes, header))
             if isinstance(tensor, InParts):
                 reading.extend(_digest_parts(tensor.parts, pool))
+                give_back()  # glibc would keep what the parts were made in: some 100 MB by the end
                 continue
             data = _bytes_of(tensor)
             for start in range(0, len(data), _CHUNK_BYTES):

@@ -42,6 +42,7 @@ from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.layouts import (
     StoredTensor,
     check_quantization,
+    in_pieces,
     listed,
     not_weights,
     read_config,
@@ -413,13 +414,6 @@ def _in_blocks(tensor: Stored) -> bool:
     return isinstance(tensor, Int4Tensor)
 
 
-def _in_pieces(count: int, size: int) -> Iterator[slice]:
-    """All of ``count`` rows of ``size`` numbers, a million numbers at a time."""
-    step = max(1, 2**20 // max(1, size))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
-
-
 def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, StoredTensor]) -> None:
     """Drop a stored output layer if config.json says that it is the embedding."""
     head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
@@ -429,7 +423,7 @@ def _drop_copied_head(folder: Path, config: LlamaConfig, tensors: dict[str, Stor
     same = same and len(head.shape) == 2
     if not same or not all(
         torch.equal(head.read(rows).view(torch.uint8), embedding.read(rows).view(torch.uint8))
-        for rows in _in_pieces(*head.shape)
+        for rows in in_pieces(*head.shape)
     ):
         raise InvalidArgument(
             "tie_word_embeddings", f"true, but in {folder!s} lm_head.weight differs from "
@@ -685,7 +679,7 @@ class LlamaRunner:
             whole = torch.empty((count, *size), dtype=self.dtype, device=self.device)
             first = 0
             for part in parts:
-                for rows in _in_pieces(part.shape[0], math.prod(size)):
+                for rows in in_pieces(part.shape[0], math.prod(size)):
                     whole[first + rows.start : first + rows.stop] = as_floats(
                         read_weight(part, rows)
                     )

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from paceline.cache import cache_folder, locked
+from paceline.memory import give_back
 from paceline.models.ops import Packing, Weight
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,8 @@ class PackedWeights:
             return made
         self._entries[name] = entry | {"about": about or {}}
         assert self._scratch is not None
+        del made
+        give_back()  # or what packing freed would add up from one tensor to the next
         return _mapped(self._scratch, entry)
 
     def _read_index(self, path: Path) -> bool:

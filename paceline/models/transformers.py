@@ -20,9 +20,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -30,21 +28,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from paceline.errors import InvalidArgument, ModelNotFound, ResourceExhausted
-from paceline.memory import check_fits
+from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
-from paceline.models.layouts import (
-    INDEX,
-    WEIGHT_DTYPES,
-    check_quantization,
-    count_weights,
-    listed,
-    not_weights,
-    read_config,
-    read_index,
-    stored_dtypes,
-)
+from paceline.models.transformers_loading import load_causal_lm
 from paceline.numerics import Fingerprint, digest_tensors, torch_class
 from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
 from paceline.types import IndexArray, IntArray, Need
@@ -604,147 +591,3 @@ def _kv_capacity(kv_tokens: Any, context_length: int) -> int:
     if not isinstance(kv_tokens, int) or isinstance(kv_tokens, bool) or kv_tokens < 1:
         raise InvalidArgument("kv_tokens", kv_tokens, "an integer >= 1")
     return kv_tokens
-
-
-def load_causal_lm(
-    folder: Path, dtype: torch.dtype, auto_class: str = "AutoModelForCausalLM", **options: Any
-) -> Any:
-    """The ``transformers`` model of a local folder; no network, no code from the folder.
-
-    Every tensor in the folder is used, but for those of which the model's class says that they may
-    be ignored (buffers of earlier versions, layers for training).
-
-    Args:
-        auto_class: the kind of model that it must be.
-        options: of ``from_pretrained``.
-
-    Raises:
-        ModelNotFound: the folder, its config or its weights are missing, damaged or incomplete.
-        InvalidArgument: the folder holds another kind of model, quantised weights, or tensors that
-            the model does not have.
-    """
-    check_quantization(read_config(folder))
-    dtypes = _stored_dtypes(folder)
-    if any(folder.glob("*.safetensors")):
-        check_fits(count_weights(folder) * dtype.itemsize, folder)
-    import transformers
-    from transformers import AutoConfig
-
-    model: Any
-    info: Any
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelNotFound(
-            f"config.json of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
-        ) from error
-    try:
-        with quiet():
-            model, info = getattr(transformers, auto_class).from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are named below
-                **options,
-            )
-    except ValueError as error:
-        if auto_class not in str(error):
-            raise ModelNotFound(
-                f"weights of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
-            ) from error
-        raise InvalidArgument(
-            "model",
-            config.model_type,
-            f"a model for {auto_class}; {str(folder)!r} holds another kind",
-        ) from error
-    except Exception as error:  # safetensors, pickle and torch each have errors of their own
-        raise ModelNotFound(
-            f"weights of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
-        ) from error
-    if info["missing_keys"]:
-        raise ModelNotFound(
-            f"the weights of model folder {str(folder)!r} lack {listed(info['missing_keys'])}"
-        )
-    for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise ModelNotFound(
-            f"{name} in {str(folder)!r} has shape {tuple(stored)}, but config.json says "
-            f"{tuple(expected)}"
-        )
-    if info["unexpected_keys"] or info["error_msgs"]:
-        unknown = listed(info["unexpected_keys"]) or _first_line(info["error_msgs"][0])
-        raise InvalidArgument(
-            "weights",
-            f"{folder}, with tensors that a {config.model_type} model with this config.json does "
-            f"not have: {unknown}",
-            "the weights that config.json describes and no others",
-        )
-    _check_codes(folder, model, dtypes)
-    return model
-
-
-def _stored_dtypes(folder: Path) -> dict[str, str]:
-    """The dtype of every tensor in the files that transformers would read."""
-    if (folder / "model.safetensors").is_file() or (folder / INDEX).is_file():
-        stored = stored_dtypes(folder)
-        return {name: dtype for dtypes in stored.values() for name, dtype in dtypes.items()}
-    names, index = {"pytorch_model.bin"}, folder / "pytorch_model.bin.index.json"
-    if not (folder / "pytorch_model.bin").is_file():
-        if not index.is_file():
-            raise ModelNotFound(
-                f"model folder {str(folder)!r} has no weights: expected model.safetensors, "
-                f"{INDEX} with its shards, or pytorch_model.bin"
-            )
-        names = set(read_index(index).values())
-    found: dict[str, str] = {}
-    for name in sorted(names):
-        try:
-            tensors = torch.load(folder / name, map_location="meta", weights_only=True)
-        except Exception as error:  # pickle and torch each have errors of their own
-            raise ModelNotFound(
-                f"weights of model folder {str(folder)!r} cannot be read: {name}: "
-                f"{_first_line(error)}"
-            ) from error
-        for key, value in tensors.items():
-            found[key] = str(value.dtype).removeprefix("torch.")
-    return found
-
-
-def _check_codes(folder: Path, model: Any, dtypes: dict[str, str]) -> None:
-    """Refuse integers and eight-bit floats where the model has weights.
-
-    transformers casts them, as if codes were weights.
-    """
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    for name, dtype in sorted(dtypes.items()):
-        if dtype in WEIGHT_DTYPES or any(re.search(pattern, name) for pattern in ignored):
-            continue
-        # Checkpoints of base models lack the prefix.
-        tensor = own.get(name, own.get(f"{model.base_model_prefix}.{name}"))
-        is_number = tensor is not None and not tensor.is_floating_point()
-        if not is_number and not name.endswith("position_ids"):
-            raise not_weights(f"{name} in {str(folder)!r}", dtype)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars or warnings from transformers; errors are raised, not logged."""
-    from transformers.utils import logging as untyped_logging
-
-    logging: Any = untyped_logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -23,7 +23,8 @@ from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary
 from paceline.models.layouts import read_config
-from paceline.models.llama import MODEL_TYPES, LlamaRunner
+from paceline.models.llama import LlamaRunner
+from paceline.models.llama_config import MODEL_TYPES
 from paceline.numerics import refuse_portable
 from paceline.profile import LoadCosts, profile_key
 from paceline.target import ModelTarget

@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.ops import Layer, Rows, Stack, TorchOps, append_rows
+from paceline.models.ops import Layer, Stack
+from paceline.models.rows import Rows, append_rows
+from paceline.models.torch_ops import TorchOps
 from paceline.types import IndexArray, IntArray
 
 Tensor = torch.Tensor

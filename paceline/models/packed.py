@@ -22,7 +22,7 @@ import torch
 
 from paceline.cache import cache_folder, locked
 from paceline.memory import give_back
-from paceline.models.ops import Packing, Weight
+from paceline.models.packing import Packing, Weight
 
 logger = logging.getLogger(__name__)
 

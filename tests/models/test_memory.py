@@ -186,7 +186,7 @@ def test_the_bytes_that_a_model_needs(
     kind: str, dtype: str, per_weight: float, zoo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    for module in ("llama", "transformers_loading"):
+    for module in ("llama_weights", "transformers_loading"):
         monkeypatch.setattr(
             f"paceline.models.{module}.check_fits", lambda needed, _: asked.append(needed)
         )

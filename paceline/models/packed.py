@@ -27,7 +27,7 @@ from paceline.models.packing import Packing, Weight
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Version of the layouts that :mod:`paceline.models.ops` packs weights into, and of the file."""
+"""Version of the layouts in :mod:`paceline.models.packing`, and of the file."""
 LEAST_WEIGHTS = 10_000_000
 """A model with fewer weights stays in memory: packing it takes no noticeable time."""
 _ALIGNMENT = 64

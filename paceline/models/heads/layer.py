@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             x: # [batch, length, hidden_size]
-            cos_sin: rows of :func:`paceline.models.llama.rope_table`.  # [length, head_dim]
+            cos_sin: rows of :func:`paceline.models.rope.rope_table`.  # [length, head_dim]
             mask: True where a place sees another; None is causal.  # [length, length]
         """
         config, (batch, length, _) = self.config, x.shape

@@ -179,6 +179,6 @@ def _checksum_of_file(path: Path) -> int:
 def _mapped(path: Path, entry: dict[str, Any]) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry["dtype"])
     count = int(np.prod(entry["shape"])) * dtype.itemsize
-    # Copied on writing, which does not happen: torch warns about memory that it may not change.
+    # Copy on write, though nothing writes: torch warns about read-only memory.
     raw = np.memmap(path, np.uint8, "c", entry["offset"], (count,))
     return torch.from_numpy(raw).view(dtype).view(entry["shape"])

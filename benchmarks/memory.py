@@ -43,7 +43,8 @@ from paceline.cache import cache_folder
 from paceline.demo import TARGET_DIR
 from paceline.model_names import KNOWN_NAMES, resolve_model
 from paceline.models.layouts import INDEX
-from paceline.models.llama import LlamaConfig, tensor_shapes
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import tensor_shapes
 from paceline.models.quants import QUANT_TYPES
 
 FOLDERS = ("float32", "bfloat16", "float16", "sharded")

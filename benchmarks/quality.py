@@ -38,7 +38,8 @@ from paceline.gguf_folder import model_folder
 from paceline.loading import load_runner
 from paceline.model_names import resolve_model
 from paceline.models.base import ModelRunner, Segment
-from paceline.models.llama import LlamaConfig, load_weights
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import load_weights
 from paceline.models.quants import quantise
 from paceline.tokenizer import load_tokenizer
 

@@ -497,7 +497,7 @@ def smollm2(precision: str, cache: Path) -> Path:
     from benchmarks.to_gguf import to_gguf
     from paceline import gguf_folder
     from paceline.model_names import resolve_model
-    from paceline.models.llama import read_weight
+    from paceline.models.llama_tensors import read_weight
     from paceline.models.quants import Quantised
 
     file = resolve_model("smollm2")

@@ -20,7 +20,8 @@ import torch
 
 from paceline.errors import InvalidArgument
 from paceline.models.layouts import read_config
-from paceline.models.llama import LlamaConfig, load_weights
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import load_weights
 
 # How text is split before merges, and llama.cpp's name for it.
 _LLAMA3_SPLIT = (

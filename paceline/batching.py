@@ -19,9 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+import numpy as np
+
+from paceline.models.base import ModelRunner, Segment
+from paceline.types import Need
 from paceline.view import SessionView
+
+if TYPE_CHECKING:
+    import torch
 
 S = TypeVar("S", bound=SessionView)
 
@@ -99,3 +106,59 @@ class Batching:
         steps = steps + 1 if known == oldest else 1
         self._passed_over = oldest, steps
         return group if steps <= PATIENCE else []
+
+
+def run_segments(
+    runner: ModelRunner,
+    segments: Sequence[Segment],
+    strategy: BatchStrategy,
+    *,
+    num_prefill: int,
+    wants: frozenset[Need],
+) -> tuple[list[tuple[torch.Tensor, dict[Need, torch.Tensor]]], int]:
+    """Run a step's segments in one forward or, with ``split``, in many.
+
+    Args:
+        num_prefill: that many of the first segments are prompts, which are not padded.
+
+    Returns:
+        Logits and extras of each segment; how many rows ``pad`` has added.
+    """
+    if strategy == "split":
+        alone = [runner.forward([segment], wants) for segment in segments]
+        return [(result.logits, result.extras_of(0)) for result in alone], 0
+    padded, num_padding = segments, 0
+    if strategy == "pad":
+        drafts, num_padding = _padded(segments[num_prefill:], runner)
+        padded = [*segments[:num_prefill], *drafts]
+    result = runner.forward(padded, wants)
+    found = []
+    for i, (segment, laid_out) in enumerate(zip(segments, padded, strict=True)):
+        logits, extras = result.logits[result.rows(i)], result.extras_of(i)
+        if laid_out is not segment:
+            logits = logits[: segment.num_rows]
+            extras = {need: tensor[: segment.num_rows] for need, tensor in extras.items()}
+        found.append((logits, extras))
+    return found, num_padding
+
+
+def _padded(segments: Sequence[Segment], runner: ModelRunner) -> tuple[list[Segment], int]:
+    """Pad each segment to as many rows as the longest has, as far as memory allows."""
+    rows = [segment.num_rows for segment in segments]
+    room, num_padding = runner.num_free - sum(rows), 0
+    result = []
+    for segment, count in zip(segments, rows, strict=True):
+        more = max(rows) - count
+        plain = segment.pseudo is None and segment.layers is None and not segment.resume
+        if not more or more > room or not plain or segment.sequence.num_pending:
+            result.append(segment)
+            continue
+        room -= more
+        num_padding += more
+        parents = segment.parent_indices
+        if parents is None:
+            parents = np.arange(-1, count - 1, dtype=np.int32)
+        padding = np.full(more, -1, np.int32)  # siblings of the first row: see only the prefix
+        ids = np.concatenate([segment.token_ids, np.zeros(more, np.int64)])
+        result.append(Segment(segment.sequence, ids, np.concatenate([parents, padding])))
+    return result, num_padding

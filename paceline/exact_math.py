@@ -1,20 +1,20 @@
 """exp, log, cos and sin with the same bits on every processor.
 
-The libraries under NumPy and torch choose their functions by what the processor has, and those
-differ in the last bit, which may decide a token. IEEE 754 fixes the result of ``+ - * /``, of
-comparisons, conversions and of every operation on integers, and NumPy does one of them at a time,
-so what is built from those alone, in one order, has the same bits everywhere. The algorithms and
-coefficients are those of Sun's fdlibm (e_log.c, e_exp.c, k_sin.c, k_cos.c, e_rem_pio2.c), with an
-error below 1 unit in the last place, as long as nothing makes the processor flush subnormal
-numbers.
+NumPy, torch and the C library choose their functions by the processor's instructions. The results
+differ in the last bit, which can decide a token. IEEE 754 fixes the results of ``+ - * /``, of
+comparisons, conversions and all operations on integers, and NumPy computes each operation by
+itself. Functions that consist of these alone, in one order, have the same bits everywhere, unless
+the process makes the processor flush subnormal numbers to zero. Algorithms and coefficients are
+those of Sun's fdlibm (e_log.c, e_exp.c, k_sin.c, k_cos.c, e_rem_pio2.c); the error is below 1 unit
+in the last place (ulp).
 
-``paceline/models/kernels/noise.c`` holds ``exp64``, ``log64`` and the noise once more, operation
-for operation, and :class:`Native` calls it. Where it cannot be loaded, NumPy gives the same bits.
+``paceline/models/kernels/noise.c`` repeats ``exp64``, ``log64`` and the noise, operation by
+operation, and :class:`Native` calls it. Where it cannot be loaded, NumPy computes the same bits.
 
-Also the same everywhere, and used as they are: NumPy's elementwise arithmetic, ``max`` and
-``argmax``, ``cumsum`` (one number after the other), stable sorts, and the value (not the order)
-that ``partition`` puts in its place. Not so ``np.sum``, whose order belongs to NumPy's version and
-to how it was built: see :func:`sum64`.
+These are the same everywhere, too, and Paceline uses them as they are: NumPy's elementwise
+arithmetic, ``max`` and ``argmax``, ``cumsum`` (one number after the other), stable sorts, and the
+value (not the order) that ``partition`` puts in its place. ``np.sum`` is not: its order depends on
+NumPy's version and build. :func:`sum64` replaces it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _CHUNK = 8192  # numbers at a time: what they need stays in a core's cache
 
 
 def log64(x: Doubles) -> Doubles:
-    """Natural logarithm: -inf of 0, nan of what is below; within 1 ulp.  # any shape"""
+    """Natural logarithm within 1 ulp: -inf for 0, nan below 0.  # any shape"""
     library = native()
     if library is not None:
         return library.log(x)
@@ -140,7 +140,7 @@ def log_of_normal(x: Doubles, scaling: Doubles | float = 0.0) -> Doubles:
 
 
 def exp64(x: Doubles) -> Doubles:
-    """e to the x: 0 of -inf, subnormal results included; within 1 ulp.  # any shape"""
+    """e to the x within 1 ulp: 0 for -inf; results may be subnormal.  # any shape"""
     library = native()
     if library is not None:
         return library.exp(x)
@@ -157,7 +157,7 @@ def _exp(x: Doubles) -> Doubles:
         t = r * r
         c = r - t * _polynomial(t, _EXP)
         e = 1.0 - ((low - (r * c) / (2.0 - c)) - high)
-        # Times 2^k in two steps, since neither of the halves leaves the normal numbers.
+        # Times 2^k in two steps: each factor is a normal number, 2^k need not be.
         half = (k * 0.5 + _ROUNDER) - _ROUNDER
         result: Doubles = e * _power_of_two(half) * _power_of_two(k - half)
     return np.where(np.isnan(x), np.nan, result)
@@ -179,12 +179,12 @@ def _polynomial(x: Doubles, coefficients: tuple[float, ...]) -> Doubles:
 
 
 def cos_sin(x: Doubles) -> tuple[Doubles, Doubles]:
-    """Cosine and sine of angles in radians, up to 2^20 on either side of 0.  # any shape"""
+    """Cosine and sine of angles in radians, from -2^20 to 2^20.  # any shape"""
     x = np.asarray(x, np.float64)
     n = x * _TWO_OVER_PI
     n += _ROUNDER
     n -= _ROUNDER
-    # What is left of the angle, y + tail, to 118 bits of pi / 2.
+    # The remainder of the angle is y + tail, with pi / 2 to 118 bits.
     t = x - n * _HALF_PI1
     w = n * _HALF_PI2
     r = t - w
@@ -209,10 +209,10 @@ def cos_sin(x: Doubles) -> tuple[Doubles, Doubles]:
 
 
 def sum64(x: npt.NDArray[Any]) -> float:
-    """The sum in one order: the second half is added to the first until one number is left.
+    """The sum in one order: add the second half to the first until one number is left.
 
-    NumPy adds in pairs, too, but how is a matter of its version, of memory's layout and of the
-    compiler; the error is as small.  # [n], in float64
+    NumPy adds in pairs, too, but its order depends on version, memory layout and compiler. The
+    error is as small.  # [n], in float64
     """
     values = np.ascontiguousarray(x, np.float64)
     library = native()
@@ -259,7 +259,7 @@ def log1p_of(x: float) -> float:
 
 
 def in_chunks(function: Callable[[npt.NDArray[Any]], Doubles], x: npt.NDArray[Any]) -> Doubles:
-    """``function`` of a contiguous array, elementwise, in parts that stay in a core's cache."""
+    """An elementwise ``function`` of a contiguous array, in parts that fit a core's cache."""
     flat = x.reshape(-1)
     if len(flat) <= _CHUNK:
         return function(flat).reshape(x.shape)
@@ -272,7 +272,7 @@ def in_chunks(function: Callable[[npt.NDArray[Any]], Doubles], x: npt.NDArray[An
 class Native:
     """The functions of noise.c in a loaded library of kernels.
 
-    All give what the functions of the same name give in NumPy, bit for bit.
+    Each has the bits of the NumPy function of the same name.
 
     Raises:
         AttributeError: the library has none of them.
@@ -349,7 +349,7 @@ def _function(symbol: Any, result: Any, *arguments: Any) -> Any:
 
 
 def is_exact(library: Native) -> bool:
-    """Whether a compiler has kept to the operations as written (it has to be told to)."""
+    """Whether the compiler kept the operations as written; by default, some fuse them."""
     x = np.concatenate([np.linspace(-800.0, 800.0, 1001), np.linspace(-2.0, 2.0, 1001)])
     positive = np.linspace(2.0**-60, 40.0, 4001)
     return np.array_equal(library.exp(x), _exp(x)) and np.array_equal(
@@ -359,11 +359,11 @@ def is_exact(library: Native) -> bool:
 
 @lru_cache(maxsize=1)
 def native() -> Native | None:
-    """What computes in C, or None where there are no kernels or they were not built exactly."""
+    """The C functions; None without kernels, or if the compiler has changed their bits."""
     from paceline.models import kernels
 
     try:
         library = Native(kernels.load())
-    except (kernels.KernelsUnavailable, ImportError):  # a client need not have torch
+    except (kernels.KernelsUnavailable, ImportError):  # clients need not have torch
         return None
     return library if is_exact(library) else None

@@ -21,8 +21,8 @@ from paceline.errors import ModelNotFound
 logger = logging.getLogger(__name__)
 
 _INFO, _WARNING, _ERROR = 2, 3, 4  # ggml's log levels
-_errors: deque[str] = deque(maxlen=8)  # logged last: llama.cpp returns no reasons
-_PADDING = re.compile(r"\[PAD\d+\]")  # what conversion fills a vocabulary up with
+_errors: deque[str] = deque(maxlen=8)  # the last ones: llama.cpp's functions return no reasons
+_PADDING = re.compile(r"\[PAD\d+\]")  # with these, conversion fills a vocabulary up
 
 
 @lru_cache(1)
@@ -45,14 +45,17 @@ def _log_callback(lib: Any) -> Any:
         line = text.decode("utf-8", "replace").strip()
         if level == _ERROR:
             _errors.append(line)
-        if line and level in (_INFO, _WARNING, _ERROR):  # a model that loads is no news
+        if line and level in (_INFO, _WARNING, _ERROR):
             logger.log(logging.DEBUG if level == _INFO else logging.INFO, "%s", line)
 
     return lib.llama_log_callback(log)
 
 
 def load_model(path: str | Path, **options: Any) -> Any:
-    """A model, or only its vocabulary.
+    """Load a model, or with ``vocab_only`` its vocabulary.
+
+    Args:
+        options: fields of llama.cpp's ``llama_model_params``.
 
     Raises:
         ModelNotFound: there is no such file, it is not GGUF, or llama.cpp does not know the model.
@@ -83,7 +86,7 @@ class GgufTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Entries that stand for something: conversion pads vocabularies with others."""
+        """Number of entries that text can have; conversion adds others as padding."""
         return len(self.vocabulary())
 
     @property
@@ -104,7 +107,7 @@ class GgufTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text = b"".join(self._piece(token) for token in token_ids)
-        # Where words begin with a space, a text does not begin with the first word's.
+        # SentencePiece puts a space before the first word, too; the text does not have it.
         if text.startswith(b" ") and self._drops_space:
             text = text[1:]
         return text.decode("utf-8", "replace")
@@ -114,7 +117,7 @@ class GgufTokenizer:
         return bool(self._lib.llama_vocab_type(self._vocab) == self._lib.LLAMA_VOCAB_TYPE_SPM)
 
     def _piece(self, token_id: int) -> bytes:
-        """What a token adds to a text; nothing where it is special."""
+        """The bytes that a token adds to a text; none for a special token."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)

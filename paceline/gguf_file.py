@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, and where its tensors are.
 
-The format is in ggml's docs/gguf.md. A header has a hundred thousand small strings; the package
-`gguf` makes three arrays of each, which takes seconds and 200 MB.
+ggml's docs/gguf.md describes the format. A header has some hundred thousand small strings. The
+package `gguf` makes three arrays of each, which takes seconds and 200 MB, so this module reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCKS = {
     2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
 }  # fmt: skip
 TYPES = (*_FLOATS.values(), *QUANT_TYPES)
-"""Of tensors, that Paceline reads."""
+"""The types of tensors that Paceline reads."""
 
 _NUMBERS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
@@ -31,12 +31,13 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor of the file.
+    """Where a tensor is in the file.
 
     Attributes:
-        type: its name; one of ``TYPES``, or another that Paceline does not read.
+        type: the type's name; one of ``TYPES``, or another that Paceline does not read.
         shape: outputs first, as numpy has it.
-        offset, size: bytes, from the beginning of the file; 0 for a type that is not read.
+        offset: bytes from the beginning of the file.
+        size: in bytes; 0 for a type that Paceline does not read.
     """
 
     name: str
@@ -47,7 +48,7 @@ class TensorPlace:
 
 
 class GgufFile:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
         values: metadata by key.
@@ -145,7 +146,7 @@ class GgufFile:
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind], key)
         if kind != _ARRAY:
-            raise self._damaged(f"the value of {key} has the type {kind}, which there is not")
+            raise self._damaged(f"the value of {key} has the type {kind}, which does not exist")
         inner, count = self._number("<I", key), self._number("<Q", key)
         if inner in _NUMBERS:
             form = _NUMBERS[inner][1]

@@ -1,8 +1,8 @@
 """A GGUF file as a model folder.
 
-What is not weights (configuration, tokenizer, chat template, end-of-sequence tokens) is written
-once into a folder of Paceline's cache, in Hugging Face's formats, beside a link to the file and an
-index of its tensors. So whatever works on a model folder works on a GGUF file.
+Paceline writes all but the weights (configuration, tokenizer, chat template, end-of-sequence
+tokens) once into a folder of its cache, in Hugging Face's formats, beside a link to the file and an
+index of its tensors. So all code for model folders works on GGUF files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf_file import TYPES, GgufFile
 
 VERSION = 2
-"""Of what :func:`folder_of` writes."""
+"""The version of what :func:`folder_of` writes."""
 WEIGHTS, INDEX = "model.gguf", "model.gguf.json"
 _CHECKSUMS = "checksums.json"
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""Those of the fast path, with the names of transformers' classes."""
+"""Architectures of the fast path, and how transformers' classes name them."""
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -46,7 +46,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 _FACTORS = "rope_freqs.weight"
-"""What frequencies are divided by: Llama 3.1's rope, computed by the writer of the file."""
+"""The tensor that divides the frequencies: Llama 3.1's rope, computed when the file was made."""
 _KNOWN_KEYS = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
@@ -104,7 +104,7 @@ def folder_of(path: str | Path) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder holds what was written there."""
+    """Whether all files of the folder are there and undamaged."""
     try:
         checksums = json.loads((folder / _CHECKSUMS).read_text("utf-8"))
         return all(zlib.crc32((folder / name).read_bytes()) == n for name, n in checksums.items())
@@ -126,7 +126,7 @@ def is_foreign(path: str | Path) -> bool:
 
 
 def _architecture(file: Path) -> str:
-    """The first key of nearly every file, so that the others need not be read."""
+    """Read from the file's beginning if possible: nearly every file has this key first."""
     key = b"general.architecture"
     start = file.open("rb").read(4096) if file.is_file() else b""
     at = start.find(key) + len(key)
@@ -315,7 +315,7 @@ def _sentencepiece_bpe(source: GgufFile, tokens: list[str], kinds: list[int]) ->
 
     As in the tokenizers of Llama 2 and Mistral; a byte that no piece has is a token of its own.
     """
-    # It takes seconds to import.
+    # Here, because the import takes seconds.
     from transformers.convert_slow_tokenizer import generate_merges
 
     scores = source.value("tokenizer.ggml.scores")
@@ -363,8 +363,8 @@ _BEFORE: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]], bool]] = {
     "smaug-bpe": (None, [_split(_LLAMA3), _byte_level(False)], False),
     "qwen2": ({"type": "NFC"}, [_split(_QWEN2), _byte_level(False)], False),
 }
-"""By `tokenizer.ggml.pre`: what a text becomes first, how it is split, and whether an entry of the
-vocabulary is taken whole before merges are tried."""
+"""By `tokenizer.ggml.pre`: the normalizer, the steps that split a text, and whether a word that is
+in the vocabulary is taken whole before merges are tried."""
 
 
 def _tokenizer_config(source: GgufFile) -> dict[str, Any]:
@@ -403,7 +403,7 @@ class GgufTensor:
         # [outputs, ...]
         """
         kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(self.type, np.uint8)
-        # Copied on writing, which does not happen: torch warns about memory that it may not change.
+        # Copy on write, though nothing writes: torch warns about read-only memory.
         raw = np.memmap(self.file, np.uint8, "c", self.offset, (self.size,))
         whole = raw.view(kind).reshape(self.shape[0], -1)
         if self.interleaved_heads:  # (0, half), (1, half + 1), ... as llama.cpp's rope has them

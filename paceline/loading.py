@@ -23,7 +23,8 @@ from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary
 from paceline.models.layouts import read_config
-from paceline.models.llama import MODEL_TYPES, LlamaRunner
+from paceline.models.llama import LlamaRunner
+from paceline.models.llama_config import MODEL_TYPES
 from paceline.numerics import refuse_portable
 from paceline.profile import LoadCosts, profile_key
 from paceline.target import ModelTarget
@@ -33,7 +34,7 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    # Weights rounded when they are loaded, activations in float32:
+    # Loading rounds the weights; activations are float32:
     "q8_0": torch.float32,  # to 8 bits in blocks of 32
     "q4_0": torch.float32,  # to 4 bits in blocks of 32
     "int8": torch.float32,  # to 8 bits, a scale for each output
@@ -222,7 +223,7 @@ def load_engine(
 
     Args:
         target, drafter: folders or names of models (:mod:`paceline.model_names`).
-        translate: take a drafter with another tokenizer, too; it drafts for the row `omnidraft`.
+        translate: take a drafter with another tokenizer, too; the method `omnidraft` uses it.
         drafter_device: where the drafter runs; None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
             default: the demo's, or the folder ``heads`` in the target's.
@@ -283,7 +284,7 @@ def load_engine(
 def _length_context(
     target: Path, drafter: Path | None, heads: Path, costs: LoadCosts
 ) -> LengthContext:
-    """What the length controllers of an engine over these folders should know."""
+    """What the length controllers of an engine over these folders need to know."""
     config = _config(target)
     draft_config = _config(drafter) if drafter is not None else {}
     return LengthContext(

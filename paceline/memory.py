@@ -36,7 +36,7 @@ def check_fits(needed: int, model: str | Path) -> None:
 
 
 def give_back() -> None:
-    """Return to the kernel what was freed; after a load, glibc keeps tens of megabytes."""
+    """Return freed memory to the kernel; glibc would keep it, after a load tens of megabytes."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -71,7 +71,7 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Folders of control groups that limit memory, with the names of limit and use."""
+    """Folders of the control groups that limit memory, with the files of limit and use."""
     mount = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,6 +1,6 @@
 """The models on this machine: their sizes, and which drafters and heads fit them.
 
-Only configurations, tokenizers and headers are read, never weights.
+It reads configurations, tokenizers and headers, but no weights.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ModelEntry:
     Attributes:
         name: what commands and configurations may call it.
         path: folder or GGUF file; None: it is not on this machine.
-        num_bytes: on the disk.
+        num_bytes: on disk.
         model_type: for example ``llama``.
         dtype: of most weights, or how they are quantised, for example ``Q4_1``.
-        num_parameters, context_length: 0 where files do not say.
-        tokenizer: equal for equal vocabularies; empty where there is none that is quick to read.
+        num_parameters, context_length: 0 where the files do not say.
+        tokenizer: fingerprint of the vocabulary; empty where only transformers could read it.
         drafters: names of smaller models with the same tokenizer.
-        heads: kinds of trained heads in its folder of heads that have its sizes.
-        problem: why it cannot be used, and what to do; empty otherwise.
+        heads: kinds of the trained heads that are there for it and have its sizes.
+        problem: why it cannot be used and what to do; empty if it can.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ModelEntry:
 
 
 def list_models(folder: Path | None = None) -> list[ModelEntry]:
-    """The demo pair, models of packages, the hub's cache, and what lies in ``folder``.
+    """The demo pair, models of packages, those in the hub's cache, and those in ``folder``.
 
     Raises:
         ModelNotFound: ``folder`` does not exist.
@@ -193,7 +193,7 @@ def _tokenizer(folder: Path) -> str:
 
 
 def _heads(folder: Path, config: dict[str, Any]) -> Iterator[str]:
-    """Kinds of the heads in a folder that were trained for a model of these sizes."""
+    """Kinds of the heads in a folder whose target had these sizes."""
     sizes = {
         "hidden_size": config.get("hidden_size"),
         "num_layers": config.get("num_hidden_layers"),

@@ -11,9 +11,9 @@ name                       what it means
 anything else              a model folder in Hugging Face format, or a GGUF file
 =========================  =====================================================================
 
-A known name means the same everywhere, so it comes before a folder of that name: ``./demo`` is the
-folder. A name enters at the edge (a command, a file, a call), and :func:`resolve_model` makes a
-path of it there. :func:`pin_model` makes of it what other machines can resolve by themselves.
+A known name means the same everywhere, so it precedes a folder of that name: ``./demo`` is the
+folder. Commands, files and calls take names, and :func:`resolve_model` turns each into a path at
+once. :func:`pin_model` turns one into a name that other machines can resolve.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from paceline.errors import ModelNotFound
 from paceline.gguf_folder import is_gguf
 
 _TIMEOUT_S = 5.0
-"""How long the hub may take to answer before it counts as not reachable."""
+"""After this time without an answer, the hub counts as unreachable."""
 _CHUNK = 1 << 20
 
 _LIGHT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # configuration and tokenizer
 _WEIGHTS = "*.safetensors"
-# Folders hold other formats (onnx, original); consolidated files are the same weights once more.
+# Subfolders hold other formats (onnx, original); consolidated files repeat the weights.
 _UNUSED_FILES = ["*/*", "consolidated*"]
 
 
@@ -101,7 +101,7 @@ class HubName:
 
     @property
     def is_commit(self) -> bool:
-        """Whether the revision can never mean anything else."""
+        """Whether the revision is a commit, which never changes."""
         return re.fullmatch("[0-9a-f]{40}", self.revision or "") is not None
 
 
@@ -109,7 +109,7 @@ _PART = r"[A-Za-z0-9_][\w.-]*"
 
 
 def _hub_name(name: str) -> HubName | None:
-    """What ``name`` says if it has the form of a hub name, with ``hf:`` or with ``ORG/NAME``."""
+    """``name`` parsed as ``hf:...`` or ``ORG/NAME``; None if it has neither form."""
     organisation = f"(?:{_PART}/)?" if name.startswith("hf:") else f"{_PART}/"
     match = re.fullmatch(f"(?:hf:)?({organisation}{_PART})(?:@([^@\\s]+))?", name)
     return None if match is None or is_gguf(name) else HubName(match[1], match[2])
@@ -119,11 +119,11 @@ def _hub_name(name: str) -> HubName | None:
 
 
 def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
-    """The folder or GGUF file of a model; one of the hub is downloaded if it is not here yet.
+    """The folder or GGUF file of a model; downloads a hub model that is not here yet.
 
     Args:
         name: see above; a ``Path`` is always a path.
-        weights: False is content with the configuration and the tokenizer of a hub model.
+        weights: False downloads only configuration and tokenizer of a hub model.
 
     Raises:
         ModelNotFound: the name means nothing, or there is no such model here or on the hub; the
@@ -170,7 +170,7 @@ def _unknown(name: str) -> str:
 
 
 def pin_model(name: str | Path, *, here: bool = True) -> str:
-    """The same model under a name that means it on other machines, in other folders, and tomorrow.
+    """A name for the same model that holds on other machines, in other folders, and later.
 
     A path becomes absolute, a hub name gets the commit of its revision, a known name stays.
 
@@ -223,7 +223,7 @@ def get_model(name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f"{model.file}.lock"):
-            # Without the lock, the last one to finish replaces the file of the others by the same.
+            # Where locks do not work, the last process to finish replaces an equal file.
             return model.find() or _download(model, folder)
     except OSError as error:
         if isinstance(error, ModelNotFound):
@@ -297,9 +297,8 @@ def _from_hub(name: HubName, weights: bool) -> Path:
         return _snapshot(name, weights)
     except ModelNotFound:
         raise
-    except (
-        Exception
-    ) as error:  # the HTTP client and its errors differ between versions of the hub's
+    # The hub's client has other errors from version to version.
+    except Exception as error:
         raise ModelNotFound(_hub_problem(name, error)) from error
 
 
@@ -325,12 +324,12 @@ def _snapshot(name: HubName, weights: bool) -> Path:
     if name.is_commit and (folder := cached(name.revision)):
         return folder
     try:
-        # The client asks this by itself, but would wait without end where no server answers.
+        # The client would ask this itself, but without a timeout.
         api = HfApi(library_name="paceline")
         commit = api.model_info(name.repo, revision=name.revision, timeout=_TIMEOUT_S).sha
     except RevisionNotFoundError:
         raise
-    except Exception:  # no network, or no access any more: the cache will do
+    except Exception:  # no network, or no access any more: take the cache
         if folder := cached(name.revision):
             return folder
         raise
@@ -377,7 +376,7 @@ def _hub_problem(name: HubName, error: Exception) -> str:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether all safetensors files are there that the index, if there is one, names."""
+    """Whether there are safetensors files, and all that the index names if there is one."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob(_WEIGHTS))

@@ -1,4 +1,4 @@
-"""What decides the last bit of a model's logits, as a value with a name: its numerics fingerprint.
+"""The numerics fingerprint: what decides the last bit of a model's logits, as a value.
 
 Two runners with equal fingerprints give the same tokens for the same request, so a session may move
 from one to the other, and one can verify what the other has written. A fingerprint has four parts:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 NUMERICS = ("fastest", "portable")
-"""What a target may be asked for: the fastest class that the processor has, or `portable`."""
+"""What a target may be asked for: its processor's fastest class, or `portable`."""
 PORTABLE = "portable"
 MISMATCH = ("refuse", "allow")
 """What happens to a session where no replica has its fingerprint."""
@@ -111,7 +111,7 @@ def mismatch(what: str, expected: Fingerprint, here: Fingerprint, advice: str) -
 
 
 def check_mismatch(value: str, field: str = "numerics_mismatch") -> str:
-    """``value``, if it is one of :data:`MISMATCH`."""
+    """``value``; InvalidArgument unless it is one of :data:`MISMATCH`."""
     if value not in MISMATCH:
         raise InvalidArgument(field, value, f"one of {', '.join(MISMATCH)}")
     return value
@@ -160,7 +160,7 @@ def class_name(*parts: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InParts:
-    """A tensor that is made on the way, some rows at a time."""
+    """A tensor that is made while it is read, some rows at a time."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -183,6 +183,7 @@ def digest_tensors(
             reading.append(pool.submit(bytes, header))
             if isinstance(tensor, InParts):
                 reading.extend(_digest_parts(tensor.parts, pool))
+                give_back()  # glibc would keep what the parts were made in: some 100 MB by the end
                 continue
             data = _bytes_of(tensor)
             for start in range(0, len(data), _CHUNK_BYTES):
@@ -198,7 +199,7 @@ def digest_tensors(
 def _digest_parts(
     parts: Iterable[torch.Tensor], pool: ThreadPoolExecutor
 ) -> Iterator[Future[bytes]]:
-    """As of one tensor, while its parts are made: two of them are in memory at a time."""
+    """Digests of a tensor's pieces of 16 MB; two of its parts are in memory at a time."""
     piece, left = hashlib.blake2b(), _CHUNK_BYTES
     reading: Future[None] | None = None
     for part in parts:

@@ -1,9 +1,9 @@
 """Measured costs of a pair of models on this machine: what drafting and verifying take.
 
-A profile is a small JSON file, keyed by what its numbers depend on (:func:`profile_key`), so that
-it is never taken for another machine's. Length controllers read it. An engine measures a short one
-by itself, for the first request that drafts (:class:`LoadCosts`); `paceline profile` measures a
-thorough one, for several batch sizes, which then takes its place.
+A profile is a small JSON file. Its key holds all that its numbers depend on (:func:`profile_key`),
+so a profile never serves another machine. Length controllers read it. An engine measures a short
+one for the first request that drafts (:class:`LoadCosts`); `paceline profile` measures a thorough
+one, for several batch sizes, and replaces the short one by it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DEPTHS = 1, 2, 4, 8
 BATCHES = 1, 2, 4, 8, 16
 CONTEXT = 128  # committed tokens of each session while it is measured
 # What an engine measures by itself, for one session: as much as LOAD_SECONDS allow, but always the
-# first few of the rows, since one or two would not tell whether a row is cheaper than the next.
+# first ALWAYS_NODES sizes, since one or two would not show how the cost grows with the rows.
 LOAD_NODES, ALWAYS_NODES = (1, 2, 4, 8, 16, 32), 4
 LOAD_DEPTHS = 1, 4
 LOAD_SECONDS, LOAD_REPETITIONS = 0.25, 25
@@ -64,18 +64,18 @@ Progress = Callable[[int, int], None]  # cells done, cells in all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
-    """Seconds; rows of the tables are batch sizes, columns are nodes or depths.
+    """Costs in seconds. Tables have a row for each batch size, a column for each size or depth.
 
     Attributes:
-        key: what it holds for, see :func:`profile_key`.
+        key: what it is valid for, see :func:`profile_key`.
         verify_seconds: a target forward with ``nodes`` tokens of each session.
             # [batches, nodes]
         draft_seconds: drafts of these depths for all sessions, without the way to the drafter.
             # [batches, depths]
-        read_seconds: of the draft model, for each token of a text that it has not seen; 0 where
-            it was not measured.
+        read_seconds: what the draft model takes to read a token that it has not seen; 0 where it
+            was not measured.
         round_trip_seconds: the way to the drafter and back; 0 in the same process.
-        methods: rows of the catalogue whose drafter was measured, or is made with it.
+        methods: those whose drafter was measured, or drafts with the measured one.
         threads, draft_threads: of the target and the draft model, see
             :class:`paceline.models.threads.Threads`; empty where there was nothing to choose.
     """
@@ -94,16 +94,16 @@ class CostProfile:
     version: int = VERSION
 
     def verify(self, nodes: float, batch: int) -> float:
-        """Seconds of a target forward, between the measured points.
+        """Seconds of a target forward, interpolated.
 
-        Where one batch size was measured, a row costs the same whichever session it belongs to.
+        If only one batch size was measured, a row costs the same in every session.
         """
         if len(self.batches) == 1:
             return _line(self.nodes, self.verify_seconds[0], nodes * batch / self.batches[0])
         return _at(self.verify_seconds, self.batches, self.nodes, batch, nodes)
 
     def draft(self, depth: int, batch: int) -> float:
-        """Seconds until drafts of this depth are there; 0 for none."""
+        """Seconds until drafts of this depth are there; 0 for depth 0."""
         if depth == 0:
             return 0.0
         drafting = _at(self.draft_seconds, self.batches, self.depths, batch, depth)
@@ -171,7 +171,7 @@ def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 
 
 def fingerprint(folder: Path) -> str:
-    """Short name of the model in a folder: its configuration and the sizes of its weights."""
+    """A short digest of a model: its configuration and the sizes of its weights."""
     digest = hashlib.sha256()
     if folder.is_file():  # GGUF: all in one
         digest.update(f"{folder.name} {folder.stat().st_size}".encode())
@@ -190,7 +190,7 @@ def profile_key(
     device: str,
     numerics: str = "fastest",
 ) -> dict[str, str]:
-    """What a profile holds for: models, what computes them, and on how many threads."""
+    """What a profile is valid for: models, what computes them, and on how many threads."""
     import torch
 
     from paceline.models import kernels
@@ -225,7 +225,7 @@ def processor() -> str:
 
 
 def default_path(key: dict[str, str]) -> Path:
-    """Where the profile with this key is kept: in the user's cache folder."""
+    """The file of the profile with this key, in the user's cache folder."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder("profiles") / f"{name}.json"
 
@@ -350,7 +350,7 @@ def _measure_drafter(
 
 
 def new_session(vocab_size: int, number: int, context: int) -> Session:
-    """A session of the row `draft_model` with ``context`` tokens, which no engine runs."""
+    """A session of the method `draft_model` with ``context`` tokens, which no engine runs."""
     from paceline.config import SpeculationConfig
     from paceline.plan import resolve
     from paceline.sampling import SamplingParams
@@ -361,7 +361,7 @@ def new_session(vocab_size: int, number: int, context: int) -> Session:
 
 
 def _medians(repetitions: int) -> _Clock:
-    """Sizes take turns, so that a machine that slows down does so for all of them."""
+    """Medians over the repetitions; sizes take turns, so that a slow moment meets them all."""
 
     def seconds(call: Callable[[int], None], sizes: Sequence[int]) -> tuple[float, ...]:
         found: list[list[float]] = [[] for _ in sizes]
@@ -447,7 +447,7 @@ class LoadCosts:
         set_threads(_runner_of(self._drafter), profile.draft_threads)
 
     def report(self) -> dict[str, Any]:
-        """What was measured and what follows from it, in words, for people to look at."""
+        """What was measured and what follows from it, in words."""
         profile, cores = self._profile, usable_cores()
         report: dict[str, Any] = {"costs": self.source, "processors": str(cores)}
         if profile is None:
@@ -504,8 +504,8 @@ def _measures() -> bool:
 def report_costs(engine: Engine) -> dict[str, Any]:
     """What forwards cost an engine here, on how many threads they run and why, in words.
 
-    Measures what is not known yet. ``costs`` says where they come from; the other entries are
-    there where they are known.
+    Measures what is not known yet. ``costs`` says where they come from; other entries are there if
+    their values are known.
     """
     measure = engine.length_context.measure
     if not isinstance(measure, LoadCosts):
@@ -525,7 +525,7 @@ def _measure_load(
     if room < 1:
         return None
     probe = runner.new_sequence()
-    try:  # how long a context is affordable; where forwards take long, attention is little of them
+    try:  # a shorter context where forwards take long: attention is a small part of those
         ids = np.asarray(_tokens(1, runner.vocab_size), np.int64)
         one = min(_timed(lambda _: _forward_once(runner, Segment(probe, ids)), 0) for _ in range(2))
     finally:
@@ -574,7 +574,7 @@ def _measure_remote(remote: Drafter, session: Session) -> tuple[tuple[float, ...
         for _ in range(REMOTE_REPETITIONS):
             for depth, seconds in zip(LOAD_DEPTHS, found, strict=True):
                 seconds.append(_timed(propose, depth))
-                time.sleep(seconds[-1])  # a drafter that drafts ahead is done then
+                time.sleep(seconds[-1])  # until a drafter that drafts ahead is done
     finally:
         remote.close(session)
     drafts = _increasing([median(seconds) for seconds in found])
@@ -586,14 +586,16 @@ def _runner_of(drafter: Drafter | None) -> ModelRunner | None:
 
 
 def set_threads(runner: ModelRunner | None, steps: Steps) -> None:
-    """Compute a model's forwards on so many threads, where they run in the C kernels."""
+    """Set the numbers of threads of a model's forwards, if the C kernels compute them."""
     if isinstance(runner, LlamaRunner) and runner.native_ops and steps:
         runner.native_ops.threads = Threads(steps)
 
 
 def choose_threads(runner: ModelRunner | None) -> Steps:
-    """Measure on how many threads a model's forwards are fastest, and set that; ``()`` where there
-    is nothing to choose."""
+    """Measure on how many threads a model's forwards are fastest, and set these numbers.
+
+    Returns ``()`` where there is nothing to choose.
+    """
     from paceline.models import kernels
     from paceline.models.base import Segment
 
@@ -627,16 +629,16 @@ def _forward_once(runner: ModelRunner, segment: Segment) -> None:
 
 
 def methods_with_draft_model() -> tuple[str, ...]:
-    """Methods whose drafts cost what the draft model's do, or are made with it."""
+    """Methods whose drafter is the draft model, or drafts with it."""
     from paceline.methods import METHODS
 
     return tuple(m.name for m in METHODS.values() if "draft_model" in (m.drafter, *m.uses))
 
 
 def within(limit_s: float) -> _Clock:
-    """The shortest time of each size, as often as the limit allows: others may be at work, too.
+    """The shortest time of each size, measured as often as the limit allows.
 
-    Large sizes that would take too long are left out.
+    The shortest, because other processes disturb some. Leaves out large sizes that take too long.
     """
 
     def seconds(call: Callable[[int], None], sizes: Sequence[int]) -> tuple[float, ...]:
@@ -657,7 +659,7 @@ def within(limit_s: float) -> _Clock:
 
 
 def _increasing(seconds: Sequence[float]) -> tuple[float, ...]:
-    """More rows never take less time; where they seem to, the smaller size was disturbed."""
+    """More rows never take less time: if they seem to, something disturbed the smaller size."""
     return tuple(np.minimum.accumulate(seconds[::-1])[::-1].tolist())
 
 

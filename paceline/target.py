@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from paceline.batching import BatchStrategy
+from paceline.batching import BatchStrategy, run_segments
 from paceline.models.base import KVSequence, ModelRunner, PseudoTokens, Segment
 from paceline.models.exits import layers_of
 from paceline.models.llama import LlamaRunner
@@ -205,7 +205,10 @@ class ModelTarget:
             segment, order = self._segment(session, draft, guess)
             segments.append(segment)
             orders.append(order)
-        results = self._forward(segments, len(prefill), wants)
+        results, num_padding = run_segments(
+            self.runner, segments, self.batch_strategy, num_prefill=len(prefill), wants=wants
+        )
+        self.num_padding += num_padding
         for session, count in prefill:
             sequence = self._sequences[session.session_id]
             self.runner.commit(sequence, range(count))
@@ -224,47 +227,6 @@ class ModelTarget:
             verifications.append(Verification(logits, extras, guessed))
         verifications += [Verification(*results[i]) for i in range(len(prefill))]
         return verifications
-
-    def _forward(
-        self, segments: Sequence[Segment], num_prefill: int, wants: frozenset[Need]
-    ) -> list[tuple[torch.Tensor, dict[Need, torch.Tensor]]]:
-        """Logits and extras of each segment, in one forward or, with ``split``, in many."""
-        if self.batch_strategy == "split":
-            alone = [self.runner.forward([segment], wants) for segment in segments]
-            return [(result.logits, result.extras_of(0)) for result in alone]
-        padded = segments
-        if self.batch_strategy == "pad":
-            padded = [*segments[:num_prefill], *self._padded(segments[num_prefill:])]
-        result = self.runner.forward(padded, wants)
-        found = []
-        for i, (segment, laid_out) in enumerate(zip(segments, padded, strict=True)):
-            logits, extras = result.logits[result.rows(i)], result.extras_of(i)
-            if laid_out is not segment:
-                logits = logits[: segment.num_rows]
-                extras = {need: tensor[: segment.num_rows] for need, tensor in extras.items()}
-            found.append((logits, extras))
-        return found
-
-    def _padded(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Pad each segment to as many rows as the longest has, as far as memory allows."""
-        rows = [segment.num_rows for segment in segments]
-        room = self.runner.num_free - sum(rows)
-        result = []
-        for segment, count in zip(segments, rows, strict=True):
-            more = max(rows) - count
-            plain = segment.pseudo is None and segment.layers is None and not segment.resume
-            if not more or more > room or not plain or segment.sequence.num_pending:
-                result.append(segment)
-                continue
-            room -= more
-            self.num_padding += more
-            parents = segment.parent_indices
-            if parents is None:
-                parents = np.arange(-1, count - 1, dtype=np.int32)
-            padding = np.full(more, -1, np.int32)  # siblings of the first row: see only the prefix
-            ids = np.concatenate([segment.token_ids, np.zeros(more, np.int64)])
-            result.append(Segment(segment.sequence, ids, np.concatenate([parents, padding])))
-        return result
 
     def _segment(
         self, session: SessionView, draft: Draft, pseudo: PseudoTokens | None
@@ -286,23 +248,11 @@ class ModelTarget:
             self._entries.pop(session.session_id, None)
             return Segment(sequence, ids, parents, layers=layers, pseudo=pseudo), None
         assert pseudo is None, "self-drafting has no pseudo tokens"
-        known = dict(self._drafted.get(session.session_id, {}))
-        entries: list[int] = []  # those of the last committed token and of each node
-        resumed: list[int] = []
-        new_rows: list[int] = []
-        new_parents: list[int] = []
+        known = self._drafted.get(session.session_id, {})
         above = [-1, *(draft.parent_indices + 1).tolist()]
-        for row, (token, place) in enumerate(zip(ids.tolist(), above, strict=True)):
-            parent = entries[place] if place >= 0 else -1
-            entry = known.pop((parent, token), None)  # used once: two nodes may have the same path
-            if entry is None:
-                entry = sequence.num_pending + len(new_rows)
-                new_rows.append(row)
-                new_parents.append(parent)
-            else:
-                resumed.append(row)
-            entries.append(entry)
+        entries, resumed, new_rows = _match(ids.tolist(), above, known, sequence.num_pending)
         self._entries[session.session_id] = entries
+        new_parents = [-1 if above[row] < 0 else entries[above[row]] for row in new_rows]
         segment = Segment(
             sequence, ids[new_rows], np.asarray(new_parents, np.int32),
             layers=layers, resume=[entries[row] for row in resumed],
@@ -419,3 +369,32 @@ class ModelTarget:
         self._forget_draft(session)
         sequence = self._sequences[session.session_id]
         self.runner.truncate(sequence, min(length - 1, sequence.length))
+
+
+def _match(
+    tokens: Sequence[int], above: Sequence[int], known: Mapping[tuple[int, int], int], first: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Find the rows of a draft among entries that drafting has made.
+
+    Args:
+        tokens, above: of each row its token, and the row that it follows or -1.
+        known: entries by the entry that they follow and their token.
+        first: the first entry that is free for a new row.
+
+    Returns:
+        The entry of each row; the rows whose entry is known; the others.
+    """
+    left = dict(known)
+    entries: list[int] = []
+    resumed: list[int] = []
+    new_rows: list[int] = []
+    for row, (token, place) in enumerate(zip(tokens, above, strict=True)):
+        parent = entries[place] if place >= 0 else -1
+        entry = left.pop((parent, token), None)  # used once: two nodes may have the same path
+        if entry is None:
+            entry = first + len(new_rows)
+            new_rows.append(row)
+        else:
+            resumed.append(row)
+        entries.append(entry)
+    return entries, resumed, new_rows

@@ -34,11 +34,11 @@ class Tokenizer(Protocol):
     def vocabulary(self) -> dict[str, int]: ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; a piece of a character may be half of its bytes."""
+        """The bytes that a token stands for; they may be a part of a character."""
         ...
 
     def to_json(self) -> str | None:
-        """What ``tokenizer.json`` has; None for a tokenizer that has no such form."""
+        """The text of ``tokenizer.json``; None for a tokenizer that has no such form."""
         ...
 
 
@@ -101,7 +101,7 @@ class _AutoTokenizer:
 
 def _piece_bytes(piece: str | None, byte_level: bool) -> bytes:
     """The bytes of an entry of a vocabulary."""
-    if piece is None:  # a place of the model's vocabulary that the tokenizer does not use
+    if piece is None:  # an id of the model's vocabulary that the tokenizer does not use
         return b""
     if byte_level:
         table = _bytes_of_characters()
@@ -116,7 +116,7 @@ def _piece_bytes(piece: str | None, byte_level: bool) -> bytes:
 def _bytes_of_characters() -> dict[str, int]:
     """GPT-2's alphabet, in which byte-level vocabularies are written.
 
-    Bytes that print stand for themselves, the others for the characters from 256 on.
+    Printable bytes stand for themselves, the others for the characters from 256 on.
     """
     printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printing]
@@ -151,7 +151,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """How a model wants to see a conversation, as its folder says.
+    """The form in which a model expects a conversation, from its folder.
 
     Attributes:
         source: Jinja, or empty where the model has none.
@@ -188,7 +188,7 @@ def _token_text(value: Any) -> str:
 
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """End-of-sequence ids from generation_config.json, else from config.json, or a GGUF file's."""
+    """End-of-sequence ids of generation_config.json, else of config.json, or of a GGUF file."""
     if is_foreign(path):
         return GgufTokenizer(path).eos_token_ids
     folder = model_folder(path)
@@ -269,7 +269,7 @@ class IncrementalDecoder:
         piece = text[len(self._known) :]
         self._known = text
         if len(self._ids) > self._LONGEST:
-            # The first token of a context may decode differently, so the text is taken anew.
+            # The first token of a context may decode differently, so decode it again.
             self._ids = self._ids[-self._KEPT :]
             self._known = self._tokenizer.decode(self._ids)
         return piece

@@ -40,8 +40,8 @@ class Transcript:
         fingerprint: of the numerics that wrote the first token.
         numerics_changed: later tokens come from other numerics.
         token_ids: the output.
-        params: how they were chosen.
-        finish_reason: as of a session; a generation that was cancelled is verified as far as it is.
+        params: how the tokens were chosen.
+        finish_reason: as of a session; of a cancelled generation, the tokens it has are verified.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Transcript:
             InvalidArgument: the file cannot be written.
         """
         sampling = asdict(self.params)
-        del sampling["logprobs"]  # has no part in the choice
+        del sampling["logprobs"]  # does not influence the tokens
         values = {
             "format": FORMAT,
             "model": self.model,
@@ -125,7 +125,7 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
 
 
 def check_verifiable(config: SpeculationConfig, params: SamplingParams) -> None:
-    """Raise InvalidArgument for a method whose tokens are not those of AR, which have no proof."""
+    """Raise InvalidArgument unless the method has AR's tokens: no others can be verified."""
     plan = resolve(config)
     of_ar = plan.rule.name == "coupled" or params.temperature == 0
     if not (plan.method.lossless and plan.rule.lossless and of_ar):
@@ -174,7 +174,7 @@ def verify(engine: Engine, transcript: Transcript) -> Check:
     """Compare every token of a transcript with what the engine's target writes in its place.
 
     Raises:
-        InvalidArgument: the engine cannot run the request, as a token outside its vocabulary.
+        InvalidArgument: the engine cannot run the request, e.g. a token outside its vocabulary.
     """
     written = transcript.token_ids
     client = cast(ClientDrafter, engine.drafters["client"])
@@ -210,7 +210,7 @@ def verify(engine: Engine, transcript: Transcript) -> Check:
         client.forget(session_id)
     same = _common(found, written)
     forwards = session.stats.num_target_forwards
-    # A transcript that says it has ended must have ended where the target does.
+    # A transcript that has ended must end where the target does.
     ended = session.finish_reason in ("stop", "length") and len(found) == len(written)
     complete = same == len(written) and (ended or transcript.finish_reason == "cancelled")
     if complete:

@@ -74,7 +74,7 @@ def ancestor_mask(parent_indices: IndexArray) -> npt.NDArray[np.bool_]:
 def accepted_path(draft: Draft, new_token_ids: Sequence[int]) -> tuple[int, ...]:
     """The nodes of ``draft`` that became committed tokens, from the root down.
 
-    At least one of ``new_token_ids`` stays over for the target's own token.
+    The last of ``new_token_ids`` is the target's own and belongs to no node.
     """
     path: list[int] = []
     parent = -1
@@ -90,7 +90,7 @@ def accepted_path(draft: Draft, new_token_ids: Sequence[int]) -> tuple[int, ...]
 
 
 def clip(draft: Draft, max_depth: int, max_nodes: int) -> Draft:
-    """The part of a draft that is at most so deep and large; the draft itself if all of it is."""
+    """The nodes of a draft within both limits; the draft itself if all of them are."""
     if draft.num_nodes <= min(max_depth, max_nodes):
         return draft
     keep = np.flatnonzero(depths(draft.parent_indices) <= max_depth)[: max(0, max_nodes)]

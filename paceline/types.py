@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paceline.errors import InvalidArgument
 
-if TYPE_CHECKING:  # clients of a server get along without it
+if TYPE_CHECKING:  # clients of a server need not have torch
     import torch
 
 IntArray = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ class Draws(enum.Enum):
 
     TOP = "top"  # the most likely ones
     COUPLED = "coupled"  # the best under the noise that the target will use
-    WITH_REPLACEMENT = "with_replacement"  # independent draws from q, which travels along
+    WITH_REPLACEMENT = "with_replacement"  # independent draws from q, which the draft carries
     WITHOUT_REPLACEMENT = "without_replacement"  # draws from q without those drawn before
 
     @property
@@ -206,15 +206,15 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """What a target elsewhere made of a draft: it has applied the rule itself.
+    """What a target on another machine decided about a draft, having applied the rule there.
 
     Attributes:
-        draft: the one that it verified, which need not be the one that it was given: one may have
-            been sent ahead of its time, or have been made where the target is.
-        acceptance: ``next_token`` is never committed where an accepted token ends the generation.
-        sent_ahead: the draft left before the answer to the round before it came.
-        verify_seconds: of the target, forward and waiting for its batch.
-        travel_seconds: of a frame there and its answer back, the target's time not included.
+        draft: the draft that it verified. It is not the one that this round was given if another
+            was sent ahead, or made beside the target.
+        acceptance: ``next_token`` is not committed if an accepted token ends the generation.
+        sent_ahead: the draft was sent before the answer to the previous round came.
+        verify_seconds: the target's forward, and the wait for its batch.
+        travel_seconds: a frame's way there and its answer's way back, without the target's time.
         fingerprint: of the target's numerics; empty: not known.
         numerics_changed: tokens before these come from a target with other numerics.
     """
@@ -234,8 +234,8 @@ class Verification:
 
     ``logits[0]`` follows the last committed token, ``logits[i + 1]`` follows node ``i``.
     ``extras`` holds what drafters declared as needs, with the same first dimension.
-    ``pseudo_logits`` follow the pseudo tokens of a drafter that had some verified along.
-    ``verdict`` is there, and ``logits`` has no rows, where the target is on another machine.
+    ``pseudo_logits`` follow the pseudo tokens of a drafter that has some.
+    If the target is on another machine, there is a ``verdict``, and ``logits`` has no rows.
     """
 
     logits: torch.Tensor  # [num_nodes + 1, vocab_size]
@@ -269,7 +269,7 @@ class ShadowDraft:
         length: committed tokens of the session that it follows.
         budget: what it is made for.
         draft: None until it is there; nothing waits for it.
-        failed: it will never be there.
+        failed: it will not come.
         num_judged: nodes of it that were right, as far as the controller has looked.
     """
 
@@ -372,7 +372,7 @@ class RoundCosts(Protocol):
     """What forwards and drafts cost on a machine, in seconds.
 
     Attributes:
-        methods: of the catalogue, whose drafts were measured.
+        methods: those whose drafts were measured.
         read_seconds: what a drafter takes to read a token that it has not drafted.
     """
 
@@ -383,9 +383,9 @@ class RoundCosts(Protocol):
     def read_seconds(self) -> float: ...
 
     def verify(self, nodes: float, batch: int) -> float:
-        """A target forward over so many nodes of each of ``batch`` sessions."""
+        """A target forward over ``nodes`` tokens of each of ``batch`` sessions."""
         ...
 
     def draft(self, depth: int, batch: int) -> float:
-        """Drafts of a depth for ``batch`` sessions."""
+        """Drafts of ``depth`` for ``batch`` sessions."""
         ...

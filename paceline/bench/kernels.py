@@ -19,7 +19,8 @@ from functools import partial
 import torch
 
 from paceline.models import kernels
-from paceline.models.ops import NativeOps, Packing
+from paceline.models.native_ops import NativeOps
+from paceline.models.packing import Packing
 from paceline.models.quants import quantise
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -161,7 +162,7 @@ class Products:
             """Pack a matrix; returns its address, packing and bytes. The others are copies."""
             weight = torch.randn(outputs, inputs, generator=generator)
             if dtype in QUANTISED:
-                packed = ops.pack_quantised(quantise(weight.numpy(), dtype))
+                packed = ops.packer.pack_quantised(quantise(weight.numpy(), dtype))
                 self._kept.append(packed.data)
                 return packed.data.data_ptr(), packed.packing, packed.data.nbytes
             weight = weight if dtype == "float32" else weight.bfloat16()

@@ -42,7 +42,7 @@ class TransformersPeer:
         device: torch.device,
     ) -> None:
         # The runner's loader names what a folder lacks, and never uses the network.
-        from paceline.models.transformers import load_causal_lm, quiet
+        from paceline.models.transformers_loading import load_causal_lm, quiet
 
         self._quiet = quiet
         self._device = device

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.models.cuda_ops import HEADER, DeviceRows, flatten, pinned
-from paceline.models.ops import Rows
+from paceline.models.rows import Rows
 from paceline.types import IntArray
 
 Tensor = torch.Tensor

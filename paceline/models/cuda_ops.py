@@ -1,6 +1,6 @@
 """The arithmetic of a Llama-type model on a CUDA device, in fused kernels.
 
-:class:`CudaOps` computes what :class:`paceline.models.ops.TorchOps` computes, with the Triton
+:class:`CudaOps` computes what :class:`paceline.models.torch_ops.TorchOps` computes, with the Triton
 kernels of :mod:`paceline.models.triton_kernels`. Each forward copies the rows' positions and
 contexts to the device once, as one array (:class:`DeviceRows`); after that nothing waits for the
 host or depends on its values, so a CUDA graph can record a forward
@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.ops import Layer, Rows, Stack, TorchOps, append_rows
+from paceline.models.ops import Layer, Stack
+from paceline.models.rows import Rows, append_rows
+from paceline.models.torch_ops import TorchOps
 from paceline.types import IndexArray, IntArray
 
 Tensor = torch.Tensor
@@ -39,7 +41,7 @@ class KernelsDiffer(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRows:
-    """:class:`paceline.models.ops.Rows` as one array, for the kernels.
+    """:class:`paceline.models.rows.Rows` as one array, for the kernels.
 
     Attributes:
         data: the fields of ``HEADER``, each for all rows, then the slots of paths and tables.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paceline.errors import ResourceExhausted
+from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models.prefix_cache import BLOCK, PrefixBlock, PrefixCache
 
 
@@ -61,6 +61,9 @@ class KVPool:
 
     Args:
         num_tokens: capacity, without slot 0.
+
+    Raises:
+        InvalidArgument: there is no memory for so many.
     """
 
     def __init__(
@@ -73,8 +76,15 @@ class KVPool:
         device: torch.device,
     ) -> None:
         shape = (num_layers, num_tokens + 1, kv_heads, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            self.keys = torch.empty(shape, dtype=dtype, device=device)
+            self.values = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            if "alloc" not in str(error):
+                raise
+            needed = 2 * num_layers * num_tokens * kv_heads * head_dim * dtype.itemsize
+            allowed = f"fewer: {needed:,} bytes of KV entries cannot be allocated"
+            raise InvalidArgument("kv_tokens", num_tokens, allowed) from error
         self.keys[:, 0].zero_()
         self.values[:, 0].zero_()
         self.capacity = num_tokens

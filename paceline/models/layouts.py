@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,13 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
     names = sorted(names)
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def in_pieces(count: int, size: int) -> Iterator[slice]:
+    """All of ``count`` rows of ``size`` numbers, a million numbers at a time."""
+    step = max(1, 2**20 // max(1, size))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 @dataclass(frozen=True, slots=True)

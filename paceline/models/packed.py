@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from paceline.cache import cache_folder, locked
-from paceline.models.ops import Packing, Weight
+from paceline.memory import give_back
+from paceline.models.packing import Packing, Weight
 
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Version of the layouts that :mod:`paceline.models.ops` packs weights into, and of the file."""
+"""Version of the layouts in :mod:`paceline.models.packing`, and of the file."""
 LEAST_WEIGHTS = 10_000_000
 """A model with fewer weights stays in memory: packing it takes no noticeable time."""
 _ALIGNMENT = 64
@@ -117,6 +118,8 @@ class PackedWeights:
             return made
         self._entries[name] = entry | {"about": about or {}}
         assert self._scratch is not None
+        del made
+        give_back()  # or what packing freed would add up from one tensor to the next
         return _mapped(self._scratch, entry)
 
     def _read_index(self, path: Path) -> bool:
@@ -176,6 +179,6 @@ def _checksum_of_file(path: Path) -> int:
 def _mapped(path: Path, entry: dict[str, Any]) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry["dtype"])
     count = int(np.prod(entry["shape"])) * dtype.itemsize
-    # Copied on writing, which does not happen: torch warns about memory that it may not change.
+    # Copy on write, though nothing writes: torch warns about read-only memory.
     raw = np.memmap(path, np.uint8, "c", entry["offset"], (count,))
     return torch.from_numpy(raw).view(dtype).view(entry["shape"])

@@ -18,7 +18,8 @@ import torch
 
 from paceline.errors import InvalidArgument
 from paceline.models.base import KVSequence, Segment
-from paceline.models.transformers import TransformersRunner, TransformersSequence
+from paceline.models.transformers import TransformersRunner
+from paceline.models.transformers_trees import ModelTrees, TransformersSequence
 
 
 class Seq2SeqSequence(TransformersSequence):
@@ -57,6 +58,7 @@ class Seq2SeqRunner(TransformersRunner):
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"
+    _trees: DecoderTrees
 
     def __init__(self, path: str | Path, **options: Any) -> None:
         super().__init__(path, strategy="recompute", **options)
@@ -65,7 +67,10 @@ class Seq2SeqRunner(TransformersRunner):
         start = next((token for token in ids if token is not None), None)
         if start is None:
             raise InvalidArgument("decoder_start_token_id", None, "a token id in config.json")
-        self.start_token_id = int(start)
+        self.start_token_id = self._trees.start_token_id = int(start)
+
+    def _make_trees(self) -> DecoderTrees:
+        return DecoderTrees(self.model, self.dtype, self.device, self.vocab_size)
 
     def new_sequence(self) -> Seq2SeqSequence:
         return Seq2SeqSequence()
@@ -105,6 +110,16 @@ class Seq2SeqRunner(TransformersRunner):
         else:
             sequence.start, sequence.source = len(known) - 1, known
 
+
+class DecoderTrees(ModelTrees):
+    """Runs the decoder, after the encoder has run once for each sequence.
+
+    Attributes:
+        start_token_id: the decoder's first token.
+    """
+
+    start_token_id: int
+
     def _run_whole(
         self, sequence: TransformersSequence, token_ids: list[int], keep: int
     ) -> torch.Tensor:
@@ -114,9 +129,9 @@ class Seq2SeqRunner(TransformersRunner):
         own = _own(sequence)
         assert own.start is not None  # logits are wanted
         if own.states is None:
-            own.states = self.model.get_encoder()(input_ids=self._tensor(own.source))[0]
+            own.states = self._model.get_encoder()(input_ids=self._tensor(own.source))[0]
         decoder_ids = [self.start_token_id, *token_ids[own.start + 1 :]]
-        logits: torch.Tensor = self.model(
+        logits: torch.Tensor = self._model(
             encoder_outputs=BaseModelOutput(last_hidden_state=own.states),
             decoder_input_ids=self._tensor(decoder_ids),
             use_cache=False,
@@ -125,7 +140,7 @@ class Seq2SeqRunner(TransformersRunner):
         return torch.nn.functional.pad(logits, (0, 0, missing, 0)) if missing else logits
 
     def _tensor(self, token_ids: list[int]) -> torch.Tensor:
-        return torch.tensor([token_ids], dtype=torch.int64, device=self.device)
+        return torch.tensor([token_ids], dtype=torch.int64, device=self._device)
 
 
 def _own(sequence: KVSequence) -> Seq2SeqSequence:

@@ -1,55 +1,31 @@
 """The general path: any causal language model of ``transformers``, from a local folder.
 
-Every sequence has its own cache with its committed tokens, followed by pending ones. How a draft
-with several branches is run depends on what the model can do, which is tried at load on random
-tokens rather than looked up by the model's name:
-
-``tree``
-    One forward for the whole tree: explicit positions and a 4-D mask that lets a node see its
-    ancestors only. Commit gathers the accepted entries.
-``paths``
-    Every root-to-leaf path runs as a chain after the committed tokens: sliding windows, ALiBi and
-    other models that cannot take a mask from outside.
-``recompute``
-    No cache at all: every path runs from the first token. Right for any model that can forward,
-    for example state-space models, whose state cannot be rolled back.
+Sequences run one after the other; :mod:`paceline.models.transformers_trees` computes their trees.
+How it does so depends on what the model can do, which is tried at load on random tokens rather than
+looked up by the model's name (:mod:`paceline.models.transformers_check`).
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.errors import InvalidArgument, ModelNotFound, ResourceExhausted
-from paceline.memory import check_fits
+from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
-from paceline.models.layouts import (
-    INDEX,
-    WEIGHT_DTYPES,
-    check_quantization,
-    count_weights,
-    listed,
-    not_weights,
-    read_config,
-    read_index,
-    stored_dtypes,
-)
+from paceline.models.transformers_check import find_strategy
+from paceline.models.transformers_loading import load_causal_lm
+from paceline.models.transformers_trees import ModelTrees, Strategy, TransformersSequence
 from paceline.numerics import Fingerprint, digest_tensors, torch_class
-from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
-from paceline.types import IndexArray, IntArray, Need
-
-Strategy = Literal["tree", "paths", "recompute"]
+from paceline.tree import depths
+from paceline.types import Need
 
 _DTYPES = {
     "float32": torch.float32,
@@ -57,41 +33,8 @@ _DTYPES = {
     "float16": torch.float16,
 }
 
-# Logits of one token computed in two ways may differ by rounding; a wrong mask or position changes
-# them altogether. Root mean square of the difference over that of the (centred) logits.
-_SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.03}
 
 _MAX_DEFAULT_KV_TOKENS = 65_536
-
-
-class TransformersSequence:
-    """Token ids and cache of one session. The cache holds ``token_ids`` and then some pending."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []  # committed
-        self.pending_ids: list[int] = []
-        self.pending_parents: list[int] = []
-        self.cache: Any = None  # transformers.DynamicCache, or None before the first forward
-        # Pending nodes whose entries follow the committed ones in the cache, in this order.
-        self.cached_pending: list[int] = []
-        self.closed = False
-
-    @property
-    def length(self) -> int:
-        """Number of committed tokens."""
-        return len(self.token_ids)
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.pending_ids)
-
-    def path_tokens(self, nodes: Sequence[int]) -> list[int]:
-        return [self.pending_ids[node] for node in nodes]
-
-    def drop_pending(self) -> None:
-        self.pending_ids.clear()
-        self.pending_parents.clear()
-        self.cached_pending.clear()
 
 
 class TransformersRunner:
@@ -149,13 +92,20 @@ class TransformersRunner:
         self.vocab_size = int(config.vocab_size)
         self.context_length = _context_length(config)
         self.kv_capacity = _kv_capacity(kv_tokens, self.context_length)
-        parameters = inspect.signature(self.model.forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._used = 0
-        self.strategy: Strategy = strategy or "recompute"
+        self._trees = self._make_trees()
         if strategy is None:
-            self.strategy = self._find_strategy(has_window=_has_window(config, self.context_length))
+            has_window = _has_window(config, self.context_length)
+            strategy = find_strategy(self, self._trees, self.dtype, has_window=has_window)
+        self._trees.strategy = strategy
+
+    def _make_trees(self) -> ModelTrees:
+        return ModelTrees(self.model, self.dtype, self.device, self.vocab_size)
+
+    @property
+    def strategy(self) -> Strategy:
+        """How trees are run."""
+        return self._trees.strategy
 
     # --- ModelRunner ---------------------------------------------------------------------------
 
@@ -254,11 +204,7 @@ class TransformersRunner:
             )
         tokens = own.path_tokens(path)
         with torch.inference_mode():
-            if self.strategy == "tree":
-                _gather(own.cache, own.length, path)
-            elif self.strategy == "paths":
-                # Run the part of this path that the cache lacks again.
-                self._run_path(own, path)
+            self._trees.keep(own, path)
         self._used -= own.num_pending - len(path)
         own.token_ids += tokens
         own.drop_pending()
@@ -271,7 +217,7 @@ class TransformersRunner:
         self._used -= own.length - length + own.num_pending
         del own.token_ids[length:]
         own.drop_pending()
-        _crop(own.cache, length)
+        own.crop(length)
 
     # --- one segment ---------------------------------------------------------------------------
 
@@ -318,240 +264,15 @@ class TransformersRunner:
         sequence.pending_parents += parents
         self._used += count
         try:
-            tree = np.asarray(sequence.pending_parents, np.int32)
-            if self.strategy == "recompute":
-                if segment.logits == "none":
-                    return None
-                logits = self._run_from_scratch(sequence, tree, first, segment.logits)
-            elif is_chain(tree) and sequence.cached_pending == list(range(first)):
-                keep = count if segment.logits == "all" else 1
-                logits = self._run_cached(sequence, list(range(first, first + count)), keep)
-            elif self.strategy == "tree":
-                logits = self._run_tree(sequence, tree, first)
-            else:
-                logits = self._run_paths(sequence, tree, first)
+            return self._trees.run(sequence, first, segment.logits)
         except BaseException:
             # A failed forward must leave no trace: cut off what it may have cached.
             del sequence.pending_ids[first:], sequence.pending_parents[first:]
             self._used -= count
             known = sequence.cached_pending
             known[:] = list(itertools.takewhile(lambda node: node < first, known))
-            _crop(sequence.cache, sequence.length + len(known))
+            sequence.crop(sequence.length + len(known))
             raise
-        if segment.logits == "none":
-            return None
-        return logits[-1:] if segment.logits == "last" else logits
-
-    def _run_cached(
-        self, sequence: TransformersSequence, nodes: list[int], keep: int
-    ) -> torch.Tensor:
-        """Run ``nodes`` as a chain after what is in the cache.  # [keep, vocab_size]"""
-        if sequence.cache is None:
-            sequence.cache = self._new_cache()
-        logits = self._call(sequence.path_tokens(nodes), sequence.cache, keep)
-        sequence.cached_pending += nodes
-        return logits
-
-    def _run_tree(
-        self, sequence: TransformersSequence, tree: IndexArray, first: int
-    ) -> torch.Tensor:
-        """Run the nodes from ``first`` on under a mask.  # [num_nodes - first, vocab_size]"""
-        if sequence.cache is None:
-            sequence.cache = self._new_cache()
-        count = len(tree) - first
-        visible = torch.ones((count, sequence.length + len(tree)), dtype=torch.bool)
-        visible[:, sequence.length :] = torch.from_numpy(ancestor_mask(tree)[first:])
-        mask = torch.zeros(visible.shape, dtype=self.dtype)
-        mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
-        positions = torch.from_numpy(depths(tree)[first:].astype(np.int64) - 1) + sequence.length
-        logits = self._call(
-            sequence.pending_ids[first:],
-            sequence.cache,
-            count,
-            attention_mask=mask[None, None].to(self.device),  # [1, 1, num_queries, num_keys]
-            position_ids=positions[None].to(self.device),
-        )
-        sequence.cached_pending += range(first, len(tree))
-        return logits
-
-    def _run_paths(
-        self, sequence: TransformersSequence, tree: IndexArray, first: int
-    ) -> torch.Tensor:
-        """Run every path that has new nodes as a chain.  # [num_nodes - first, vocab_size]"""
-        rows: dict[int, torch.Tensor] = {}
-        for leaf in leaves(tree):
-            if leaf < first:
-                continue
-            path = list(path_to(tree, leaf))
-            fresh = [node for node in path if node >= first and node not in rows]
-            # The last run must include every node whose logits are missing.
-            logits = self._run_path(sequence, path, start=path.index(fresh[0]))
-            rows.update(zip(fresh, logits[len(logits) - len(fresh) :], strict=True))
-        return torch.stack([rows[node] for node in range(first, len(tree))])
-
-    def _run_path(
-        self, sequence: TransformersSequence, path: list[int], start: int | None = None
-    ) -> torch.Tensor:
-        """Make the cache hold exactly the committed tokens and ``path``.
-
-        Runs the part of ``path`` that is not cached, and at least what lies from index ``start``
-        on; returns the logits of the tokens that ran.  # [num_run, vocab_size]
-        """
-        shared = 0
-        for ours, theirs in zip(path, sequence.cached_pending, strict=False):
-            if ours != theirs:
-                break
-            shared += 1
-        if start is not None:
-            shared = min(shared, start)
-        _crop(sequence.cache, sequence.length + shared)
-        sequence.cached_pending = path[:shared]
-        rest = path[shared:]
-        if not rest:
-            return torch.empty((0, self.vocab_size), device=self.device)
-        return self._run_cached(sequence, rest, len(rest))
-
-    def _run_from_scratch(
-        self,
-        sequence: TransformersSequence,
-        tree: IndexArray,
-        first: int,
-        wanted: Literal["all", "last", "none"],
-    ) -> torch.Tensor:
-        """Logits of the nodes from ``first`` on without a cache.  # [num_nodes - first, vocab]"""
-        rows: dict[int, torch.Tensor] = {}
-        for leaf in [len(tree) - 1] if wanted == "last" else leaves(tree):
-            path = path_to(tree, leaf)
-            fresh = [node for node in path if node >= first and node not in rows]
-            if not fresh:
-                continue
-            token_ids = sequence.token_ids + sequence.path_tokens(path)
-            logits = self._run_whole(sequence, token_ids, len(fresh))
-            rows.update(zip(fresh, logits, strict=True))
-        if wanted == "last":
-            return rows[len(tree) - 1][None]
-        return torch.stack([rows[node] for node in range(first, len(tree))])
-
-    def _run_whole(
-        self, sequence: TransformersSequence, token_ids: list[int], keep: int
-    ) -> torch.Tensor:
-        """Logits of the last ``keep`` of all tokens, without a cache.  # [keep, vocab_size]"""
-        return self._call(token_ids, None, keep)
-
-    def _call(
-        self, token_ids: list[int], cache: Any, keep: int, **inputs: torch.Tensor
-    ) -> torch.Tensor:
-        """The model's forward: logits of the last ``keep`` tokens.  # [keep, vocab_size]"""
-        options: dict[str, Any] = dict(inputs)
-        if self._takes_logits_to_keep:
-            options["logits_to_keep"] = keep
-        if cache is None:
-            options["use_cache"] = False
-        else:
-            options["past_key_values"] = cache
-            options["use_cache"] = True
-        ids = torch.tensor([token_ids], dtype=torch.int64, device=self.device)
-        logits: torch.Tensor = self.model(input_ids=ids, **options).logits
-        return logits[0, -keep:]
-
-    def _new_cache(self) -> Any:
-        # Without the model's config, so that a layer with a sliding window keeps every entry too:
-        # one that has dropped some cannot go back. The model's own masks apply the window.
-        from transformers import DynamicCache
-
-        return DynamicCache()
-
-    # --- self-check ----------------------------------------------------------------------------
-
-    def _find_strategy(self, *, has_window: bool) -> Strategy:
-        """The first strategy whose logits agree with runs of each path from scratch.
-
-        Raises:
-            InvalidArgument: the logits overflow in this dtype.
-        """
-        # A short check would not detect a window, so rule out trees with a mask from outside.
-        candidates: list[Strategy] = [] if has_window or not self._takes_positions else ["tree"]
-        generator = np.random.default_rng(0)
-        length = min(12, self.context_length - 4)
-        tokens = generator.integers(0, self.vocab_size, length + 11).astype(np.int64)
-        reference = self._check_logits("recompute", tokens, length)
-        if not bool(torch.isfinite(reference).all()):
-            raise InvalidArgument(
-                "dtype",
-                str(self.dtype).removeprefix("torch."),
-                "a dtype in which this model's logits are finite (try float32 or bfloat16)",
-            )
-        spread = (reference - reference.mean(-1, keepdim=True)).square().mean().sqrt()
-        tolerance = _SELF_CHECK_TOLERANCE[self.dtype]
-        for strategy in (*candidates, "paths"):
-            try:
-                logits = self._check_logits(strategy, tokens, length)
-            # Each model fails in its own way at a strategy that it lacks. Such a failure is no
-            # error here, because the last strategy needs only a plain forward.
-            except Exception:
-                continue
-            error = (logits - reference).square().mean(-1).max().sqrt()
-            if bool(error <= tolerance * spread):
-                return strategy
-        return "recompute"
-
-    def _check_logits(self, strategy: Strategy, tokens: IntArray, length: int) -> torch.Tensor:
-        """Logits of two trees with a commit between them, under ``strategy``.  # [11, vocab]"""
-        self.strategy = strategy
-        sequence = self.new_sequence()
-        try:
-            prompt, first, second = tokens[:length], tokens[length:-4], tokens[-4:]
-            self.forward([Segment(sequence, prompt, logits="none")])
-            self.commit(sequence, range(length))
-            tree = np.array([-1, -1, 0, 1, 0, 2, 2], np.int32)
-            rows = [self.forward([Segment(sequence, first, tree)]).logits]
-            self.commit(sequence, (0, 4))
-            rows.append(
-                self.forward([Segment(sequence, second[:2], np.array([-1, -1], np.int32))]).logits
-            )
-            # Nodes added to a tree that is pending already, as an expanding drafter does.
-            rows.append(
-                self.forward([Segment(sequence, second[2:], np.array([0, 1], np.int32))]).logits
-            )
-            return torch.cat(rows)
-        finally:
-            self.free(sequence)
-
-
-# --- cache entries -------------------------------------------------------------------------------
-
-
-def _cache_layers(cache: Any) -> Iterator[Any]:
-    """Layers with entries to cut; raises TypeError for a kind that cannot be cut."""
-    from transformers.cache_utils import DynamicLayer
-
-    for layer in cache.layers:
-        if type(layer) is not DynamicLayer:
-            raise TypeError(f"{type(layer).__name__} cannot be cut")
-        if layer.get_seq_length() > 0:
-            yield layer
-
-
-def _crop(cache: Any, length: int) -> None:
-    if cache is None:
-        return
-    for layer in _cache_layers(cache):
-        layer.keys = layer.keys[:, :, :length]
-        layer.values = layer.values[:, :, :length]
-
-
-def _gather(cache: Any, length: int, path: list[int]) -> None:
-    """Keep ``length`` entries and, after them, the pending ones of ``path``."""
-    if cache is None:
-        return
-    count = len(path)
-    for layer in _cache_layers(cache):
-        for name in ("keys", "values"):
-            entries = getattr(layer, name)  # [1, num_kv_heads, num_entries, head_dim]
-            if path != list(range(count)):
-                index = torch.tensor([length + node for node in path], device=entries.device)
-                entries[:, :, length : length + count] = entries[:, :, index]
-            setattr(layer, name, entries[:, :, : length + count])
 
 
 def _own(sequence: KVSequence) -> TransformersSequence:
@@ -604,147 +325,3 @@ def _kv_capacity(kv_tokens: Any, context_length: int) -> int:
     if not isinstance(kv_tokens, int) or isinstance(kv_tokens, bool) or kv_tokens < 1:
         raise InvalidArgument("kv_tokens", kv_tokens, "an integer >= 1")
     return kv_tokens
-
-
-def load_causal_lm(
-    folder: Path, dtype: torch.dtype, auto_class: str = "AutoModelForCausalLM", **options: Any
-) -> Any:
-    """The ``transformers`` model of a local folder; no network, no code from the folder.
-
-    Every tensor in the folder is used, but for those of which the model's class says that they may
-    be ignored (buffers of earlier versions, layers for training).
-
-    Args:
-        auto_class: the kind of model that it must be.
-        options: of ``from_pretrained``.
-
-    Raises:
-        ModelNotFound: the folder, its config or its weights are missing, damaged or incomplete.
-        InvalidArgument: the folder holds another kind of model, quantised weights, or tensors that
-            the model does not have.
-    """
-    check_quantization(read_config(folder))
-    dtypes = _stored_dtypes(folder)
-    if any(folder.glob("*.safetensors")):
-        check_fits(count_weights(folder) * dtype.itemsize, folder)
-    import transformers
-    from transformers import AutoConfig
-
-    model: Any
-    info: Any
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelNotFound(
-            f"config.json of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
-        ) from error
-    try:
-        with quiet():
-            model, info = getattr(transformers, auto_class).from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are named below
-                **options,
-            )
-    except ValueError as error:
-        if auto_class not in str(error):
-            raise ModelNotFound(
-                f"weights of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
-            ) from error
-        raise InvalidArgument(
-            "model",
-            config.model_type,
-            f"a model for {auto_class}; {str(folder)!r} holds another kind",
-        ) from error
-    except Exception as error:  # safetensors, pickle and torch each have errors of their own
-        raise ModelNotFound(
-            f"weights of model folder {str(folder)!r} cannot be read: {_first_line(error)}"
-        ) from error
-    if info["missing_keys"]:
-        raise ModelNotFound(
-            f"the weights of model folder {str(folder)!r} lack {listed(info['missing_keys'])}"
-        )
-    for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise ModelNotFound(
-            f"{name} in {str(folder)!r} has shape {tuple(stored)}, but config.json says "
-            f"{tuple(expected)}"
-        )
-    if info["unexpected_keys"] or info["error_msgs"]:
-        unknown = listed(info["unexpected_keys"]) or _first_line(info["error_msgs"][0])
-        raise InvalidArgument(
-            "weights",
-            f"{folder}, with tensors that a {config.model_type} model with this config.json does "
-            f"not have: {unknown}",
-            "the weights that config.json describes and no others",
-        )
-    _check_codes(folder, model, dtypes)
-    return model
-
-
-def _stored_dtypes(folder: Path) -> dict[str, str]:
-    """The dtype of every tensor in the files that transformers would read."""
-    if (folder / "model.safetensors").is_file() or (folder / INDEX).is_file():
-        stored = stored_dtypes(folder)
-        return {name: dtype for dtypes in stored.values() for name, dtype in dtypes.items()}
-    names, index = {"pytorch_model.bin"}, folder / "pytorch_model.bin.index.json"
-    if not (folder / "pytorch_model.bin").is_file():
-        if not index.is_file():
-            raise ModelNotFound(
-                f"model folder {str(folder)!r} has no weights: expected model.safetensors, "
-                f"{INDEX} with its shards, or pytorch_model.bin"
-            )
-        names = set(read_index(index).values())
-    found: dict[str, str] = {}
-    for name in sorted(names):
-        try:
-            tensors = torch.load(folder / name, map_location="meta", weights_only=True)
-        except Exception as error:  # pickle and torch each have errors of their own
-            raise ModelNotFound(
-                f"weights of model folder {str(folder)!r} cannot be read: {name}: "
-                f"{_first_line(error)}"
-            ) from error
-        for key, value in tensors.items():
-            found[key] = str(value.dtype).removeprefix("torch.")
-    return found
-
-
-def _check_codes(folder: Path, model: Any, dtypes: dict[str, str]) -> None:
-    """Refuse integers and eight-bit floats where the model has weights.
-
-    transformers casts them, as if codes were weights.
-    """
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    for name, dtype in sorted(dtypes.items()):
-        if dtype in WEIGHT_DTYPES or any(re.search(pattern, name) for pattern in ignored):
-            continue
-        # Checkpoints of base models lack the prefix.
-        tensor = own.get(name, own.get(f"{model.base_model_prefix}.{name}"))
-        is_number = tensor is not None and not tensor.is_floating_point()
-        if not is_number and not name.endswith("position_ids"):
-            raise not_weights(f"{name} in {str(folder)!r}", dtype)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars or warnings from transformers; errors are raised, not logged."""
-    from transformers.utils import logging as untyped_logging
-
-    logging: Any = untyped_logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -10,7 +10,7 @@ a row's result does not depend on its neighbours. ``rows`` is
 no keys and values.
 
 Only language features that Triton has had since 3.0 are used. Sums are in float32, and results are
-rounded where :class:`paceline.models.ops.TorchOps` rounds them.
+rounded where :class:`paceline.models.torch_ops.TorchOps` rounds them.
 """
 
 from __future__ import annotations

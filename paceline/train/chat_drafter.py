@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from paceline.gguf_folder import model_folder
-from paceline.models.llama import LlamaConfig, load_weights
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import load_weights
 from paceline.train.pretrain import Trainer, layer_states, new_model
 
 HELD_OUT = 0.04

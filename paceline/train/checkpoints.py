@@ -13,8 +13,8 @@ from torch import Tensor
 
 from paceline.errors import InvalidArgument
 from paceline.models.layouts import read_config
-from paceline.models.llama import MODEL_TYPES
-from paceline.models.transformers import load_causal_lm
+from paceline.models.llama_config import MODEL_TYPES
+from paceline.models.transformers_loading import load_causal_lm
 
 # Files of a tokenizer and its chat template, in all versions of transformers.
 _COMPANIONS = (

@@ -34,7 +34,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.models.base import Segment
-from paceline.models.ops import Packing
+from paceline.models.packing import Packing
 from paceline.request import Request
 from paceline.rpc.device import checked_speculation
 from paceline.sampling import SamplingParams

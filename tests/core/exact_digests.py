@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.exact_math import cos_sin, exp64, log64, sum64
-from paceline.models.llama import LlamaConfig, rope_table
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.rope import rope_table
 from paceline.sampling import Salt, SamplingParams, coupled_sample, gumbel, gumbel_at, probabilities
 
 LLAMA3 = {

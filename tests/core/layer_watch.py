@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import Rows
+from paceline.models.rows import Rows
 from paceline.types import IntArray
 
 

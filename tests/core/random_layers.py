@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paceline.models.ops import Layer, Stack, Weight
+from paceline.models.ops import Layer, Stack
+from paceline.models.packing import Weight
 
 
 def random_stack(

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import NativeOps, Packing, TorchOps
+from paceline.models.native_ops import NativeOps
+from paceline.models.packing import Packing
+from paceline.models.torch_ops import TorchOps
 
 
 def load_runner(folder: Path, **options: Any) -> LlamaRunner:

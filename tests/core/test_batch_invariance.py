@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paceline.demo import TARGET_DIR
 from paceline.models.base import KVSequence, Segment
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import TorchOps
+from paceline.models.torch_ops import TorchOps
 from paceline.tree import leaves, path_to
 from paceline.types import IndexArray, IntArray
 from tests.core.runners import (

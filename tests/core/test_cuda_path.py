@@ -36,7 +36,9 @@ from paceline.models.cuda_ops import (
 )
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import Rows, Stack, TorchOps, append_rows
+from paceline.models.ops import Stack
+from paceline.models.rows import Rows, append_rows
+from paceline.models.torch_ops import TorchOps
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import IndexArray, Need
@@ -265,7 +267,7 @@ def test_without_graphs_where_they_do_not_work(fault: str, tiny_folder: Path) ->
 
 @pytest.fixture
 def stack(tiny_folder: Path) -> Stack:
-    return load_runner_without_kernels(tiny_folder)._stack
+    return load_runner_without_kernels(tiny_folder)._weights.stack
 
 
 @pytest.mark.parametrize("by_row", [True, False])

@@ -12,7 +12,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.loading import limit_threads
 from paceline.methods import METHODS
-from paceline.models import ops
+from paceline.models import native_ops
 from paceline.models.base import ModelRunner, Segment
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams, coupled_sample, process_logits
@@ -129,7 +129,7 @@ def test_exact_after_the_number_of_threads_changed(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library may split products differently over threads; the tokens must not notice."""
-    monkeypatch.setattr(ops, "LONE_WEIGHTS", 0)  # small forwards are shared, too
+    monkeypatch.setattr(native_ops, "LONE_WEIGHTS", 0)  # small forwards are shared, too
     engine = Engine(ModelTarget(suite.demo.target.runner), suite.demo.drafters)
     prompts, params, tokens = suite.prompts[:2], replace(BASE, max_tokens=8), []
     for count in (2, 1):

@@ -11,7 +11,8 @@ import torch
 from paceline.models.heads.base import Head, HeadBatch, HeadTarget
 from paceline.models.heads.eagle import Eagle, unrolled_mask
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import NativeOps, TorchOps
+from paceline.models.native_ops import NativeOps
+from paceline.models.torch_ops import TorchOps
 from tests.core.toy_heads import (
     accepted_length,
     decode,

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument
 from paceline.loading import limit_threads
-from paceline.models import kernels, ops
+from paceline.models import kernels, native_ops, native_structs
 from paceline.models.base import Segment
 from paceline.models.kernels import build
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import NativeOps, Packing, TorchOps
+from paceline.models.native_ops import NativeOps
+from paceline.models.packing import Packing
+from paceline.models.torch_ops import TorchOps
 from tests.core.runners import load_runner, load_runner_without_kernels
 from tests.modelzoo import make_model
 
@@ -36,9 +38,10 @@ def test_the_kernels_are_built_here() -> None:
 
 
 def test_structures_have_the_size_that_they_have_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops.check_structs(kernels.load())
-    longer = type("_Model", (ctypes.Structure,), {"_fields_": [*ops._Model._fields_, *EXTRA]})
-    monkeypatch.setattr(ops, "_STRUCTS", (ops._Rows, longer, ops._Weight, ops._Layer))
+    native_structs.check_structs(kernels.load())
+    rows, model, *others = native_structs.STRUCTS
+    longer = type("CModel", (ctypes.Structure,), {"_fields_": [*model._fields_, *EXTRA]})
+    monkeypatch.setattr(native_structs, "STRUCTS", (rows, longer, *others))
     with pytest.raises(RuntimeError, match=r"struct model has 56 bytes in .*, and 48 in C"):
         NativeOps(torch.float32)
 
@@ -77,7 +80,7 @@ def test_linear(
     weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32)
     weight = weight.to(weights).to(dtype)
     offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
-    monkeypatch.setattr(ops, "LONE_WEIGHTS", 0)  # threads share whatever kernels let them share
+    monkeypatch.setattr(native_ops, "LONE_WEIGHTS", 0)  # threads share what they can
     native = NativeOps(dtype)
     packed = native.pack(weight)
     if torch.bfloat16 not in (weights, dtype):
@@ -188,7 +191,7 @@ def test_layers(kind: str, zoo: Path) -> None:
 def test_the_number_of_threads_changes_nothing(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "LONE_WEIGHTS", 0)
+    monkeypatch.setattr(native_ops, "LONE_WEIGHTS", 0)
     runner = LlamaRunner(TARGET_DIR, dtype=dtype)
     ids = np.random.default_rng(9).integers(0, 256, 150)
     results = []

@@ -426,7 +426,8 @@ def test_a_method_has_the_targets_law(method: str, tiny: LlamaRunner, tiny_folde
     # The target's own weights with another final norm: right often, wrong often.
     other = LlamaRunner(tiny_folder)
     generator = torch.Generator().manual_seed(0)
-    other._final_norm *= 1 + 0.35 * torch.randn(other._final_norm.shape, generator=generator)
+    norm = other._weights.final_norm
+    norm *= 1 + 0.35 * torch.randn(norm.shape, generator=generator)
     drafter = DraftModel(other)
     limits = EngineLimits(max_sessions=200, max_waiting=5000)
     engine = Engine(ModelTarget(tiny), {"draft_model": drafter}, limits=limits)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig as ReferenceConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.errors import InvalidArgument
-from paceline.models.llama import rope_frequencies, rope_table
+from paceline.models.rope import rope_frequencies, rope_table
 from tests.core.exact_digests import LLAMA3, rope_config
 
 THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000, 12_345.678)

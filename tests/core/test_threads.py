@@ -9,7 +9,7 @@ import pytest
 from paceline.loading import limit_threads
 from paceline.models import kernels
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import Packing
+from paceline.models.packing import Packing
 from paceline.models.threads import Cores, Threads, measure_threads, read_cores, usable_cores
 from paceline.profile import choose_threads, set_threads
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.models import kernels
 from paceline.models.kernels import build
-from paceline.models.ops import NativeOps, Packing
+from paceline.models.native_ops import NativeOps
+from paceline.models.packing import Packing
 from tests.core.runners import load_runner
 from tests.core.test_kernels import DTYPES, TOLERANCE
 from tests.core.test_variants import outputs

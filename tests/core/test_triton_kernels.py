@@ -24,7 +24,8 @@ from paceline.models.base import Segment
 from paceline.models.cuda_ops import CudaOps, DeviceRows, flatten, fused_ops
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import Rows, TorchOps, append_rows
+from paceline.models.rows import Rows, append_rows
+from paceline.models.torch_ops import TorchOps
 from tests.core.random_layers import random_stack
 from tests.core.runners import load_runner_without_kernels
 from tests.modelzoo import make_model

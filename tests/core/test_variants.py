@@ -15,7 +15,7 @@ from paceline.loading import load_engine
 from paceline.models import kernels
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
-from paceline.models.ops import NativeOps
+from paceline.models.native_ops import NativeOps
 from paceline.sampling import SamplingParams
 from tests.core.runners import load_runner
 from tests.modelzoo import make_model

@@ -19,8 +19,11 @@ from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.loading import load_runner
 from paceline.models import packed
 from paceline.models.int4 import int4_format
-from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights, stored_weights
-from paceline.models.ops import NativeOps, Packing
+from paceline.models.llama import LlamaRunner
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import load_weights, stored_weights
+from paceline.models.native_ops import NativeOps
+from paceline.models.packing import Packing
 from paceline.models.quants import Quantised
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
@@ -168,11 +171,11 @@ def test_they_stay_in_four_bits(source: Path, tmp_path: Path) -> None:
     make(source, tmp_path / "model", AWQ)
     runner = LlamaRunner(tmp_path / "model")
     assert isinstance(runner._ops, NativeOps)
-    assert runner._ops.packings <= {
+    assert runner._ops.packer.packings <= {
         Packing.NIBBLES, Packing.WIDE_NIBBLES, Packing.FLOATS, Packing.HALVES, Packing.DOTS,
         Packing.TILES,
     }  # fmt: skip
-    assert runner._ops.packings & {Packing.NIBBLES, Packing.WIDE_NIBBLES}
+    assert runner._ops.packer.packings & {Packing.NIBBLES, Packing.WIDE_NIBBLES}
 
 
 def test_without_the_kernels_they_are_multiplied_out(

@@ -20,7 +20,9 @@ from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
 from paceline.loading import load_runner
 from paceline.models.heads.base import HeadTarget
 from paceline.models.layouts import check_quantization, load_tensors
-from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights
+from paceline.models.llama import LlamaRunner
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import load_weights
 from paceline.models.seq2seq import Seq2SeqRunner
 from paceline.train.checkpoints import load_model
 from tests.core.test_llama_against_transformers import IDS, assert_close, ours, theirs

@@ -47,6 +47,40 @@ def test_a_load_takes_little_more_than_it_keeps(tmp_path: Path, own_cache: Path)
     assert warm.used_anonymous < 40 * MB  # the rest is shared with other replicas
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype", "path"),
+    [
+        ("float32", "int8", "fast"),
+        ("float32", "bfloat16", "general"),
+        ("bfloat16", "float32", "general"),
+    ],
+)
+def test_a_first_load_that_converts(
+    kind: str, dtype: str, path: str, tmp_path: Path, own_cache: Path
+) -> None:
+    model = make_checkpoint(kind, tmp_path, SIZES | {"num_hidden_layers": 4})
+    load = measure_load(kind, model, dtype, path, own_cache)
+    assert load.cache == "cold"
+    assert load.ratio < MOST, load
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_general_path_converts_every_number(dtype: str, tmp_path: Path) -> None:
+    """Tensors of more than a million numbers are converted in pieces."""
+    stored = torch.float32 if dtype == "bfloat16" else torch.bfloat16
+    folder = make_model("gpt2", tmp_path, dtype=str(stored).split(".")[1], vocab_size=2**15)
+    runner: Any = load_runner(folder, dtype=dtype, kv_tokens=64)
+    parameters = dict(runner.model.named_parameters())
+    tensors = load_tensors(folder)
+    assert any(tensor.numel() > 2**20 for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        assert tensor.dtype is stored
+        found = parameters[name]
+        assert type(found) is torch.nn.Parameter
+        assert torch.equal(found, tensor.to(getattr(torch, dtype))), name
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
@@ -152,7 +186,7 @@ def test_the_bytes_that_a_model_needs(
     kind: str, dtype: str, per_weight: float, zoo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    for module in ("llama", "transformers"):
+    for module in ("llama_weights", "transformers_loading"):
         monkeypatch.setattr(
             f"paceline.models.{module}.check_fits", lambda needed, _: asked.append(needed)
         )

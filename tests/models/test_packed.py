@@ -16,7 +16,7 @@ from paceline.gguf_folder import folder_of
 from paceline.loading import load_runner
 from paceline.models import packed
 from paceline.models.base import ModelRunner, Segment
-from paceline.models.ops import NativeOps, Packing
+from paceline.models.packing import Packer, Packing
 from paceline.models.quants import Quantised, concatenate, read_blocks
 from paceline.numerics import InParts, digest_tensors
 from tests.models.test_quants import blocks
@@ -138,24 +138,24 @@ def test_the_folder_has_what_it_names(gguf_file: Path) -> None:
 
 
 @pytest.fixture(params=[16, 32, 1 << 20])
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeOps:
-    monkeypatch.setattr(NativeOps, "_rows_at_a_time", lambda self, inputs: request.param)
-    return NativeOps(torch.float32)
+def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Packer:
+    monkeypatch.setattr(Packer, "_rows_at_a_time", lambda self, inputs: request.param)
+    return Packer(torch.float32)
 
 
-def test_floats_in_one_layout(ops: NativeOps) -> None:
+def test_floats_in_one_layout(packer: Packer) -> None:
     weight = torch.randn(90, 64, generator=torch.Generator().manual_seed(0))
     narrow = weight.bfloat16().float()
     for rows in (slice(0, 40), slice(40, 90), slice(88, 90), slice(0, 90)):
         mixed = narrow.clone()
         mixed[rows] = weight[rows]
-        packed = ops.pack(mixed)
+        packed = packer.pack(mixed)
         assert packed.packing is Packing.FLOATS
-        assert torch.equal(ops.unpack(packed), mixed)
-    packed = ops.pack(narrow)
+        assert torch.equal(packer.unpack(packed), mixed)
+    packed = packer.pack(narrow)
     assert packed.packing is not Packing.FLOATS
-    assert torch.equal(ops.unpack(packed), narrow)
-    assert torch.equal(torch.cat(list(ops.unpack_rows(packed))), narrow)
+    assert torch.equal(packer.unpack(packed), narrow)
+    assert torch.equal(torch.cat(list(packer.unpack_rows(packed))), narrow)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_floats_in_one_layout(ops: NativeOps) -> None:
         (("Q8_0", "Q4_0"), Packing.WIDE_OCTETS),
     ],
 )
-def test_blocks_in_one_layout(names: tuple[str, ...], packing: Packing, ops: NativeOps) -> None:
+def test_blocks_in_one_layout(names: tuple[str, ...], packing: Packing, packer: Packer) -> None:
     parts = [read_blocks(blocks(name), name) for name in names]
     expected = np.concatenate([part.floats() for part in parts])
     outputs = [len(part.q) for part in parts]
@@ -183,10 +183,10 @@ def test_blocks_in_one_layout(names: tuple[str, ...], packing: Packing, ops: Nat
             first += count
         return concatenate(found)
 
-    weight = ops.pack_rows(read, sum(outputs), parts[0].shape[1])
+    weight = packer.pack_rows(read, sum(outputs), parts[0].shape[1])
     assert weight.packing is packing
-    assert np.array_equal(ops.unpack(weight).numpy(), expected)
-    assert torch.equal(weight.data, ops.pack_quantised(concatenate(parts)).data)
+    assert np.array_equal(packer.unpack(weight).numpy(), expected)
+    assert torch.equal(weight.data, packer.pack_quantised(concatenate(parts)).data)
 
 
 def test_a_digest_does_not_depend_on_the_parts() -> None:

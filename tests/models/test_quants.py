@@ -10,7 +10,8 @@ import torch
 
 from paceline.errors import InvalidArgument
 from paceline.models import kernels
-from paceline.models.ops import NativeOps, Packing
+from paceline.models.native_ops import NativeOps
+from paceline.models.packing import Packing
 from paceline.models.quants import QUANT_TYPES, concatenate, read_blocks
 from tests.core.test_variants import digest
 
@@ -71,7 +72,7 @@ def test_weights_are_those_of_the_package_gguf(name: str) -> None:
     weight = read_blocks(raw, name)
     assert np.array_equal(weight.floats(), expected)
     ops = NativeOps(torch.float32)
-    packed = ops.pack_quantised(weight)
+    packed = ops.packer.pack_quantised(weight)
     assert packed.packing is PACKINGS[name]
     assert np.array_equal(ops.unpack(packed).numpy(), expected)
     assert np.array_equal(weight.widened().floats(), expected)
@@ -87,7 +88,7 @@ def test_products(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     for variant in kernels.runnable():
         monkeypatch.setenv("PACELINE_KERNELS", variant)
         ops = NativeOps(dtype)
-        packed = ops.pack_quantised(weight)
+        packed = ops.packer.pack_quantised(weight)
         together = ops.linear(x, packed)
         error = np.abs(together.float().numpy() - exact).max()
         assert error < 0.05 * exact.std()
@@ -100,14 +101,14 @@ def test_products(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 
 def test_products_with_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, bias = NativeOps(torch.float32), torch.arange(OUTPUTS, dtype=torch.float32)
-    packed, x = ops.pack_quantised(read_blocks(blocks("Q4_1"), "Q4_1")), inputs(5)
+    packed, x = ops.packer.pack_quantised(read_blocks(blocks("Q4_1"), "Q4_1")), inputs(5)
     assert torch.equal(ops.linear(x, packed, bias), ops.linear(x, packed) + bias)
 
 
 def test_parts_of_different_types_keep_their_weights() -> None:
     parts = [read_blocks(blocks(name), name) for name in ("Q4_K", "Q6_K", "Q8_0")]
     ops = NativeOps(torch.float32)
-    packed = ops.pack_quantised(concatenate(parts))
+    packed = ops.packer.pack_quantised(concatenate(parts))
     expected = np.concatenate([part.floats() for part in parts])
     assert np.array_equal(ops.unpack(packed).numpy(), expected)
 

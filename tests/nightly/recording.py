@@ -12,18 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.models.ops import (
-    Layer,
-    NativeOps,
-    Packing,
-    Rows,
-    Stack,
-    Weight,
-    _Layer,
-    _Model,
-    _packed,
-    _path_addresses,
-)
+from paceline.models.native_ops import NativeOps
+from paceline.models.native_structs import CLayer, CModel, CRows, path_addresses
+from paceline.models.ops import Layer, Stack
+from paceline.models.packing import Packing, Weight
+from paceline.models.rows import Rows
 
 Tensor = torch.Tensor
 RUN_LAYERS, RMSNORM, LINEAR = range(3)
@@ -42,7 +35,7 @@ class Recording:
 
     def __init__(self, ops: NativeOps, packing: Callable[[Packing], Packing] = Packing) -> None:
         self._ops, self._packing = ops, packing
-        self._narrow = int(ops._dtype is torch.bfloat16)
+        self._narrow = int(ops.packer.dtype is torch.bfloat16)
         self._memory = bytearray(_LINE)  # 0 is no pointer
         self._pointers: list[int] = []
         self._calls: list[tuple[int, ...]] = []
@@ -86,14 +79,14 @@ class Recording:
         return at
 
     def _rows(self, rows: Rows, count: int) -> int:
-        paths = _path_addresses(rows)
+        paths = path_addresses(rows)
         arrays = ("positions", "slots", "prefix_length", "path_length")
         # Neighbours that have one table share it: attention looks whether they do.
         tables = {id(table): table for table in rows.tables}
         tables_at = {key: self._place(table.tobytes()) for key, table in tables.items()}
         paths_at = self._place(rows.paths.tobytes())
         return self._struct(
-            _packed(count, rows, paths),
+            CRows.of(count, rows, paths),
             {
                 **{name: self._place(getattr(rows, name).tobytes()) for name in arrays},
                 "prefix": self._pointers_to([tables_at[id(table)] for table in rows.tables]),
@@ -105,13 +98,13 @@ class Recording:
 
     def _stack(self, stack: Stack, num_slots: int) -> tuple[int, int]:
         model, layers = self._ops._table(stack, num_slots, 1, 1)
-        assert isinstance(model, _Model)
+        assert isinstance(model, CModel)
         model_at = self._struct(model, {"cos_sin": self._once(stack.cos_sin)})
         layers_at = self._place(bytes(layers))
         for i, layer in enumerate(stack.layers):
             for field in fields(Layer):
                 value = getattr(layer, field.name)
-                at = layers_at + i * ctypes.sizeof(_Layer) + getattr(_Layer, field.name).offset
+                at = layers_at + i * ctypes.sizeof(CLayer) + getattr(CLayer, field.name).offset
                 if isinstance(value, Weight):
                     self._point(at, self._once(value.data))
                     self._memory[at + 8 : at + 16] = struct.pack("<q", self._packing(value.packing))

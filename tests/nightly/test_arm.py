@@ -17,7 +17,8 @@ import torch
 from paceline.demo import TARGET_DIR
 from paceline.models import kernels
 from paceline.models.kernels import build
-from paceline.models.ops import NativeOps, Packing
+from paceline.models.native_ops import NativeOps
+from paceline.models.packing import Packing
 from tests.core.runners import load_runner
 from tests.core.test_variants import RECORDED, digest, outputs
 from tests.nightly.recording import Recording

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.layouts import read_config, stored_tensors
-from paceline.models.llama import LlamaConfig, LlamaRunner, load_weights, read_floats
-from paceline.models.ops import Weight
+from paceline.models.llama import LlamaRunner
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import load_weights, read_floats
+from paceline.models.packing import Weight
 from paceline.sampling import argmax_rows
 from paceline.types import IntArray, Need
 

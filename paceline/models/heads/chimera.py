@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, soft_cross_entropy
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
-from paceline.models.llama import rope_table
+from paceline.models.rope import rope_table
 
 PADDING = -1  # in a trigram, where there is no token
 

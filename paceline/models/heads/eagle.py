@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, soft_cross_entropy
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
-from paceline.models.llama import rope_table
 from paceline.models.ops import Fuse
+from paceline.models.rope import rope_table
 from paceline.types import IntArray
 
 MEASURED_DEPTH = 5  # of the agreement on held-out text

@@ -31,8 +31,8 @@ from paceline.models.heads.base import (
 )
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
-from paceline.models.llama import rope_table
-from paceline.models.ops import Rows
+from paceline.models.rope import rope_table
+from paceline.models.rows import Rows
 
 Memory = tuple[Tensor, Tensor]
 """State of the LSTM.  # 2 x [lstm_layers, batch, hidden_size]"""

@@ -27,7 +27,7 @@ from paceline.models.heads.base import (
 )
 from paceline.models.heads.layer import DecoderLayer, LayerStack, ResidualBlock
 from paceline.models.kv_cache import PooledSequence
-from paceline.models.llama import rope_table
+from paceline.models.rope import rope_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,13 @@ from paceline.errors import InvalidArgument
 from paceline.models.cuda_ops import fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.llama import LlamaConfig, load_weights, rope_table
-from paceline.models.ops import (
-    Fuse,
-    Layer,
-    NativeOps,
-    Ops,
-    Rows,
-    Stack,
-    TorchOps,
-    append_chains,
-    append_rows,
-)
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import load_weights
+from paceline.models.native_ops import NativeOps
+from paceline.models.ops import Fuse, Layer, Ops, Stack
+from paceline.models.rope import rope_table
+from paceline.models.rows import Rows, append_chains, append_rows
+from paceline.models.torch_ops import TorchOps
 from paceline.types import IntArray
 
 if TYPE_CHECKING:
@@ -69,7 +64,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             x: # [batch, length, hidden_size]
-            cos_sin: rows of :func:`paceline.models.llama.rope_table`.  # [length, head_dim]
+            cos_sin: rows of :func:`paceline.models.rope.rope_table`.  # [length, head_dim]
             mask: True where a place sees another; None is causal.  # [length, length]
         """
         config, (batch, length, _) = self.config, x.shape

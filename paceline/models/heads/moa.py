@@ -33,7 +33,8 @@ from paceline.models.heads.base import (
 )
 from paceline.models.heads.layer import DecoderLayer, LayerStack, TargetLayers, rotate
 from paceline.models.kv_cache import PooledSequence
-from paceline.models.llama import LlamaConfig, rope_table
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.rope import rope_table
 from paceline.types import Need
 
 

@@ -3,7 +3,7 @@
 A wheel brings the libraries; in a source checkout those that this processor may run are compiled at
 first use, all at once, into the user's cache folder. Every library says by itself, in code that any
 processor runs, how good it is here; the best is loaded and tested against a recorded digest before
-it is used. Without a library the plain torch functions in ``paceline.models.ops`` take over: same
+it is used. Without a library plain torch takes over (``paceline.models.torch_ops``): the same
 results up to rounding, only slower.
 
 ``PACELINE_KERNELS`` chooses another variant (``avx2``, ``portable``, ...), or none: ``off``.

@@ -1,19 +1,19 @@
 /* Products with int8 weights, for models whose results need not be exact; part of matmul.c.
  *
  * Inputs are rounded to eight bits, row by row. Sums are integers, so every variant computes the same
- * numbers: with VNNI four products at once, elsewhere as pairs of 16-bit integers, which cannot
- * overflow (255 * 127 * 2 would, in the 16 bits that maddubs adds in). */
+ * numbers: with VNNI four products at once, elsewhere pairs of 16-bit integers. Those cannot overflow;
+ * maddubs could, which adds 255 * 127 * 2 in 16 bits. */
 
-/* 16 outputs, [k / 4][16][4] behind the header, k padded: also as tiles want them. */
+/* 16 outputs: after the header [k / 4][16][4], k padded, which is also the layout for tiles. */
 struct byte_panel {
     float scale[WIDTH];   /* of an output's weights */
-    int32_t shift[WIDTH]; /* 128 * their sum: what inputs without a sign, shifted by 128, add */
+    int32_t shift[WIDTH]; /* 128 * their sum: what the shift of inputs by 128, to unsigned ones, adds */
     int8_t weights[];
 };
 
-/* For each instruction set: the type of inputs and what is added to them; SUMS of a panel, each a native
- * vector of int32, the panels and rows whose sums the registers hold, and from how many rows on blocks
- * fetch what comes next; step adds four k of 16 outputs, and finish makes 16 sums of them. */
+/* For each instruction set: the type of inputs and what is added to them; the SUMS of a panel, each a native
+ * vector of int32; the panels and rows whose sums the registers hold; from how many rows on blocks fetch
+ * what comes next. step adds four k of 16 outputs, finish turns them into 16 sums. */
 #if W == 16 && defined(__AVX512VNNI__)
 typedef uint8_t byte_in;
 #define BYTE_SHIFT 128
@@ -202,7 +202,7 @@ ALWAYS_INLINE void shorten(byte_in *out, nat_int whole)
 #endif
 }
 
-/* A row as multiples of a number of its own; zeros behind k. */
+/* A row as integers times a scale of its own; zeros after k. */
 static void to_bytes(const void *x, size_t at, byte_in *out, float *scale, int k, int inputs, int narrow)
 {
     vec top = set_(0.0f);
@@ -226,7 +226,7 @@ static void to_bytes(const void *x, size_t at, byte_in *out, float *scale, int k
     }
 }
 
-/* int32 sums of a row for 16 outputs as numbers. */
+/* The results of a row for 16 outputs from their int32 sums. */
 ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const int32_t *sums,
                              float scale, const struct byte_panel *panel, int shift)
 {
@@ -243,7 +243,7 @@ ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const i
     put(t, row, first, out);
 }
 
-/* Each of `turns` blocks fetches a share of the weights that lie `ahead`, spread over its own steps. */
+/* Each of `turns` blocks fetches a share of the weights `ahead`, spread over its own steps. */
 ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, size_t bytes,
                               const float *scales, const struct target *t, int row, int first,
                               size_t ahead, int turn, int turns, const int rows, const int panels)
@@ -322,7 +322,7 @@ static void byte_tiles_begin(int rows, int inputs);
 static void byte_tiles_end(void);
 #define TILE_ROWS 16
 
-/* The product; tiles: whether many rows take them. Returns non-zero when memory runs out. */
+/* The product; tiles: whether many rows take tiles. Returns non-zero if memory runs out. */
 static int byte_product(const void *x, const char *weight, int rows, int k, int threads, int share,
                         int tiles, const struct target *t)
 {
@@ -349,7 +349,7 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
             const char *w = weight + p * panel;
             const int blocks = (rows + most - 1) / most;
             for (int b = 0; b < blocks; b++) {
-                /* With tiles the last block takes rows of the one before again: they keep their shape. */
+                /* The last block of tiles repeats rows of the one before: tiles keep their shape. */
                 const int last = b + 1 == blocks, count = rows < most ? rows : most;
                 const int r = !tiles ? rows * b / blocks : last ? rows - count : b * most;
                 const byte_in *from = in + (size_t)r * inputs;

@@ -1,8 +1,7 @@
-/* The decoder layers of a Llama-type model, for CPU.
+/* The decoder layers of a Llama-type model on a CPU.
  *
- * One call runs all layers, and every function treats a row without looking at the others: that is
- * what makes verification bit-identical to AR decoding. ops.py holds the same computation in plain
- * torch. */
+ * One call runs all layers, and no function's result for a row depends on other rows. So verification has
+ * the bits of AR decoding. torch_ops.py computes the same in plain torch. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -14,7 +13,7 @@
 #define BLOCK_ROWS 16 /* neighbouring rows of a sequence for which attention reads keys and values once */
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
-#define SHARED_NUMBERS (1e4 / SLOWER) /* from here on, row by row work is shared by threads */
+#define SHARED_NUMBERS (1e4 / SLOWER) /* with more numbers, threads share work done row by row */
 /* Vectors of a row's weighted values that stay in registers, for one row and for two. */
 #if W == 16
 #define VALUES_ONE 4
@@ -26,7 +25,7 @@
 
 _Static_assert(SHARED_FLOATS <= WIDTH * MAX_HEAD_DIM, "attend_head holds as many");
 
-/* A head dimension in whole vectors. */
+/* A head dimension, rounded up to whole vectors. */
 #define PADDED(dim) (((dim) + WIDTH - 1) / WIDTH * WIDTH)
 
 /* Scores of a query for WIDTH keys, [WIDTH][dim]. */
@@ -49,7 +48,7 @@ ALWAYS_INLINE vec score(const float *query, const float *keys, const int dim)
     return out;
 }
 
-/* Scores become weights, not yet divided by their sum, which is returned. */
+/* Turns scores into weights, not yet divided by their sum; returns the sum. */
 static float weigh(float *scores, int length)
 {
     for (int j = length; j % WIDTH; j++)
@@ -66,9 +65,8 @@ static float weigh(float *scores, int length)
     return sum_of(totals);
 }
 
-/* Adds weighted values, [count][dim], to the sums of one row or of two that follow after a stride,
- * [SUMS][dim], `vectors` of them from d on; which of the sums a position goes to depends on the position
- * alone. */
+/* Adds weighted values, [count][dim], to the sums, [SUMS][dim], of one row, or of two that lie a stride
+ * apart: `vectors` of them from d on. A value's position alone decides to which of the SUMS it goes. */
 ALWAYS_INLINE void add_some(const float *weights, size_t stride, const float *values, int count,
                             float *sums, size_t sums_stride, int d, const int rows, const int vectors,
                             const int dim)
@@ -120,11 +118,11 @@ ALWAYS_INLINE void gather(const void *entries, const int32_t *slots, int count, 
             store_(out + i * PADDED(dim) + d, read_(entries, slots[i] * width + d, dim - d, narrow));
 }
 
-/* One query head of several rows over their contexts. Neighbouring rows have most of a context in
- * common: all take a few slots before the next ones, which are read once then. What a row computes does
+/* One query head of several rows over their contexts. Neighbouring rows have most of a context in common,
+ * so all rows take the same few slots before the next ones, and each slot is read once. A row's results do
  * not depend on the others.
- * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: slots
- * that a context begins with, as the last row's does. */
+ * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: how many
+ * slots a context has in common with the last row's, from the first on. */
 ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *keys, const void *values,
                                void *out, size_t out_stride, const int32_t *const *contexts,
                                const int *lengths, const int *shared, size_t padded, int rows,
@@ -184,7 +182,7 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
         }
 }
 
-/* As attend_head, with the head dimensions that are common as numbers that the compiler knows. */
+/* As attend_head; the compiler gets common head dimensions as constants. */
 static void attend(const void *query, size_t stride, const void *keys, const void *values, void *out,
                    size_t out_stride, const int32_t *const *contexts, const int *lengths,
                    const int *shared, size_t padded, int rows, size_t width, float scale, float *scores,
@@ -222,7 +220,7 @@ static void attend(const void *query, size_t stride, const void *keys, const voi
 #define NAME(f) JOIN(f, bf16)
 #include "decode_impl.h"
 
-/* Bytes of the structures that ops.py mirrors, in the order of its _STRUCTS; 0 for no such structure. */
+/* Bytes of the structures in native_structs.py, in the order of its STRUCTS; 0 for no such structure. */
 EXPORT int struct_size(int which)
 {
     const size_t sizes[] = {sizeof(struct rows), sizeof(struct model), sizeof(struct weight),

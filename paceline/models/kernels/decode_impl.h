@@ -1,9 +1,9 @@
-/* Included once for each element type; ELEM, LOAD(x) and NAME(f) are set by decode.c. */
+/* decode.c includes this once for each element type, with ELEM, LOAD(x) and NAME(f) set. */
 
 #define READ(x, at, left) read_(x, at, left, sizeof(ELEM) == 2)
 #define WRITE(out, at, v, left) write_(out, at, v, left, sizeof(ELEM) == 2)
 
-/* As a number of this type would be, in float32. */
+/* Rounded to this type, in float32. */
 ALWAYS_INLINE vec NAME(rounded)(vec v)
 {
     ELEM all[WIDTH];
@@ -82,10 +82,9 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
     }
 }
 
-/* Attention of each row over the last `window` slots of its own context (all of them for window
- * 0): the first prefix_length[r] slots of prefix[r] and then path_length[r] slots of path[r].
- * Everything a row computes depends on that list alone, so the result is the same in any batch,
- * tree or chunk. */
+/* Attention of each row over the last `window` slots of its own context (all of them for window 0): the
+ * first prefix_length[r] slots of prefix[r], then path_length[r] slots of path[r]. A row's result depends
+ * on this list alone, so it is the same in any batch, tree or chunk. */
 static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
                            int heads, int kv_heads, int dim, const struct rows *rows,
                            const int32_t *blocks, int num_blocks, int window, float scale,
@@ -162,9 +161,9 @@ static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, in
     NAME(linear)(x, l->name.packed, (int)l->name.packing, l->name##_bias, out, count, inputs, outputs, \
                  m->threads)
 
-/* Layers [first, last) on x: [rows, hidden], in place, without the final norm: x is the residual
- * stream afterwards. states: what it was after each of these layers, [last - first, rows, hidden],
- * or NULL. Returns non-zero when memory runs out. */
+/* Layers [first, last) on x: [rows, hidden], in place, without the final norm: afterwards x is the residual
+ * stream. states: filled with x after each of these layers, [last - first, rows, hidden], or NULL. Returns
+ * non-zero if memory runs out. */
 EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, int first, int last,
                             ELEM *x, ELEM *keys, ELEM *values, const struct rows *rows,
                             ELEM *states)
@@ -245,20 +244,20 @@ static float NAME(sum_exp)(const ELEM *x, int size, float top)
     return sum;
 }
 
-/* Gives `count` sequences tokens that they have not seen, and continues them by `steps` tokens each:
- * every token is the argmax after the one before. One call instead of one for each token, because a
- * small model takes less time than the code around it.
+/* Gives `count` sequences tokens that they have not seen, and continues each by `steps` tokens: every token
+ * is the argmax after the one before. All steps in one call, because a small model takes less time than the
+ * code around it.
  * given: [num_given], sequence after sequence, at least one for each; ends: [count], the place of each
  * sequence's last one. tokens: filled, [steps, count]. rows: of the given tokens, then those of each
  * further step, one step after the other.
- * final_norm: NULL where logits come from the last state as it is.
- * states: the residual stream after each layer, [steps, num_layers, count, hidden], or NULL; with them,
- * and with fuse, a sequence is given one token.
- * fuse: with it a layer's input is fuse * [embedding of the token, feature], where the feature is
- * the state of the step before, and features ([count, hidden], given) that of the first step.
- * stop_below: [steps, count] or NULL. With it a sequence ends after a token whose probability is
- * less, and lengths ([count], given as `steps`) is how many tokens it got.
- * Returns non-zero when memory runs out. */
+ * final_norm: NULL if logits come from the last state as it is.
+ * states: filled with the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
+ * With states or fuse, each sequence is given one token.
+ * fuse: with it, a layer's input is fuse * [embedding of the token, feature]. The feature is the state of
+ * the step before; for the first step, features ([count, hidden]) has it.
+ * stop_below: [steps, count] or NULL. With it, a sequence ends after a token whose probability is less, and
+ * lengths ([count], each `steps` at first) becomes the number of its tokens.
+ * Returns non-zero if memory runs out. */
 EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
                               const ELEM *embedding, const ELEM *final_norm,
                               const struct weight *head, int vocab, ELEM *keys, ELEM *values,

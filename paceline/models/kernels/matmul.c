@@ -1,18 +1,18 @@
-/* Matrix products whose rows do not know of each other, for CPU.
+/* Matrix products on a CPU whose rows do not depend on each other.
  *
- * out[r][o] = sum over k of x[r][k] * weight[o][k], every sum taken in the order of k by one chain
- * of fused multiply-adds, however many rows, outputs or threads there are and however wide the
- * processor's vectors are. Libraries promise no such thing: they pick algorithms by the number of rows.
+ * out[r][o] = sum over k of x[r][k] * weight[o][k]. Each sum is one chain of fused multiply-adds in the
+ * order of k, for any number of rows, outputs and threads and any width of the processor's vectors.
+ * Libraries do not promise that: they choose algorithms by the number of rows.
  *
  * Weights are packed in panels of 16 outputs: [panels][k][16] for float32, [panels][k / 2][16][2] for
  * bfloat16 (two neighbouring k in 32 bits, as the dot-product instructions want them). Weights that
- * bfloat16 can hold are packed so for float32 inputs, too: the product is the same, and half as many
- * bytes are read.
+ * bfloat16 can hold are packed this way for float32 inputs, too: the product is the same, and half as
+ * many bytes are read.
  *
- * Two instruction sets sum otherwise, and are numerics classes of their own: AVX512_BF16 adds two
- * neighbouring products of bfloat16 inputs at once (DOTS), and AMX 32 (TILES, see tiles.h).
+ * Two instruction sets sum in another order, and are numerics classes of their own: AVX512_BF16 adds two
+ * neighbouring products of bfloat16 inputs at once (DOTS), AMX adds 32 (TILES, see tiles.h).
  *
- * Weights may also be int8 (bytes.h), for models whose results need not be exact, as drafts. */
+ * Weights may also be int8 (bytes.h), for models whose results need not be exact: draft models. */
 
 #include <stdlib.h>
 
@@ -25,8 +25,9 @@
 #define HAS_DOTS 0
 #endif
 
-/* Sharing pays from here on: multiplications for the meeting of threads that are awake (whether they are
- * is ops.py's choice), or weights that one core's cache does not keep until the next forward. */
+/* Threads share a product with more multiplications than this, which outweigh the meeting of threads that
+ * are awake (native_ops.py decides how many are), or with more bytes of weights than one core's cache
+ * keeps until the next forward. */
 static const double SHARED_WORK[] = {[FLOATS] = 1e6 / SLOWER, [HALVES] = 1e6 / SLOWER, [DOTS] = 1e6,
                                      [TILES] = 2e6, [BYTES] = 2e6 / SLOWER, [TILE_BYTES] = 2e6,
                                      [NIBBLES] = 2e6 / SLOWER, [OCTETS] = 2e6 / SLOWER,
@@ -62,7 +63,7 @@ ALWAYS_INLINE vec dot(vec acc, vec w, vec value)
 {
 #if W == 16
     return (vec){{(nat)_mm512_dpbf16_ps((__m512)acc.n[0], (__m512bh)w.n[0], (__m512bh)value.n[0])}};
-#else /* two fused multiply-adds: the same bits as without */
+#else /* two fused multiply-adds: the bits of HALVES */
     vec out;
     UNROLL for (int i = 0; i < NATS; i++)
     {
@@ -87,7 +88,7 @@ ALWAYS_INLINE vec dot(vec acc, vec w, vec value)
 #include "bytes.h"
 #include "tiles.h"
 
-/* Whether there are DOTS here: 1 if they sum otherwise than HALVES, 2 if the bits are the same. */
+/* Whether this variant has DOTS: 0 no, 1 with other bits than HALVES, 2 with the same bits. */
 EXPORT int has_dots(void)
 {
     return !HAS_DOTS ? 0 : W == 16 ? 1 : 2;
@@ -152,8 +153,8 @@ static int linear(const void *x, const void *packed, int packing, int rows, int 
     return 0;
 }
 
-/* x: [rows, k], out: [rows, outputs]; packing: of the weights; threads: at most. Returns non-zero when
- * memory runs out. */
+/* x: [rows, k], out: [rows, outputs]; packing: of the weights; threads: at most. Returns non-zero if memory
+ * runs out. */
 EXPORT int linear_f32(const float *x, const void *packed, int packing, const float *bias, float *out,
                       int rows, int k, int outputs, int threads)
 {

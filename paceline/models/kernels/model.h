@@ -1,12 +1,12 @@
-/* What a model is made of, for decode.c, matmul.c and the self-test in variant.c. */
+/* The structures of a model, for decode.c, matmul.c and the self-test in variant.c. */
 
 #include <stdint.h>
 
-/* Of weights, as in ops.py. HALVES and DOTS lie in memory alike; the latter are for bfloat16 inputs. From
- * NIBBLES on, see quants.h. */
+/* Layouts of weights, as in packing.py. HALVES and DOTS are alike in memory; DOTS are for bfloat16 inputs.
+ * quants.c describes those from NIBBLES on. */
 enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES, NIBBLES, OCTETS, WIDE_NIBBLES, WIDE_OCTETS };
 
-/* Mirrored field by field in ops.py. */
+/* native_structs.py repeats these structures field by field. */
 struct rows {
     int32_t count, longest;         /* rows; slots in the longest context */
     const int32_t *positions;       /* [count] */
@@ -19,7 +19,7 @@ struct rows {
 
 struct model {
     int32_t hidden, ffn, heads, kv_heads, dim, num_slots;
-    int32_t threads; /* at most, and only where there is work for more than one */
+    int32_t threads; /* at most; small work takes one */
     float eps, scale;
     const float *cos_sin; /* [positions, dim] */
 };

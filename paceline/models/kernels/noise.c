@@ -1,9 +1,9 @@
 /* Sampling: the noise of coupled sampling, exp and log, with the same bits on every processor.
 
-   Every line is the same IEEE 754 operation in the same order as in paceline/exact_math.py, which
-   says where the constants come from. Each element is computed by itself, so the compiler may take
-   vectors of any width; it must not fuse a product and a sum (-ffp-contract=off), nor reorder
-   (-ffast-math). Loops go over blocks that stay in the first-level cache. */
+   The IEEE 754 operations are those of paceline/exact_math.py, in the same order; the constants' source is
+   named there. Each element is computed by itself, so the compiler may use vectors of any width. It must
+   neither fuse a product and a sum (-ffp-contract=off) nor reorder (-ffast-math). Loops go over blocks that
+   stay in the first-level cache. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -28,7 +28,7 @@ static inline uint64_t as_bits(double value)
     return u.i;
 }
 
-/* By masks: compilers do not turn a condition on doubles into vectors where it might trap. */
+/* With masks: compilers do not vectorise a condition on doubles that might trap. */
 static inline double choose(int condition, double yes, double no)
 {
     const uint64_t mask = -(uint64_t)condition;
@@ -36,14 +36,14 @@ static inline double choose(int condition, double yes, double no)
 }
 
 #define TWO52 0x1p52
-#define BITS52 0x4330000000000000u /* of TWO52: an integer below 2^52 goes into its last places */
+#define BITS52 0x4330000000000000u /* of TWO52, whose last places take an integer below 2^52 */
 #define ROUNDER 0x1.8p52           /* x + ROUNDER - ROUNDER is x rounded to an integer */
 #define INFINITE 0x7ff0000000000000u
 #define NOT_A_NUMBER 0x7ff8000000000000u
 
 /* --- log and exp ------------------------------------------------------------------------------ */
 
-/* Natural logarithm of a positive normal number; scaling: to be added to its exponent. */
+/* Natural logarithm of a positive normal number; scaling is added to its exponent. */
 static inline double log_of_normal(double x, double scaling)
 {
     const uint64_t bits = as_bits(x) + 0x00095f6200000000u; /* 1.0 - sqrt(0.5), in bits */
@@ -77,7 +77,7 @@ static inline double exp_of(double x)
     const double c = r - t * (0x1.555555555553ep-3 + t * (-0x1.6c16c16bebd93p-9 +
                      t * (0x1.1566aaf25de2cp-14 + t * (-0x1.bbd41c5d26bf1p-20 + t * 0x1.6376972bea4d0p-25))));
     const double e = 1.0 - ((low - (r * c) / (2.0 - c)) - high);
-    /* Times 2^k in two steps, since neither of the halves leaves the normal numbers. */
+    /* Times 2^k in two steps: each factor is a normal number, 2^k need not be. */
     const double half = (k * 0.5 + ROUNDER) - ROUNDER;
     const double first = as_double(as_bits(half + (TWO52 + 1023.0)) << 52);
     const double second = as_double(as_bits((k - half) + (TWO52 + 1023.0)) << 52);
@@ -97,7 +97,7 @@ EXPORT void exact_exp(const double *x, double *out, int64_t count)
         out[i] = exp_of(x[i]);
 }
 
-/* The second half is added to the first until one number is left. scratch: (count + 1) / 2. */
+/* Adds the second half to the first until one number is left. scratch: (count + 1) / 2. */
 EXPORT double exact_sum(const double *x, double *scratch, int64_t count)
 {
     if (count < 2)
@@ -141,7 +141,7 @@ static inline uint64_t bits_of(uint64_t key)
 
 static inline double gumbel_of(uint64_t bits)
 {
-    /* To double in two halves, as not every processor converts 64-bit integers in vectors. */
+    /* To double in two halves: not every processor converts 64-bit integers in vectors. */
     const double high = as_double((bits >> 32) | 0x4530000000000000u) - (0x1p84 + 0x1p52);
     double u = high + as_double((bits & 0xffffffffu) | BITS52);
     u = (u + 0.5) * 0x1p-53;
@@ -149,7 +149,7 @@ static inline double gumbel_of(uint64_t bits)
     return -log_of_normal(-log_of_normal(u, 0.0), 0.0);
 }
 
-/* Integers and doubles in loops of their own: NEON has no products of 64-bit integers. */
+/* A loop for integers and one for doubles: NEON has no products of 64-bit integers. */
 
 EXPORT void gumbel(uint64_t stream, int64_t count, double *out)
 {
@@ -203,8 +203,8 @@ typedef struct {
     int64_t index;
 } best_t;
 
-/* Takes account of BLOCK scores from token `start` on. Returns whether to stop: as in NumPy, the
-   first NaN is the best of all. */
+/* Looks at BLOCK scores from token `start` on. Returns whether to stop: as in NumPy, the first NaN is the
+   highest. */
 static inline int add_noise_and_compare(best_t *best, double score[BLOCK], int64_t start,
                                         uint64_t stream)
 {
@@ -218,8 +218,8 @@ static inline int add_noise_and_compare(best_t *best, double score[BLOCK], int64
         most[0] = most[j] > most[0] ? most[j] : most[0];
     int has_nan;
     double highest = highest_of(score, &has_nan);
-    /* In most blocks even the highest score with the strongest noise would not win. Noise is
-       monotonic in the bits but for rounding, which is far below the 1e-9. */
+    /* In most blocks even the highest score with the strongest noise would not win. Noise grows with
+       the bits, but for rounding, which is far below 1e-9. */
     if (!has_nan && highest + (gumbel_of(most[0]) + 1e-9) <= best->value)
         return 0;
     for (int64_t i = 0; i < BLOCK; i++)
@@ -234,7 +234,7 @@ static inline int add_noise_and_compare(best_t *best, double score[BLOCK], int64
     return has_nan;
 }
 
-/* argmax of logits / temperature + noise; the lowest index where several are best. */
+/* argmax of logits / temperature + noise; of equal ones the lowest index. */
 EXPORT int64_t sample_logits(const float *logits, int64_t count, double temperature, uint64_t stream)
 {
     best_t best = {-as_double(INFINITE), 0};

@@ -1,5 +1,5 @@
-/* Products with weights in float32 or bfloat16, by fused multiply-adds: for matmul.c, in a file of its own
- * since several variants share it. */
+/* Products with weights in float32 or bfloat16 by fused multiply-adds, for matmul.c. Several variants share
+ * this file. */
 
 #include "products.h"
 

@@ -1,12 +1,12 @@
-/* How products are cut into blocks; what products.c, quants.c and matmul.c share. */
+/* Sizes of blocks, and what products.c, quants.c and matmul.c share. */
 
 #include "simd.h"
 
 #define LINE 64 /* bytes of a panel for one step of k, or two */
 #define SPAN 96 /* rows whose sums wait at the same time */
 
-/* Panels that a thread takes together at most, and rows and panels of a block: their sums fill the registers, and
- * are enough to hide the latency of additions. */
+/* The most panels that a thread takes together, and the rows and panels of a block: their sums fill the
+ * registers and hide the latency of additions. */
 #if W == 16
 #define GROUP 8
 #define MAX_ROWS 6
@@ -21,25 +21,24 @@
 #define PANELS(rows) 1
 #endif
 
-/* Steps of k that all rows take before the next ones: a group's panels of them and of the chunk that is
- * fetched meanwhile stay in a core's own cache. Sums wait in memory between two chunks, which changes
- * no bit of them. */
+/* Steps of k that all rows take before the next ones: a core's own cache holds a group's panels for them, and
+ * for the chunk that is fetched meanwhile. Sums wait in memory between two chunks, which changes no bit. */
 #define CHUNK(group) (2048 / (group))
 
-/* Panels that a thread takes together for so many rows. */
+/* Panels that a thread takes together for `rows` rows. */
 ALWAYS_INLINE int group_size(int rows)
 {
     return rows <= 3 ? GROUP : 4;
 }
 
-/* Blocks of several rows fetch what comes next. Not where they read four panels or more and arithmetic takes
- * less time than memory: there the processor reads faster by itself, since instructions that fetch wait in
- * the same few places as loads do. */
+/* Blocks of several rows fetch what comes next, unless they read four panels or more and memory takes longer
+ * than arithmetic: then the processor reads faster by itself, because instructions that fetch wait in the
+ * same few places as loads. */
 #define FETCH(from) __builtin_prefetch(from, 0, 3)
 #define FETCH_TURN(block, fetches) ((fetches) ? (block) : -1) /* -1: never */
-#define MANY_STREAMS(rows) (W == 16 ? (rows) : 2) /* so many rows take longer than reading the weights */
+#define MANY_STREAMS(rows) (W == 16 ? (rows) : 2) /* from so many rows on, arithmetic takes longer than reading */
 
-/* Where results go: `width` of the panels' outputs are real. */
+/* Where results go; panels may have more outputs than these. */
 struct target {
     const void *bias; /* or NULL */
     void *out;        /* [rows][outputs], as the bias float32 or, if narrow, bfloat16 */

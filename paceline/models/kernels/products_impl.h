@@ -1,11 +1,11 @@
-/* Products of rows with panels of weights; included once for each kind of weights, with
- * NAME(f), X (of inputs), SUBSTEPS (inputs that 64 bytes of a panel hold), VALUE(x) (a vec of one input),
+/* Products of rows with panels of weights. Included once for each kind of weights, with NAME(f), X (the type
+ * of inputs), SUBSTEPS (inputs that 64 bytes of a panel hold), VALUE(x) (a vec of one input),
  * WEIGHTS(from, substep), STEP(sums, weights, value) and FETCH_ROWS (from how many rows on blocks fetch
  * what comes next) set. */
 
-/* Steps [from, to) of k for a block of rows and panels, whose sums so far, [rows][GROUP][WIDTH], are in
- * memory. Each of `turns` such blocks fetches a share of the chunk that comes next, spread over its own
- * steps, so that memory and arithmetic are busy at the same time; with turn -1 none does. */
+/* Steps [from, to) of k for a block of rows and panels; its sums so far, [rows][GROUP][WIDTH], are in
+ * memory. Each of `turns` such blocks fetches a share of the next chunk, spread over its own steps, so that
+ * memory and arithmetic are busy at the same time; turn -1 fetches nothing. */
 ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, size_t panel,
                                const char *next, float *sums, int from, int to, int turn, int turns,
                                const int rows, const int panels)
@@ -37,7 +37,7 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
         UNROLL for (int p = 0; p < panels; p++) store_(sums + (r * GROUP + p) * WIDTH, acc[r][p]);
 }
 
-/* The same for any number of panels up to GROUP, as many at once as the registers hold sums of. */
+/* The same for any number of panels up to GROUP; at once, as many as the registers hold sums of. */
 #define BLOCK(rows, count)                                                                        \
     NAME(block)(x, stride, weight + p * panel, panel, next + p * panel, sums + p * WIDTH, from, to, \
                 turn, turns, rows, count)
@@ -78,8 +78,8 @@ static void NAME(rows)(const X *x, size_t stride, const char *weight, size_t pan
 #undef CASE
 #undef BLOCK
 
-/* Up to GROUP neighbouring panels for at most SPAN rows, chunk after chunk. `after` is what comes next
- * and is fetched during the last chunk. sums: [rows][GROUP][WIDTH]. */
+/* Up to GROUP neighbouring panels for at most SPAN rows, chunk after chunk. The last chunk fetches `after`,
+ * which comes next. sums: [rows][GROUP][WIDTH]. */
 void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, const char *after,
                  float *sums, int rows, int steps, int panels)
 {
@@ -90,7 +90,7 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
         const int to = (int)((int64_t)steps * (c + 1) / chunks);
         const char *next = c + 1 < chunks ? weight + (size_t)to * LINE : after;
         for (int b = 0; b < blocks; b++) {
-            /* Shared out evenly: 7 rows as 4 + 3 cost less than as 6 + 1. */
+            /* Blocks of even size: 7 rows as 4 + 3 cost less than as 6 + 1. */
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
             NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
                        FETCH_TURN(b, rows >= FETCH_ROWS), blocks, end - r, panels);

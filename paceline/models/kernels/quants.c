@@ -1,15 +1,15 @@
-/* Products with weights in blocks of small integers, as GGUF files hold them: for matmul.c, in a file of
- * its own since several variants share it.
+/* Products with weights in blocks of small integers, as GGUF files hold them, for matmul.c. Several variants
+ * share this file.
  *
  * A weight is scale * q + least, with a scale and a least of its block of 32 or 16 neighbouring inputs.
  * Inputs are rounded to eight bits in blocks of 32, row by row. Sums of products of integers are exact;
  * a block's share of a result is fma(sum, weights' scale * inputs' scale, share of the blocks before),
- * then fma(least, sum of the inputs, that), in the order of blocks. So a row's result depends on
- * nothing but that row, and every variant computes the same bits.
+ * then fma(least, sum of the inputs, that), in the order of blocks. So a row's result depends on that row
+ * alone, and every variant computes the same bits.
  *
  * A panel holds 16 outputs: the scales of all blocks and then the integers of all blocks, each part
  * from a multiple of 64 bytes on. A line of 64 bytes has 4 inputs of each output, one output after the
- * other: [16][4]. Of four bits, it has 8: the low halves of its bytes are the first 4 inputs. */
+ * other: [16][4]. With four bits, it has 8: the low halves of its bytes are the first 4 inputs. */
 
 #include <stdlib.h>
 
@@ -17,7 +17,7 @@
 #include "products.h"
 
 struct quant_kind {
-    int bits;  /* of an integer: 4, without a sign, or 8, with one */
+    int bits;  /* of an integer: 4, unsigned, or 8, signed */
     int block; /* inputs */
     int wide;  /* whether scales are float32; else float16 */
     int least; /* whether there are any */
@@ -47,7 +47,7 @@ struct quant_inputs {
 #else
 #define QUANT_ROWS 1
 #endif
-/* Few weights are wide: what is gained by more rows is not worth compiling them. */
+/* Few weights are wide: more rows would gain less than their code costs. */
 #define QUANT_MOST(kind) ((kind).wide && QUANT_ROWS > 4 ? 4 : QUANT_ROWS)
 
 ALWAYS_INLINE size_t quant_header(const struct quant_kind kind) /* bytes for one block of a panel */
@@ -87,17 +87,16 @@ ALWAYS_INLINE vec float16_(const uint16_t *x)
     return out;
 }
 
-/* Four inputs, broadcast from memory in one instruction: as a float, or compilers go through an integer
- * register. */
+/* Four inputs, broadcast from memory in one instruction. As a float: with an integer, compilers take another
+ * register on the way. */
 #if W >= 8
 typedef float four_inputs __attribute__((aligned(4), may_alias));
 #else
 typedef int32_t four_inputs __attribute__((aligned(4), may_alias));
 #endif
 
-/* Sums of products for 16 outputs: one line (of eight bits), or the low or high halves of one, times 4
- * inputs. For each instruction set: what a native vector holds of a line, its halves, and inputs to
- * multiply it with. */
+/* Sums of products for 16 outputs: a line of eight bits, or the low or high halves of a line, times 4 inputs.
+ * For each instruction set: a native vector's part of a line, its halves, and the inputs to multiply with. */
 #if W == 16
 typedef __m512i quant_part;
 #define QUANT_PARTS 1
@@ -158,7 +157,7 @@ _Static_assert(QUANT_PARTS == NATS, "a part has as many outputs as a native vect
 
 /* sums + w * x, four products for each output. */
 #if (W == 16 && defined(__AVX512VNNI__)) || (W == 8 && defined(__AVXVNNI__))
-#define QUANT_SHIFTS 1 /* weights with a sign are taken as 128 more */
+#define QUANT_SHIFTS 1 /* signed weights count as 128 more */
 #define QUANT_NARROW 0
 ALWAYS_INLINE nat_int quant_step(nat_int sums, quant_part w, quant_part x, int bits)
 {
@@ -178,7 +177,7 @@ ALWAYS_INLINE nat_int quant_finish(nat_int sums, int bits)
 }
 #elif W >= 8
 #define QUANT_SHIFTS 0
-/* Of four bits, the 16 bits of a sum of pairs hold a whole block: 16 * 15 * 127 = 30,480. Of eight bits, they
+/* The 16 bits of a sum of pairs hold a whole block of four bits: 16 * 15 * 127 = 30,480. Of eight bits, they
  * hold two products: 2 * 128 * 127 = 32,512. */
 ALWAYS_INLINE nat_int quant_step(nat_int sums, quant_part w, quant_part x, int bits)
 {
@@ -230,7 +229,7 @@ ALWAYS_INLINE nat_int quant_finish(nat_int sums, int bits)
 }
 #endif
 
-/* A row of inputs, rounded; zeros behind k. */
+/* A row of inputs, rounded; zeros after k. */
 static void quant_round(const void *x, size_t at, struct quant_inputs *out, int k, int narrow)
 {
     for (int b = 0; b * QUANT_INPUTS < k; b++, out++) {
@@ -265,8 +264,8 @@ static void quant_round(const void *x, size_t at, struct quant_inputs *out, int 
     }
 }
 
-/* Panels that a block of rows takes together. Memory reads several streams faster than one, and sums that do
- * not wait for each other hide what an addition takes; beyond, registers run out. */
+/* Panels that a block of rows takes together. Several streams are read faster than one, and sums that do not
+ * wait for each other hide the latency of additions; with more panels, registers run out. */
 #if W == 16
 #define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : (rows) <= 4 || (bits) == 8 ? 4 : 2)
 #elif HAS_FMA
@@ -276,8 +275,8 @@ static void quant_round(const void *x, size_t at, struct quant_inputs *out, int 
 #endif
 #define MOST_PANELS QUANT_PANELS(1, 8)
 
-/* Up to QUANT_ROWS rows and some neighbouring panels, `size` bytes each. Each of `turns` such calls fetches
- * a share of the panels that come next, spread over its own blocks. */
+/* Up to QUANT_ROWS rows and some neighbouring panels of `size` bytes each. Each of `turns` such calls fetches
+ * a share of the next panels, spread over its own blocks. */
 ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *panel, size_t size,
                                int turn, int turns, const struct target *t, int row, int first,
                                const int rows, const int panels, const struct quant_kind kind)
@@ -383,7 +382,7 @@ ALWAYS_INLINE void quant_rows(const struct quant_inputs *x, int k, const char *p
         CASE(8)
 #endif
     }
-    for (; p < panels; p++) /* few matrices have any left, so code for all numbers of rows is not worth it */
+    for (; p < panels; p++) /* few matrices have any left: code for all numbers of rows is not worth it */
         for (int r = 0; r < rows; r++)
             BLOCK(r, 1, 1);
 }
@@ -410,7 +409,7 @@ QUANT_PANEL(octet, OCTET_KIND)
 QUANT_PANEL(wide_nibble, WIDE_NIBBLE_KIND)
 QUANT_PANEL(wide_octet, WIDE_OCTET_KIND)
 
-/* The product; k is a multiple of 32. Returns non-zero when memory runs out. */
+/* The product; k is a multiple of 32. Returns non-zero if memory runs out. */
 int quant_product(const void *x, const char *weight, int packing, int rows, int k, int threads, int share,
                   const struct target *t)
 {

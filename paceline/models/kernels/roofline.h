@@ -1,8 +1,7 @@
-/* What the processor can do at most, for benchmarks/kernels.py to compare the products with; part of
- * matmul.c. */
+/* The most that the processor can do; paceline/bench/kernels.py compares products with it. Part of matmul.c. */
 
-/* Multiply-adds of 16 floats in registers: more chains than latency hides. Returns how many numbers were
- * multiplied; *sink keeps the compiler from leaving the loop out. */
+/* Multiply-adds of 16 floats in registers, in enough chains to hide their latency. Returns how many numbers
+ * it multiplied; *sink keeps the compiler from leaving the loop out. */
 #if W == 16
 #define CHAINS 16
 #elif HAS_FMA
@@ -23,8 +22,8 @@ static double peak_fma(long rounds, float *sink)
     return (double)rounds * CHAINS * WIDTH;
 }
 
-/* The same for int8: steps of four k for 16 outputs. Weights and inputs come from the nearest cache, as
- * every product has to load them, and change from step to step, or the compiler multiplies only once. */
+/* The same for int8: steps of four k for 16 outputs. Weights and inputs come from the nearest cache, because
+ * every product has to load them, and change from step to step, or the compiler would multiply only once. */
 static double peak_bytes(long rounds, float *sink)
 {
     enum { STEPS = 64 };
@@ -78,7 +77,7 @@ static double peak_tiles(long rounds)
 }
 #endif
 
-/* Multiplications done for weights of this packing, as fast as this build does them, on each thread. */
+/* Multiplies on each thread as fast as this build can for weights of this packing; returns how often. */
 EXPORT double peak(int packing, long rounds, int threads)
 {
     double done = 0.0;
@@ -129,8 +128,8 @@ struct product {
     int64_t packing, inputs, outputs;
 };
 
-/* Products of the same rows with one matrix after the other, as a forward has them; x and out are large
- * enough for each. Returns non-zero when memory runs out. */
+/* Products of the same rows with one matrix after the other, as in a forward; x and out are large enough for
+ * each. Returns non-zero if memory runs out. */
 EXPORT int multiply_all(const struct product *products, int count, const void *x, void *out, int rows,
                         int threads, int narrow)
 {

@@ -1,9 +1,8 @@
-/* Vectors of 16 floats, whatever the instruction set, and what decode.c and matmul.c share.
+/* Vectors of 16 floats on every instruction set, and what decode.c and matmul.c share.
  *
  * A `vec` is 16 floats in as many of the processor's own vectors (`nat`, W floats) as that takes. Sums
- * run along lanes, lanes are added in one fixed order, and multiplications are fused with additions
- * only where fma_() says so (compiled with -ffp-contract=off). So the width of a vector changes no bit
- * of a result. */
+ * run along lanes, lanes are added in one fixed order, and only fma_() fuses a product and a sum (compiled
+ * with -ffp-contract=off). So the width of a vector changes no bit of a result. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -36,7 +35,7 @@
 #define HAS_FMA 0
 #endif
 
-/* How much less a core computes than one with the widest vectors, about: threads meet for so much less. */
+/* About how much slower a core is than one with the widest vectors: threads share so much smaller work. */
 #if W == 16
 #define SLOWER 1
 #elif HAS_FMA
@@ -48,7 +47,7 @@
 typedef float nat __attribute__((vector_size(4 * W)));
 typedef int32_t nat_int __attribute__((vector_size(4 * W)));
 typedef uint32_t nat_bits __attribute__((vector_size(4 * W)));
-/* The same wherever they begin in memory. */
+/* The same at any address. */
 typedef nat nat_at __attribute__((aligned(4), may_alias));
 typedef nat_bits nat_bits_at __attribute__((aligned(4), may_alias));
 typedef uint16_t half_at __attribute__((vector_size(2 * W), aligned(2), may_alias));
@@ -151,9 +150,9 @@ typedef double pair __attribute__((vector_size(16)));
 typedef int64_t pair_bits __attribute__((vector_size(16)));
 typedef float two __attribute__((vector_size(8)));
 
-/* A fused multiply-add of two floats each where the processor has none: the product is exact in
- * double precision, and the sum is rounded to odd, so that the second rounding is the right one
- * (Boldo, Melquiond 2008, Emulation of a FMA and correctly rounded sums). */
+/* Two fused multiply-adds for a processor without any: products are exact in double precision, and sums are
+ * rounded to odd, so that the second rounding, to float, is right (Boldo, Melquiond 2008, Emulation of a FMA
+ * and correctly rounded sums). */
 ALWAYS_INLINE two fma_two(two a, two b, two c)
 {
     const pair product = __builtin_convertvector(a, pair) * __builtin_convertvector(b, pair);
@@ -161,7 +160,7 @@ ALWAYS_INLINE two fma_two(two a, two b, two c)
     const pair sum = product + addend, back = sum - product;
     const pair error = (product - (sum - back)) + (addend - back);
     const pair_bits bits = (pair_bits)sum;
-    /* Inexact and even: one step towards the error; away from zero where the signs agree. */
+    /* If inexact and even: one step towards the error, away from zero if the signs agree. */
     const pair_bits inexact = (pair_bits)((error < 0.0) | (error > 0.0)); /* not for NaN */
     const pair_bits even = (bits & 1) - 1; /* all ones if so */
     const pair_bits apart = (pair_bits)((error < 0.0) ^ (sum < 0.0)); /* all ones if signs differ */
@@ -247,7 +246,7 @@ ALWAYS_INLINE void narrow_(uint16_t *out, vec v)
     }
 }
 
-/* 16 numbers of an array of float32 or, if narrow, bfloat16; zeros where fewer are left. */
+/* 16 numbers of an array of float32 or, if narrow, bfloat16; zeros if fewer are left. */
 ALWAYS_INLINE vec read_(const void *x, size_t at, int left, int narrow)
 {
     if (left >= WIDTH)
@@ -258,7 +257,7 @@ ALWAYS_INLINE vec read_(const void *x, size_t at, int left, int narrow)
     return load_(all);
 }
 
-/* As many of 16 numbers as are left. */
+/* The first `left` of 16 numbers. */
 ALWAYS_INLINE void write_(void *out, size_t at, vec v, int left, int narrow)
 {
     if (left >= WIDTH) {
@@ -277,7 +276,7 @@ ALWAYS_INLINE void write_(void *out, size_t at, vec v, int left, int narrow)
             ((float *)out)[at + i] = all[i];
 }
 
-/* exp(x) within 2 units in the last place for x <= 0 down to underflow; polynomial: Cephes expf. */
+/* exp(x) within 2 units in the last place, for x <= 0 down to underflow. The polynomial is Cephes' expf. */
 ALWAYS_INLINE nat nat_exp(nat x)
 {
     x = nat_min(nat_max(x, nat_set(-87.0f)), nat_set(88.0f));
@@ -301,7 +300,7 @@ ALWAYS_INLINE vec exp_(vec x) { EACH(nat_exp(x.n[i])); }
 
 /* --- lanes together: always i with i + 8, then i + 4, i + 2, i + 1 ----------------------------- */
 
-/* As many levels as go without a shuffle. */
+/* The levels that need no shuffle. */
 ALWAYS_INLINE nat fold(vec v)
 {
     for (int half = NATS / 2; half; half /= 2)
@@ -311,7 +310,7 @@ ALWAYS_INLINE nat fold(vec v)
 
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-/* The sum of the W lanes of each of W vectors: rounds that add the halves of what is left of two. */
+/* The sum of the W lanes of each of W vectors; each round adds the halves of two vectors. */
 ALWAYS_INLINE nat sum_lanes(const nat *v)
 {
 #if W == 16

@@ -1,8 +1,8 @@
 /* Products with matrix tiles (AMX); part of matmul.c.
  *
- * One instruction takes 16 rows, 16 outputs and 32 steps of k, and few rows cost hardly more than one. It
- * multiplies bfloat16 only. Float32 inputs go through it as the sum of three bfloat16 numbers, which is
- * exact, if the weights are bfloat16 numbers themselves: every product is exact, and sums are float32. */
+ * One instruction takes 16 rows, 16 outputs and 32 steps of k, so a few rows cost hardly more than one. It
+ * multiplies bfloat16 only. A float32 input is the exact sum of three bfloat16 numbers; if the weights are
+ * bfloat16 numbers, too, every product is exact. Sums are float32. */
 
 #define TILE_SPAN 64  /* rows that one thread takes */
 #define TILE_PANELS 4 /* that a block of tiles takes */
@@ -16,7 +16,7 @@
 #define HAS_TILES 0
 #endif
 
-/* Whether the system lets this process use tiles, which it does only for those that ask. */
+/* Asks the system to let this process use tiles; whether it does. */
 EXPORT int allow_tiles(void)
 {
 #if HAS_TILES
@@ -29,8 +29,8 @@ EXPORT int allow_tiles(void)
 
 #if HAS_TILES
 
-#ifndef TILE_LOAD /* a test of what is around them brings its own */
-/* The compilers' own functions for these do not say that they touch memory. */
+#ifndef TILE_LOAD /* a test brings its own */
+/* The compilers' own functions do not say that they touch memory. */
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((long)(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) \
@@ -67,7 +67,7 @@ static void configure_tiles(int rows)
     }
 
 /* A block of at most TILE_ROWS rows and up to four panels.
- * x: [pieces][...][inputs], a piece `piece` numbers behind the one before; width: of a row of sums. */
+ * x: [pieces][...][inputs], each piece `piece` numbers after the one before; width: of a row of sums. */
 ALWAYS_INLINE void tile_block(const uint16_t *x, size_t piece, const int pieces,
                               const uint32_t *weight, float *sums, size_t width, int inputs,
                               const int panels)
@@ -102,8 +102,8 @@ ALWAYS_INLINE void tile_block(const uint16_t *x, size_t piece, const int pieces,
 
 #undef PANEL
 
-/* A row of inputs as bfloat16 numbers that add up to it, a piece `piece` numbers behind the one before;
- * zeros behind k. */
+/* A row of inputs as bfloat16 numbers that add up to it, each piece `piece` numbers after the one before;
+ * zeros after k. */
 static void pieces_f32(const float *x, uint16_t *out, size_t piece, int k, int inputs)
 {
     for (int i = 0; i < inputs; i += WIDTH) {
@@ -130,7 +130,7 @@ static void pieces_bf16(const uint16_t *x, uint16_t *out, int k, int inputs)
         tile_block(in, piece, 3, w, to, width, inputs, n);                                        \
     break
 
-/* The product. Returns non-zero when memory runs out. */
+/* The product. Returns non-zero if memory runs out. */
 static int tiled(const void *x, const uint32_t *weight, int rows, int k, int threads, int share,
                  const struct target *t)
 {
@@ -170,7 +170,7 @@ static int tiled(const void *x, const uint32_t *weight, int rows, int k, int thr
             const int straight = !t->narrow && !t->bias && first + panels * WIDTH <= (int)t->outputs;
             const uint32_t *w = weight + p * panel;
             for (int block = span * TILE_SPAN; block < end; block += TILE_ROWS) {
-                /* The last block takes rows of the one before again: tiles keep their shape. */
+                /* The last block repeats rows of the one before: tiles keep their shape. */
                 const int r = block + TILE_ROWS <= rows ? block : rows - count;
                 const uint16_t *in = pieces + (size_t)r * inputs;
                 float *to = straight ? (float *)t->out + r * t->outputs + first : sums;
@@ -195,7 +195,7 @@ static int tiled(const void *x, const uint32_t *weight, int rows, int k, int thr
 
 #define BYTE_STEPS 64 /* of k in one tile */
 
-/* As configure_tiles; 6 and 7 are the weights and inputs that are left when k is no multiple of 64. */
+/* As configure_tiles; 6 and 7 are the weights and inputs that remain if k is no multiple of 64. */
 static void byte_tiles_begin(int rows, int inputs)
 {
     const int rest = inputs % BYTE_STEPS ? inputs % BYTE_STEPS : BYTE_STEPS;
@@ -263,7 +263,7 @@ static void byte_tiles(const void *x, int inputs, const char *panel, size_t byte
 
 #undef PANEL
 
-#else /* never called: ops.py packs weights for tiles where allow_tiles() says so */
+#else /* never called: packing.py packs weights for tiles only if allow_tiles() */
 
 static int tiled(const void *x, const uint32_t *weight, int rows, int k, int threads, int share,
                  const struct target *t)

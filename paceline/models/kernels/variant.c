@@ -1,6 +1,6 @@
-/* What every variant's library says of itself: whether it runs here, and a test that its results are
- * right. Compiled for the lowest instruction set, unlike the rest of the library: it is what runs before
- * anything is known about the processor. */
+/* What every variant's library tells about itself: whether it runs here, and whether its results are
+ * right. Unlike the rest of the library, this is compiled for the lowest instruction set: it runs before
+ * the processor is known. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -22,7 +22,7 @@ int allow_tiles(void); /* tiles.h */
 enum features { FMA = 1, AVX512 = 2, AVX_VNNI = 4, AVX512_VNNI = 8, AVX512_BF16 = 16, AMX = 32 };
 enum arm_features { DOTPROD = 1, ARM_BF16 = 2 };
 
-/* FEATURES is what the build makes use of; a set that is missing one bit does not run. */
+/* What the processor has. FEATURES is what the build uses: without one of those bits it does not run. */
 static int features(void)
 {
     int found = 0;
@@ -56,7 +56,7 @@ static int features(void)
     return found;
 }
 
-/* 0 where this library does not run; the library with the highest score is the best one. */
+/* 0 if this library does not run here; the library with the highest score is the best. */
 EXPORT int score(void)
 {
     if ((features() & (FEATURES)) != (FEATURES))
@@ -109,7 +109,7 @@ enum { HIDDEN = 40, FFN = 54, HEADS = 4, KV_HEADS = 2, DIM = 20, SLOTS = 64, ROW
 #define PANELS(outputs) (((outputs) + 15) / 16 * 16)
 #define NUMBERS 60000
 
-/* A small model of odd sizes: a prompt, and a token alone behind it. Zero when memory runs out. */
+/* A small model of odd sizes computes a prompt, then one token. 0 if memory runs out. */
 static uint64_t model_hash(uint64_t hash, int narrow)
 {
     static const int sizes[][2] = {
@@ -194,7 +194,7 @@ static uint64_t bytes_hash(uint64_t hash)
     return mix(hash, out, sizeof out);
 }
 
-/* Products with weights in blocks, of each kind: with one row, and with several. */
+/* Products with each kind of weights in blocks, for one row and for several. */
 static uint64_t quants_hash(uint64_t hash)
 {
     enum { INPUTS = 96, OUTPUTS = 76, COUNT = 5, MOST = 7 };
@@ -230,8 +230,8 @@ static uint64_t quants_hash(uint64_t hash)
     return hash;
 }
 
-/* A digest of what the kernels compute from fixed numbers, in class portable: kernels/__init__.py knows
- * what it must be. 0 when memory runs out. */
+/* A digest of what the kernels compute from fixed numbers, in class portable; kernels/__init__.py has the
+ * one that is right. 0 if memory runs out. */
 EXPORT uint64_t self_test(void)
 {
     uint64_t hash = model_hash(0xcbf29ce484222325u, 0);

@@ -1,0 +1,271 @@
+"""The weights of a Llama-type model in memory: read, converted and packed for its ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from paceline.errors import InvalidArgument
+from paceline.memory import check_fits
+from paceline.models.int4 import int4_format
+from paceline.models.layouts import StoredTensor, in_pieces, read_config
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.llama_tensors import (
+    Stored,
+    in_blocks,
+    read_weight,
+    stored_weights,
+    weight_files,
+)
+from paceline.models.native_ops import NativeOps
+from paceline.models.ops import Layer, Ops, Stack
+from paceline.models.packed import PackedWeights, identity
+from paceline.models.packing import Packing, Weight
+from paceline.models.quants import QUANT_TYPES, Quantised, concatenate, quantise
+from paceline.models.rope import rope_table
+from paceline.numerics import InParts, digest_tensors
+
+Tensor = torch.Tensor
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LlamaWeights:
+    """All tensors that a forward reads.
+
+    Attributes:
+        is_tied: the output layer is the embedding.
+        num_parameters: numbers in the checkpoint; a tied embedding counts once.
+    """
+
+    embedding: Tensor  # [vocab_size, hidden_size]
+    stack: Stack
+    final_norm: Tensor  # [hidden_size]
+    head: Weight  # [vocab_size, hidden_size]
+    is_tied: bool
+    num_parameters: int
+
+    def digest(self, config: LlamaConfig, ops: Ops, dtype: torch.dtype) -> str:
+        """Of all tensors, in one layout independent of the ops, and of what else decides bits."""
+        numbers = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "rms_norm_eps": config.rms_norm_eps,
+            "windows": config.windows,
+        }
+        return digest_tensors(self._tensors(ops, dtype), numbers)
+
+    def _tensors(self, ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | InParts]]:
+        yield "embedding", self.embedding
+        yield "cos_sin", self.stack.cos_sin
+        yield "final_norm", self.final_norm
+        for i, layer in enumerate(self.stack.layers):
+            for f in fields(Layer):
+                value = getattr(layer, f.name)
+                if isinstance(value, Weight):
+                    yield _named(f"{i}.{f.name}", value, ops, dtype)
+                elif isinstance(value, Tensor):
+                    yield f"{i}.{f.name}", value
+        if not self.is_tied or self.head.packing >= Packing.NIBBLES:
+            yield _named("head", self.head, ops, dtype)
+
+
+def _named(name: str, weight: Weight, ops: Ops, dtype: torch.dtype) -> tuple[str, Tensor | InParts]:
+    """A weight with its name; blocks of integers have one layout on every machine."""
+    if weight.packing >= Packing.NIBBLES:
+        return f"{name} in {weight.packing.name}", weight.data
+    if not isinstance(ops, NativeOps):
+        return name, ops.unpack(weight)
+    shape = weight.num_outputs, weight.num_inputs
+    return name, InParts(shape, dtype, ops.packer.unpack_rows(weight))
+
+
+def load_llama_weights(
+    folder: Path,
+    config: LlamaConfig,
+    ops: Ops,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: str | None = None,
+) -> LlamaWeights:
+    """The weights of a model folder, packed for ``ops``.
+
+    Args:
+        dtype: of what is not packed.
+        blocks: round weights to blocks of integers, as a GGUF file's type has them ("Q8_0",
+            "Q4_0"); None: as they are.
+
+    Raises:
+        ModelNotFound: something in the folder is missing or damaged.
+        InvalidArgument: ``blocks`` without the C kernels, weights that do not fit into memory, or
+            a tensor that such a model does not have.
+    """
+    packer = ops.packer if isinstance(ops, NativeOps) else None
+    if blocks and packer is None:
+        raise InvalidArgument("dtype", blocks.lower(), "float32 or bfloat16 without kernels")
+    key, num_weights = "", 0  # nothing packed on disk
+    if packer is not None:
+        form, num_weights = int4_format(read_config(folder)), config.num_weights
+        key = identity(weight_files(folder), packer.layout, blocks, form)
+    with PackedWeights.of(key, num_weights) as store:
+        tensors = stored_weights(folder, config)
+        loader = _Loader(config, ops, dtype, device, blocks, tensors, store)
+        if device.type == "cpu":
+            check_fits(loader.least_bytes(), folder)
+        return loader.load()
+
+
+class _Loader:
+    """Reads, converts and packs one tensor after the other, and each some rows at a time."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        blocks: str | None,
+        tensors: dict[str, Stored],
+        store: PackedWeights,
+    ) -> None:
+        self._config, self._ops, self._dtype, self._device = config, ops, dtype, device
+        self._packer = ops.packer if isinstance(ops, NativeOps) else None
+        self._blocks, self._tensors, self._store = blocks, tensors, store
+        self._num_parameters = 0
+
+    def least_bytes(self) -> int:
+        """Bytes of the weights in memory, without biases and norms."""
+        packer, dtype = self._packer, self._dtype
+        total = math.prod(self._tensors[_EMBEDDING].shape) * dtype.itemsize
+        for name, tensor in self._tensors.items():
+            # Only kernels pack the table of a tied embedding, too.
+            is_head = self._config.tie_word_embeddings and packer is not None
+            if len(tensor.shape) != 2 or (name == _EMBEDDING and not is_head):
+                continue
+            if packer is not None and not isinstance(tensor, StoredTensor) and in_blocks(tensor):
+                total += tensor.size
+                continue
+            size: float = dtype.itemsize
+            if packer is not None and (self._blocks or packer.int8):
+                size = QUANT_TYPES["Q4_1"].size / 32 if self._blocks == "Q4_0" else 1
+            elif packer is not None and size > 2:
+                some = read_weight(tensor, slice(1))
+                if isinstance(some, Tensor) and bool(some.bfloat16().eq(some).all()):
+                    size = 2  # an estimate from one row
+            total += int(math.prod(tensor.shape) * size)
+        return total
+
+    def load(self) -> LlamaWeights:
+        config = self._config
+        table = self._find(_EMBEDDING)
+        embedding = self._store.tensor("embedding", lambda: self._floats(table))
+        layers = tuple(self._layer(i) for i in range(config.num_layers))
+        stack = Stack(
+            layers=layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            cos_sin=rope_table(config).to(self._device).contiguous(),
+        )
+        final_norm = self._take("model.norm.weight")
+        is_tied = config.tie_word_embeddings
+        if is_tied and self._packer is None:
+            head = self._ops.pack(embedding)
+        else:
+            head = self._packed("head", [table if is_tied else self._find("lm_head.weight")])
+        assert not self._tensors  # each one has its place
+        return LlamaWeights(
+            embedding=embedding, stack=stack, final_norm=final_norm, head=head, is_tied=is_tied,
+            num_parameters=self._num_parameters,
+        )  # fmt: skip
+
+    def _layer(self, i: int) -> Layer:
+        at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        qkv, gate_up = [f"{at}.{x}_proj" for x in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        normed = self._config.head_norms
+        return Layer(
+            input_norm=self._take(f"model.layers.{i}.input_layernorm.weight"),
+            qkv=self._fused(*qkv),
+            qkv_bias=self._bias(*qkv),
+            q_norm=self._take(f"{at}.q_norm.weight") if normed else None,
+            k_norm=self._take(f"{at}.k_norm.weight") if normed else None,
+            out=self._fused(f"{at}.o_proj"),
+            out_bias=self._bias(f"{at}.o_proj"),
+            post_norm=self._take(f"model.layers.{i}.post_attention_layernorm.weight"),
+            gate_up=self._fused(*gate_up),
+            gate_up_bias=self._bias(*gate_up),
+            down=self._fused(f"{mlp}.down_proj"),
+            down_bias=self._bias(f"{mlp}.down_proj"),
+            window=self._config.windows[i],
+        )
+
+    def _find(self, name: str) -> Stored:
+        tensor = self._tensors.pop(name)
+        self._num_parameters += math.prod(tensor.shape)
+        return tensor
+
+    def _as_floats(self, found: Tensor | Quantised) -> Tensor:
+        if isinstance(found, Quantised):
+            found = torch.from_numpy(found.floats())
+        return found.to(self._device, self._dtype)
+
+    def _floats(self, *parts: Stored) -> Tensor:
+        """The concatenated parts, not packed."""
+        count, *size = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+        whole = torch.empty((count, *size), dtype=self._dtype, device=self._device)
+        first = 0
+        for part in parts:
+            for rows in in_pieces(part.shape[0], math.prod(size)):
+                found = self._as_floats(read_weight(part, rows))
+                whole[first + rows.start : first + rows.stop] = found
+            first += part.shape[0]
+        return whole
+
+    def _take(self, name: str) -> Tensor:
+        return self._floats(self._find(name))
+
+    def _bias(self, *names: str) -> Tensor | None:
+        if f"{names[0]}.bias" not in self._tensors:
+            return None
+        return torch.cat([self._take(f"{name}.bias") for name in names])
+
+    def _fused(self, *names: str) -> Weight:
+        """Some layers that take the same inputs, as one."""
+        return self._packed(names[0], [self._find(f"{name}.weight") for name in names])
+
+    def _packed(self, name: str, parts: Sequence[Stored]) -> Weight:
+        weight = self._store.weight(name, lambda: self._pack(parts))
+        if self._packer is not None:
+            self._packer.packings.add(weight.packing)
+        return weight
+
+    def _pack(self, parts: Sequence[Stored]) -> Weight:
+        if self._packer is None:
+            return self._ops.pack(self._floats(*parts))
+        all_in_blocks = all(in_blocks(part) for part in parts)
+        firsts = [0, *accumulate(part.shape[0] for part in parts)]
+
+        def piece(rows: slice) -> Tensor | Quantised:
+            """Some outputs of the concatenated parts."""
+            found = []
+            for part, first in zip(parts, firsts, strict=False):
+                start, stop = max(0, rows.start - first), min(part.shape[0], rows.stop - first)
+                if start < stop:
+                    found.append(read_weight(part, slice(start, stop)))
+            if all_in_blocks:
+                return concatenate([part for part in found if isinstance(part, Quantised)])
+            whole = torch.cat([self._as_floats(part) for part in found])
+            return quantise(whole.float().numpy(), self._blocks) if self._blocks else whole
+
+        return self._packer.pack_rows(piece, firsts[-1], parts[0].shape[1])

@@ -1,0 +1,158 @@
+"""The structures of kernels/model.h, field by field as C has them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.models.ops import Layer, Stack
+from paceline.models.packing import Weight
+from paceline.models.rows import Rows
+
+
+class CRows(ctypes.Structure):
+    """``struct rows``."""
+
+    _fields_ = [
+        ("count", ctypes.c_int32),
+        ("longest", ctypes.c_int32),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("prefix_length", ctypes.c_void_p),
+        ("path_length", ctypes.c_void_p),
+        ("prefix", ctypes.c_void_p),
+        ("path", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, count: int, rows: Rows, paths: npt.NDArray[np.int64]) -> CRows:
+        """Over the arrays of ``rows`` and over ``paths``, all of which must outlive it.
+
+        Args:
+            paths: addresses of each row's path (:func:`path_addresses`).  # [R]
+        """
+        return cls(
+            count,
+            rows.longest,
+            rows.positions.ctypes.data,
+            rows.slots.ctypes.data,
+            rows.prefix_length.ctypes.data,
+            rows.path_length.ctypes.data,
+            rows.table_addresses.ctypes.data,
+            paths.ctypes.data,
+        )
+
+
+class CModel(ctypes.Structure):
+    """``struct model``."""
+
+    _fields_ = [
+        ("hidden", ctypes.c_int32),
+        ("ffn", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("num_slots", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("cos_sin", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, stack: Stack, num_slots: int) -> CModel:
+        """For one thread; points to the stack's tensors."""
+        return cls(
+            hidden=stack.hidden_size,
+            ffn=stack.intermediate_size,
+            heads=stack.num_heads,
+            kv_heads=stack.num_kv_heads,
+            dim=stack.head_dim,
+            num_slots=num_slots,
+            threads=1,
+            eps=stack.eps,
+            scale=stack.head_dim**-0.5,
+            cos_sin=stack.cos_sin.data_ptr(),
+        )
+
+
+class CWeight(ctypes.Structure):
+    """``struct weight``."""
+
+    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, weight: Weight) -> CWeight:
+        """Points to the weight's data."""
+        return cls(weight.data.data_ptr(), weight.packing)
+
+
+class CLayer(ctypes.Structure):
+    """``struct layer``."""
+
+    _fields_ = [
+        ("input_norm", ctypes.c_void_p),
+        ("qkv", CWeight),
+        ("qkv_bias", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("out", CWeight),
+        ("out_bias", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("gate_up", CWeight),
+        ("gate_up_bias", ctypes.c_void_p),
+        ("down", CWeight),
+        ("down_bias", ctypes.c_void_p),
+        ("window", ctypes.c_int64),  # 0 for all positions
+    ]
+
+    @classmethod
+    def of(cls, layer: Layer) -> CLayer:
+        """Points to the layer's tensors."""
+        return cls(
+            input_norm=layer.input_norm.data_ptr(),
+            qkv=CWeight.of(layer.qkv),
+            qkv_bias=address(layer.qkv_bias),
+            q_norm=address(layer.q_norm),
+            k_norm=address(layer.k_norm),
+            out=CWeight.of(layer.out),
+            out_bias=address(layer.out_bias),
+            post_norm=layer.post_norm.data_ptr(),
+            gate_up=CWeight.of(layer.gate_up),
+            gate_up_bias=address(layer.gate_up_bias),
+            down=CWeight.of(layer.down),
+            down_bias=address(layer.down_bias),
+            window=layer.window or 0,
+        )
+
+
+STRUCTS = (CRows, CModel, CWeight, CLayer)
+"""In the order of ``struct_size`` in kernels/decode.c."""
+
+
+def check_structs(library: ctypes.CDLL) -> None:
+    """Compare the structures above with those that the kernels were compiled with.
+
+    Raises:
+        RuntimeError: a structure has another size in C.
+    """
+    for i, struct in enumerate(STRUCTS):
+        here, there = ctypes.sizeof(struct), library.struct_size(i)
+        if here != there:
+            name = struct.__name__.removeprefix("C").lower()
+            raise RuntimeError(
+                f"struct {name} has {here} bytes in native_structs.py, and {there} in C"
+            )
+
+
+def path_addresses(rows: Rows) -> npt.NDArray[np.int64]:
+    """Where each row's path begins in memory.  # [R]"""
+    return rows.path_offset.astype(np.int64) * 4 + int(rows.paths.ctypes.data)
+
+
+def address(value: torch.Tensor | None) -> int | None:
+    """Where a tensor's data are; None is C's null pointer."""
+    return None if value is None else value.data_ptr()

@@ -1,0 +1,96 @@
+"""Cosines and sines of the rotary position embedding."""
+
+from __future__ import annotations
+
+import math
+from decimal import Context, Decimal, localcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.errors import InvalidArgument
+from paceline.exact_math import cos_sin
+from paceline.models.llama_config import LlamaConfig
+
+
+def rope_table(config: LlamaConfig) -> torch.Tensor:
+    """Cosines and sines of every position.  # [context_length, head_dim] float32
+
+    The table has the same bits on every processor, but for rope types whose frequencies come from
+    transformers (all that :func:`rope_frequencies` does not know): torch's power function may
+    differ in the last bit between machines.
+
+    Raises:
+        InvalidArgument: config.json lacks a number that the rope type needs.
+    """
+    frequencies, scaling = scaled_frequencies(config)
+    half = len(frequencies)
+    table = np.empty((config.context_length, 2 * half), np.float32)
+    rows = max(1, 2**15 // half)  # at a time: their float64 numbers stay in a core's cache
+    for start in range(0, len(table), rows):
+        stop = min(start + rows, len(table))
+        # In float32, as the models were trained.
+        angles = np.arange(start, stop, dtype=np.float32)[:, None] * frequencies
+        table[start:stop, :half], table[start:stop, half:] = cos_sin(angles.astype(np.float64))
+    if scaling != 1.0:
+        table *= np.float32(scaling)
+    return torch.from_numpy(table)
+
+
+def scaled_frequencies(config: LlamaConfig) -> tuple[npt.NDArray[np.float32], float]:
+    """Radians per position of each pair [head_dim / 2], and the scale of cosines and sines."""
+    frequencies = rope_frequencies(config)
+    if frequencies is not None:
+        return frequencies, 1.0
+    # Long-context variants follow transformers, which defines these checkpoints.
+    from transformers import LlamaConfig as Reference
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    reference = Reference(
+        hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
+        head_dim=config.head_dim, max_position_embeddings=config.context_length,
+        rope_parameters=dict(config.rope),
+    )  # fmt: skip
+    inverse, scaling = ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](reference, "cpu")
+    return inverse.float().numpy(), scaling
+
+
+def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
+    """Radians a position of each pair, for the rope types default, linear and llama3.
+
+    Step by step what transformers' modeling_rope_utils.py computes in float32, with a power that
+    is correctly rounded instead of torch's.  # [head_dim / 2]; None: another rope type
+    """
+    kind, number = config.rope["rope_type"], np.float32
+    if kind not in ("default", "linear", "llama3"):
+        return None
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / number(config.head_dim)
+    theta = Decimal(float(number(_rope_number(config, "rope_theta"))))
+    with localcontext(Context(prec=40)):  # integers only: the same digits everywhere
+        powers = [float(theta ** Decimal(float(exponent))) for exponent in exponents]
+    frequencies: npt.NDArray[np.float32] = number(1.0) / np.array(powers, np.float32)
+    if kind == "default":
+        factors = config.rope.get("frequency_factors")  # of a GGUF file
+        if factors is not None:
+            frequencies /= np.asarray(factors, np.float32)
+        return frequencies
+    factor = number(_rope_number(config, "factor"))
+    if kind == "linear":
+        return frequencies / factor
+    # Llama 3.1: short waves stay, long ones are stretched, and between them it is mixed.
+    low, high = _rope_number(config, "low_freq_factor"), _rope_number(config, "high_freq_factor")
+    old = config.rope.get("original_max_position_embeddings", config.context_length)
+    wavelengths = (number(1.0) / frequencies) * number(2.0 * math.pi)
+    stretched = np.where(wavelengths > number(old / low), frequencies / factor, frequencies)
+    share = ((number(1.0) / wavelengths) * number(old) - number(low)) / number(high - low)
+    mixed = (number(1.0) - share) * stretched / factor + share * stretched
+    between = (wavelengths >= number(old / high)) & (wavelengths <= number(old / low))
+    return np.where(between, mixed, stretched)
+
+
+def _rope_number(config: LlamaConfig, name: str) -> float:
+    value = config.rope.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise InvalidArgument(f"rope_parameters.{name}", value, "a number above 0")
+    return float(value)

@@ -8,6 +8,7 @@ logits are torch tensors on the device that computed them.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -341,18 +342,21 @@ class DraftStep:
     hidden: torch.Tensor | None = None
 
 
-class StopRule(Protocol):
-    """Ends a chain draft early, token by token.
+class StopRule(ABC):
+    """Ends a chain draft early, token by token, in the process that drafts.
 
     Attributes:
         wants_hidden: whether it reads :attr:`DraftStep.hidden`.
     """
 
-    wants_hidden: bool
+    wants_hidden: bool = False
 
+    @abstractmethod
     def stop_after(self, step: DraftStep) -> bool:
         """Whether the draft ends with this token."""
-        ...
+
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027
+        """Learn what became of the last draft; does nothing where the rule does not learn."""
 
 
 class DepthPolicy(Protocol):

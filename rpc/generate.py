@@ -18,7 +18,7 @@ import textwrap
 import types
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -79,6 +79,8 @@ def _proto_type(knob: str, annotation: Any) -> str:
         label, annotation = "repeated", get_args(annotation)[0]
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal:
+        annotation = type(get_args(annotation)[0])
     if annotation not in _SCALARS:
         raise SystemExit(f"knob {knob}: no proto type for {annotation}")
     return f"{label} {_SCALARS[annotation]}"

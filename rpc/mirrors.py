@@ -19,6 +19,7 @@ from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.base import Drafter, at_once
 from paceline.engine.drafting import DrafterSet
 from paceline.errors import InvalidArgument, PacelineError, ResourceExhausted, SessionNotFound
+from paceline.lengths.base import LengthContext
 from paceline.methods import DRAFTERS, Method
 from paceline.plan import Plan, resolve
 from paceline.rpc.errors import PrefixDiverged
@@ -116,6 +117,7 @@ class DraftHost:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.num_sessions = 0
+        self.length_context = LengthContext()  # stop rules of all sessions learn together
         self._name = name
         self._max_sessions = max_sessions
         self._tracing = tracing
@@ -223,6 +225,9 @@ class Mirrors:
         try:
             for drafter, told in self._host.by_drafter(observed, lambda item: item[0]):
                 drafter.observe([s for s, _ in told], [o for _, o in told])
+            for session, outcome in observed:
+                if session.stop_rule is not None:
+                    session.stop_rule.observe(outcome)
             for drafter, members in self._host.by_drafter(asking, lambda item: item[1].session):
                 sessions = [mirror.session for _, mirror, _ in members]
                 drafts = at_once(drafter.propose(sessions, [b for _, _, b in members]))
@@ -328,7 +333,9 @@ class Mirrors:
         host.check_room()
         prediction = host.tokens("prediction", opening.prediction)
         name = f"{self._stream}/{item.session_id}"
-        session = Session(name, tokens, params, plan, prediction=prediction)
+        session = Session(
+            name, tokens, params, plan, prediction=prediction, length_context=host.length_context
+        )
         return self._open(item.session_id, session, host.begin_span(opening, plan.method.name))
 
     def _open(self, session_id: str, session: Session, span: Span | None) -> Mirror:
@@ -344,8 +351,9 @@ class Mirrors:
         self.drop(session_id)
         kept = session.token_ids[:length]
         again = Session(
-            session.session_id, kept, session.params, session.plan, prediction=session.prediction
-        )
+            session.session_id, kept, session.params, session.plan,
+            prediction=session.prediction, length_context=self._host.length_context,
+        )  # fmt: skip
         opened = self._open(session_id, again, span)
         opened.num_drafts = mirror.num_drafts
         return opened

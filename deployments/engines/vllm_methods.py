@@ -15,7 +15,7 @@ from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.plan import Plan, resolve
-from paceline.rpc.draft_service import served_with
+from paceline.rpc.mirrors import served_with
 
 if TYPE_CHECKING:
     from paceline.deployments.config import DeploymentConfig

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ConfidenceStop:
+class ConfidenceStop(StopRule):
     """Ends the draft when the drafter's highest probability is below ``threshold``.
 
     Kernels that draft whole chains implement this rule, too.
@@ -43,8 +43,6 @@ class ConfidenceStop:
         shortest: least depth at which a draft may end.
         threshold: may change between rounds; 0 never ends a draft.
     """
-
-    wants_hidden = False
 
     def __init__(self, shortest: int, threshold: float) -> None:
         self.shortest = shortest

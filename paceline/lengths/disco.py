@@ -42,14 +42,12 @@ def features(step: DraftStep) -> FloatArray:
     return np.array([1.0 / total, entropy, math.log(step.depth)], np.float32)
 
 
-class ClassifierStop:
+class ClassifierStop(StopRule):
     """Ends the draft when a token's chance of acceptance is below ``threshold``.
 
     Args:
         weights: ``weight`` [NUM_FEATURES], ``bias`` [1].
     """
-
-    wants_hidden = False
 
     def __init__(self, shortest: int, threshold: float, weights: dict[str, FloatArray]) -> None:
         self._shortest = shortest

@@ -65,7 +65,7 @@ class AcceptanceHead:
         return float(sigmoid(np.float32(self._out @ x + self._bias)))
 
 
-class RejectionStop:
+class RejectionStop(StopRule):
     """Ends the draft when ``1 - prod p_i`` is above ``threshold``."""
 
     wants_hidden = True

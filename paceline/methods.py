@@ -51,6 +51,7 @@ from paceline.lengths.ldlp import LDLP
 from paceline.lengths.pearl import PEARL
 from paceline.lengths.round_trip import ROUND_TRIP
 from paceline.lengths.specdecpp import SPECDECPP
+from paceline.lengths.tapout import TAPOUT
 from paceline.models.exits import D3_PART, SKIPDECODE, UNIFIED, PolicyPart
 from paceline.shapes.base import BRANCHING, DRAFT_SUPPORT, ShapePart
 from paceline.shapes.confidence import CONFIDENCE as CONFIDENCE_TREE
@@ -187,6 +188,7 @@ LENGTHS: Mapping[str, LengthPart] = {
     "round_trip": ROUND_TRIP,
     "pearl": PEARL,
     "del": DEL,
+    "tapout": TAPOUT,
 }
 
 # Which layers compute a token, by its place among the generated ones.
@@ -350,6 +352,16 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="pearl",
             defaults={"num_speculative_tokens": 5},
+        ),
+        Method(
+            name="tapout",
+            paper="Sridhar et al.: TapOut, 2025, arXiv 2511.02017",
+            summary="A small model drafts; a bandit chooses the rule that ends each of its drafts.",
+            drafter="draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="tapout",
+            defaults={"num_speculative_tokens": 8},
         ),
         Method(
             name="omnidraft",

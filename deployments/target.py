@@ -116,7 +116,7 @@ class TargetDeployment:
         # Imported by now, on the thread that loaded the engine.
         from paceline.engine import EngineThread
         from paceline.profile import LoadCosts
-        from paceline.rpc.draft_service import served_with
+        from paceline.rpc.mirrors import served_with
 
         if self._drafters is not None:
             tls = config.data_plane_tls

@@ -29,7 +29,7 @@ from paceline.loading import DTYPES
 from paceline.methods import METHODS
 from paceline.model_names import KNOWN_NAMES, pin_model
 from paceline.plan import known_knobs, resolve
-from paceline.rpc.draft_service import served_with
+from paceline.rpc.mirrors import served_with
 from paceline.sampling import SamplingParams
 from paceline.tuning.results import OBJECTIVES, Metrics, Point
 

@@ -24,7 +24,8 @@ from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import limit_threads, load_drafter, load_engine
 from paceline.request import Request
-from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.draft_service import DraftServicer
+from paceline.rpc.mirrors import served_with
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import RpcServer, start_server
 from paceline.sampling import SamplingParams

@@ -33,7 +33,7 @@ from paceline.drafters.base import Drafter
 from paceline.errors import FailedPrecondition
 from paceline.loading import limit_threads, load_drafter
 from paceline.methods import METHODS
-from paceline.rpc.draft_service import served_with
+from paceline.rpc.mirrors import served_with
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.tls import ClientTls
 from paceline.types import EMPTY_DRAFT, Budget, Draft

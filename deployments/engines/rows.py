@@ -27,7 +27,7 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS, Method
 from paceline.plan import AR_PLAN, Plan, resolve
-from paceline.rpc.draft_service import NO_VERIFICATION
+from paceline.rpc.mirrors import NO_VERIFICATION
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.shapes.kary import chain

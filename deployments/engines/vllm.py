@@ -40,8 +40,8 @@ from paceline.models.layouts import read_config
 from paceline.numerics import Fingerprint, class_name, digest_files, torch_class
 from paceline.plan import Plan, resolve
 from paceline.request import Request
-from paceline.rpc.draft_service import served_with
 from paceline.rpc.errors import InternalError
+from paceline.rpc.mirrors import served_with
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session, SessionState
 from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer

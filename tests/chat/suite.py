@@ -33,9 +33,10 @@ from paceline.models.llama import LlamaRunner
 from paceline.request import Request
 from paceline.rpc.client import Client
 from paceline.rpc.device import DeviceClient, checked_speculation
-from paceline.rpc.draft_service import DraftServicer, served_with
+from paceline.rpc.draft_service import DraftServicer
 from paceline.rpc.generate_service import ModelInfo
 from paceline.rpc.ladder import Mode
+from paceline.rpc.mirrors import served_with
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams

@@ -222,18 +222,17 @@ def test_two_targets_may_use_the_same_session_ids(
 
 
 def test_a_lost_session_is_opened_again(
-    runner: ModelRunner, drafter_server: RpcServer, servicer: Recording
+    runner: ModelRunner, drafter_server: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter forgets everything after each frame; only the counters show it."""
-    answer = servicer._answer
+    answer = Mirrors.answer
 
-    def forgetful(items: Any, mirrors: Any, stream: str) -> Any:
-        results = answer(items, mirrors, stream)
-        for session_id in list(mirrors):
-            servicer._drop(mirrors, session_id)
+    def forgetful(self: Mirrors, items: Any) -> Any:
+        results = answer(self, items)
+        self.close()
         return results
 
-    servicer._answer = forgetful  # type: ignore[method-assign]
+    monkeypatch.setattr(Mirrors, "answer", forgetful)
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
     with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
         sessions = engine.generate(PROMPTS, params)
@@ -443,14 +442,18 @@ def test_a_truncated_session_is_followed(drafter_server: RpcServer) -> None:
         assert remote.counters.num_reopened == 0
 
 
-def test_an_answer_of_the_wrong_shape_fails_and_hangs_nobody() -> None:
-    class Confused(DraftServicer):
-        def _answer(self, items: Any, mirrors: Any, stream: str) -> Any:
-            return super()._answer(items, mirrors, stream)[1:]
+def test_an_answer_of_the_wrong_shape_fails_and_hangs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Confused(Mirrors):
+        def answer(self, items: Any) -> Any:
+            return super().answer(items)[1:]
 
-    servicer = Confused(Copycat(), name=None, vocab_size=VOCAB_SIZE)
+    monkeypatch.setattr("paceline.rpc.draft_service.Mirrors", Confused)
+    servicer = DraftServicer(Copycat(), name=None, vocab_size=VOCAB_SIZE)
     with serving(drafter=servicer) as running, connected(running.address) as remote:
-        futures = remote.propose([session_of([1]), session_of([2])], [Budget(2, 2)] * 2)
+        sessions = [session_of([1], "first"), session_of([2], "second")]
+        futures = remote.propose(sessions, [Budget(2, 2)] * 2)
         for future in futures:
             future.exception(5)  # a draft or an error, but soon
         assert isinstance(futures[1].exception(), DrafterUnavailable)

@@ -218,6 +218,26 @@ def test_two_targets_may_use_the_same_session_ids(
         assert future.result(5).num_nodes == 2
 
 
+def test_a_stop_rule_learns_where_the_drafts_are_made(
+    runner: ModelRunner, drafter_server: RpcServer, servicer: Recording
+) -> None:
+    """TapOut's bandit sees the tokens' distributions, and all sessions of the drafter teach it."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    config = SpeculationConfig(method="tapout", length_min=1, length="tapout")
+    with connected(drafter_server.address) as remote, engine_with(runner, remote) as engine:
+        sessions = engine.generate(PROMPTS, params, config)
+        assert [s.output_ids for s in sessions] == ar(runner, PROMPTS, params)
+        rounds = sum(s.stats.num_rounds for s in sessions)
+    (rule,) = {
+        id(bandit): bandit
+        for key, bandit in servicer._host.length_context._shared.items()
+        if key[0] == "tapout"
+    }.values()
+    # The last round of a session brings no more news to its drafter.
+    assert len(PROMPTS) < sum(rule.counts) <= rounds
+    assert max(rule.counts) > 1
+
+
 # --- a drafter that forgets, lags, dies ----------------------------------------------------------
 
 

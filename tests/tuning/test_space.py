@@ -11,7 +11,7 @@ import yaml
 
 from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument
-from paceline.methods import METHODS
+from paceline.methods import KNOBS, METHODS
 from paceline.plan import resolve
 from paceline.tuning.results import Point
 from paceline.tuning.space import SPACES_DIR, Space, parse_space, read_space
@@ -271,3 +271,11 @@ def test_lossy_methods_are_points_where_they_are_allowed() -> None:
     assert [p.speculation.method for p in checked.points] == ["ar", "skipdecode_lossy"]
     assert checked.points[1].speculation.allow_lossy
     assert not METHODS["skipdecode_lossy"].lossless
+
+
+def test_auto_stands_for_the_values_that_the_part_proposes() -> None:
+    space = parse_space({"space": {"method": "prompt_lookup", "ngram_max": "auto"}})
+    (choice,) = (c for c in space.choices if c.name == "ngram_max")
+    assert choice.values == KNOBS["ngram_max"].search == (2, 3, 4, 5)
+    with pytest.raises(InvalidArgument, match=r"space\.exit_layer.*auto.*a list of values"):
+        parse_space({"space": {"method": "layer_skip", "exit_layer": "auto"}})

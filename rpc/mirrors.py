@@ -69,12 +69,8 @@ class Mirror:
         draft, guess = self.draft, self.ahead
         self.draft, self.asked, self.ahead, self.ready = EMPTY_DRAFT, None, EMPTY_DRAFT, EMPTY_DRAFT
         self.session.token_ids.extend(token_ids)
-        if guess.num_nodes:
-            if token_ids == [*draft.token_ids.tolist(), int(guess.token_ids[0])]:
-                self.ready = Draft.chain(guess.token_ids[1:])
-            return None
         path = accepted_path(draft, token_ids)
-        return Outcome(
+        outcome = Outcome(
             draft=draft,
             path=path,
             next_token=token_ids[len(path)],
@@ -82,6 +78,13 @@ class Mirror:
             num_accepted=len(path),
             verification=NO_VERIFICATION,
         )
+        if self.session.stop_rule is not None:
+            self.session.stop_rule.observe(outcome)
+        if guess.num_nodes:
+            if token_ids == [*draft.token_ids.tolist(), int(guess.token_ids[0])]:
+                self.ready = Draft.chain(guess.token_ids[1:])
+            return None
+        return outcome
 
 
 class DraftHost:
@@ -225,9 +228,6 @@ class Mirrors:
         try:
             for drafter, told in self._host.by_drafter(observed, lambda item: item[0]):
                 drafter.observe([s for s, _ in told], [o for _, o in told])
-            for session, outcome in observed:
-                if session.stop_rule is not None:
-                    session.stop_rule.observe(outcome)
             for drafter, members in self._host.by_drafter(asking, lambda item: item[1].session):
                 sessions = [mirror.session for _, mirror, _ in members]
                 drafts = at_once(drafter.propose(sessions, [b for _, _, b in members]))

@@ -1,6 +1,6 @@
 """A new paper with a new knob and a new shape is one file and one entry of the catalogue.
 
-The test adds such a paper to a copy of the sources, and uses it there as every other method is used:
+The test adds such a paper to a copy of the sources, and uses it there as any other method is used:
 in the library, on the command line, over gRPC, in the documents, the chart's schema and a sweep.
 """
 

@@ -157,21 +157,26 @@ class TapOutStop(StopRule):
         self._arms = Arms()
         self._rules = list(self._arms.rules.values())
         self._shortest, self._longest, self._blend = shortest, longest, blend
-        self.arm: int | None = None  # of the draft that no outcome has come for
+        self._arm: int | None = None  # of the draft whose outcome has not come
+        self._is_ahead = False  # the same arm ends a draft that follows it on a guess
 
     def stop_after(self, step: DraftStep) -> bool:
-        if step.depth == 1 or self.arm is None:
-            self.arm = self._bandit.choose()
+        if step.depth == 1 or self._arm is None:
             self._arms.start()
+            self._is_ahead = self._arm is not None
+            if self._arm is None:
+                self._arm = self._bandit.choose()
         weights, total = weights64(step.scores.astype(np.float64))
-        stops = self._rules[self.arm](weights / total)
+        stops = self._rules[self._arm](weights / total)
         return stops and step.depth >= self._shortest
 
     def observe(self, outcome: Outcome) -> None:
-        drafted, arm = outcome.draft.num_nodes, self.arm
+        drafted, arm = outcome.draft.num_nodes, self._arm
         if arm is None or not drafted:
             return
-        self.arm = None
+        if not (self._is_ahead and outcome.num_accepted == drafted):
+            self._arm = None
+        self._is_ahead = False
         rate = outcome.num_accepted / drafted
         length = outcome.num_accepted / self._longest
         self._bandit.learn(arm, self._blend * length + (1.0 - self._blend) * rate)

@@ -108,6 +108,21 @@ def test_only_drafts_that_it_ended_are_rewarded_and_each_once() -> None:
     assert bandit.counts == [1, 0, 0, 0, 0]
 
 
+def test_a_draft_ahead_has_the_arm_of_the_draft_that_it_follows() -> None:
+    bandit = Bandit(5, "ucb1")
+    rule = TapOutStop(bandit, shortest=1, longest=10, blend=0.5)
+    rule.stop_after(step(1, 0.9, 0.1))
+    rule.stop_after(step(1, 0.9, 0.1))  # ahead
+    rule.observe(outcome(4, 4))
+    rule.observe(outcome(4, 4))  # of the draft that was made ahead
+    assert bandit.counts == [2, 0, 0, 0, 0]
+    rule.stop_after(step(1, 0.9, 0.1))
+    rule.stop_after(step(1, 0.9, 0.1))
+    rule.observe(outcome(4, 1))  # what was drafted ahead is of no use
+    rule.observe(outcome(4, 4))
+    assert bandit.counts == [2, 1, 0, 0, 0]
+
+
 def test_no_draft_ends_before_the_shortest_length() -> None:
     rule = TapOutStop(Bandit(5, "ucb1"), shortest=3, longest=10, blend=0.5)
     assert [rule.stop_after(step(d, 0.4, 0.3, 0.3)) for d in (1, 2, 3)] == [False, False, True]

@@ -246,9 +246,7 @@ def test_gguf_file_with_something_unknown(
     assert_refused(cli("generate", "hello", "--target", file), *fragments)
 
 
-def test_gguf_file_with_a_type_that_nobody_knows(
-    cli: Cli, gguf_file: Path, own_cache: Path
-) -> None:
+def test_gguf_file_with_a_type_that_is_unknown(cli: Cli, gguf_file: Path, own_cache: Path) -> None:
     data = bytearray(gguf_file.read_bytes())
     name = b"blk.1.attn_q.weight"
     data[data.index(name) + len(name) + 4 + 2 * 8] = 39  # behind the shape: MXFP4

@@ -36,7 +36,7 @@ def engine_with(folder: Path, strategy: BatchStrategy, size: int | None = None) 
 @pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", ["ar", "draft_model", "draft_model_tree", "eagle", "layer_skip"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tokens_are_those_of_ar_whoever_is_beside(
+def test_tokens_are_those_of_ar_in_any_batch(
     strategy: BatchStrategy, method: str, params: SamplingParams, tiny_folder: Path,
     reference: Reference,
 ) -> None:  # fmt: skip

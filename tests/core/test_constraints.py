@@ -200,7 +200,7 @@ def test_log_probabilities_are_the_targets_own(
         assert [t for t, _ in entry.top] == np.argsort(-shares, kind="stable")[:3].tolist()
 
 
-def test_nothing_is_computed_when_nobody_asks(demo: Engine, prompt: list[int]) -> None:
+def test_nothing_is_computed_unless_asked(demo: Engine, prompt: list[int]) -> None:
     events: list[RoundEvent] = []
     demo.submit(Request(prompt, SamplingParams(max_tokens=4)), on_event=events.append)
     while demo.has_work:

@@ -57,7 +57,7 @@ def finish(engine: Engine, most: int = 1000) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "draft_model_tree", "prompt_lookup"])
-def test_small_kv_memory_serves_everybody_in_turn(
+def test_small_kv_memory_serves_all_in_turn(
     method: str, tiny_folder: Path, reference: Reference
 ) -> None:
     small = small_engine(tiny_folder, kv_tokens=150)
@@ -585,7 +585,7 @@ def test_a_client_hears_of_its_round_before_anybody_waits_for_its_draft(
     small.assert_nothing_is_left()
 
 
-def test_nobody_waits_for_a_client(tiny_folder: Path, reference: Reference) -> None:
+def test_no_session_waits_for_a_client(tiny_folder: Path, reference: Reference) -> None:
     small = small_engine(tiny_folder)
     waiting = small.engine.submit(Request(tokens(4), GREEDY, CLIENT))
     other = small.engine.submit(Request(tokens(5), GREEDY, TREE))

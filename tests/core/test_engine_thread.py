@@ -77,7 +77,7 @@ def test_submit_from_many_threads(thread: EngineThread, reference: Reference) ->
         assert reason == ("length" if len(tokens) == 10 else "cancelled")
 
 
-def test_errors_reach_the_caller_and_nobody_else(thread: EngineThread) -> None:
+def test_errors_reach_the_caller_alone(thread: EngineThread) -> None:
     with pytest.raises(InvalidArgument, match="prompt"):
         thread.submit(Request([])).result(WAIT)
     with pytest.raises(ZeroDivisionError):

@@ -178,7 +178,7 @@ def test_short_prompts_do_not_wait_for_a_long_one_nor_it_for_them(tiny_folder: P
     finish(small)
 
 
-def test_everybody_fits_alone(tiny_folder: Path, reference: Reference) -> None:
+def test_each_fits_alone(tiny_folder: Path, reference: Reference) -> None:
     """With room for one session of the largest size at a time, all of them come to their end."""
     small = small_engine(tiny_folder, kv_tokens=130)
     prompts = [tokens(20, i) for i in range(4)]

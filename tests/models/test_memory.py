@@ -207,7 +207,7 @@ def test_kv_entries_that_cannot_be_allocated(zoo: Path) -> None:
         load_runner(make_model("llama", zoo), kv_tokens=1 << 45)
 
 
-def test_a_file_that_is_cut_while_nobody_looks(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_after_a_look(tmp_path: Path) -> None:
     """Between reading the header and reading a tensor."""
     model = make_model("llama", tmp_path)
     tensors = stored_tensors(model)

@@ -127,7 +127,7 @@ def test_a_client_goes_on_where_it_was(server: RpcServer, kind: str) -> None:
     assert done.statistics.num_tokens == done.statistics.num_rounds == 200
 
 
-def test_nobody_is_looked_for_for_ever(server: RpcServer) -> None:
+def test_the_search_for_a_server_ends(server: RpcServer) -> None:
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     with Netem(server.address) as netem, Client(netem.address, resume_s=1.0) as client:
         rounds = iter(client.generate(PROMPT, params))

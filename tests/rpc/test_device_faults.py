@@ -194,7 +194,7 @@ def test_a_killed_process_costs_less_than_two_seconds(
         assert client.result.token_ids == truth
 
 
-def test_nobody_is_waited_for_for_ever(server: RpcServer, runner: ModelRunner) -> None:
+def test_the_wait_for_a_server_ends(server: RpcServer, runner: ModelRunner) -> None:
     params = SamplingParams(max_tokens=60)
     truth = ar(runner, params)
     patience = Patience(silence=0.1, probe=0.1, give_up=0.8)

@@ -68,7 +68,7 @@ def drafter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("models"), seed=0)
 
 
-def test_nobody_else_reaches_the_server(target: ReplicaProcess, certs: Path) -> None:
+def test_no_other_client_reaches_the_server(target: ReplicaProcess, certs: Path) -> None:
     with (
         Client(target.address, timeout=2, ca=certs / "ca.crt") as client,
         pytest.raises(PacelineError),

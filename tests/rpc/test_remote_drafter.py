@@ -462,7 +462,7 @@ def test_a_truncated_session_is_followed(drafter_server: RpcServer) -> None:
         assert remote.counters.num_reopened == 0
 
 
-def test_an_answer_of_the_wrong_shape_fails_and_hangs_nobody(
+def test_an_answer_of_the_wrong_shape_fails_and_hangs_no_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Confused(Mirrors):

@@ -145,7 +145,7 @@ def test_rounds_are_those_of_the_engine_with_coupled_sampling(
     assert_same(Simulator(sampled).rounds(config), demo, prompts, SAMPLED, config)
 
 
-def test_a_recording_serves_configurations_that_nobody_named(
+def test_a_recording_serves_configurations_that_were_not_named(
     demo: Engine, prompts: list[list[int]], traces: Traces
 ) -> None:
     """Any static shape and depth of a drafter, also with rules that are exact at temperature 0."""

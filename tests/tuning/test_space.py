@@ -70,7 +70,7 @@ def test_when_adds_a_condition() -> None:
     ]  # fmt: skip
 
 
-def test_ar_is_a_point_even_where_nobody_asked_for_it() -> None:
+def test_ar_is_a_point_even_if_not_asked_for() -> None:
     assert [point.label for point in space({"method": "draft_model"}).points] == [
         "ar", "draft_model",
     ]  # fmt: skip

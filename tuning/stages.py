@@ -289,10 +289,14 @@ class Sweep:
 
 
 def result_url(space: Space, result: str | None, resume: bool) -> str:
-    """Where a sweep is written: what was asked for, else a folder of its own in the user's home.
+    """The path or URL of a sweep's results.
+
+    Args:
+        result: as the user gave it; None: a new folder in ``DEFAULT_STORAGE``, or with ``resume``
+            the newest one there with this space.
 
     Raises:
-        InvalidArgument: nothing to go on with.
+        InvalidArgument: there is no sweep to resume.
     """
     if result is not None:
         return result if "://" in result else str(Path(result).expanduser().absolute())

@@ -26,7 +26,7 @@ from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
-from paceline.models.llama_batch import Batch, pack_segments, run_chosen_layers
+from paceline.models.llama_batch import PackedBatch, pack_segments, run_chosen_layers
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_weights import load_llama_weights
 from paceline.models.native_ops import NativeOps
@@ -232,7 +232,7 @@ class LlamaRunner:
         logits = self._ops.linear(hidden, weights.head).float()
         return ForwardResult(logits, batch.row_offsets, extras, batch.extra_offsets, selected)
 
-    def _replay(self, batch: Batch) -> Tensor | None:
+    def _replay(self, batch: PackedBatch) -> Tensor | None:
         """The selected rows' logits from a graph, if one fits the batch."""
         wants_logits = batch.row_offsets[-1] > 0
         if self._graphs is None or batch.layers is not None or not wants_logits:

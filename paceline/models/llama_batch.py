@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class PackedBatch:
     """A packed forward.
 
     Attributes:
@@ -62,7 +62,7 @@ def pack_segments(
     context_length: int,
     num_layers: int,
     device: torch.device,
-) -> Batch:
+) -> PackedBatch:
     """Append all tokens as pending entries and lay the rows of the batch out.
 
     Raises:
@@ -98,13 +98,13 @@ def pack_segments(
     index = None
     if len(selected) < count:
         index = torch.tensor(selected, dtype=torch.long, device=device)
-    batch = Batch(tokens, rows, index, tuple(row_offsets), tuple(extra_offsets))
+    batch = PackedBatch(tokens, rows, index, tuple(row_offsets), tuple(extra_offsets))
     if any(s.layers is not None or s.resume or s.pseudo is not None for s in segments):
         _choose_layers(batch, segments, num_layers)
     return batch
 
 
-def _choose_layers(batch: Batch, segments: Sequence[Segment], num_layers: int) -> None:
+def _choose_layers(batch: PackedBatch, segments: Sequence[Segment], num_layers: int) -> None:
     """The layers that compute each row, and where its state is kept."""
     active = np.ones((batch.extra_offsets[-1], num_layers), np.bool_)
     for i, segment in enumerate(segments):
@@ -132,7 +132,7 @@ def _choose_layers(batch: Batch, segments: Sequence[Segment], num_layers: int) -
 
 
 def run_chosen_layers(
-    batch: Batch, ops: Ops, stack: Stack, pool: KVPool, x: Tensor, states: Tensor | None
+    batch: PackedBatch, ops: Ops, stack: Stack, pool: KVPool, x: Tensor, states: Tensor | None
 ) -> None:
     """As ``ops.run_layers`` over all layers, but each row runs through its own layers only.
 

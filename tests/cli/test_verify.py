@@ -209,6 +209,9 @@ def test_what_is_no_transcript(cli: Cli, written: Callable[..., Path], tmp_path:
         assert result.exit_code == 2
         assert "transcript: got" in result.stderr
     values = json.loads(text)
+    for other in ([], {**values, "format": "another"}):
+        file.write_text(json.dumps(other))
+        assert f"transcript: got '{file}', expected a JSON object" in cli("verify", file).stderr
     del values["token_ids"], values["sampling"]
     file.write_text(json.dumps(values))
     assert "the keys token_ids, sampling as well" in cli("verify", file).stderr

@@ -1,0 +1,92 @@
+"""Small mistakes in the loop, trees, acceptance rules and transcripts: a quick test finds each.
+
+A share of all mutants (tests/mutants.py) is tried, always the same one for the same code; the
+variable PACELINE_MUTANTS sets another share, 1 for all of them. A mutant that every test lets pass
+shows a test that is missing, or behaves as the original does: then it goes into ``EQUIVALENT``, by
+hand, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from tests.mutants import ROOT, Copy, Mutant, mutants_of
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3 * 3600)]
+
+SHARE = float(os.environ.get("PACELINE_MUTANTS", "0.25"))
+CPU_S = 90  # of the tests of one mutant; those of the unchanged code take some 30
+
+TESTS: Mapping[str, tuple[str, ...]] = {
+    "paceline/engine/loop.py": (
+        "tests/core/test_loop.py", "tests/core/test_engine.py", "tests/core/test_counters.py",
+    ),
+    "paceline/tree.py": ("tests/core/test_tree.py", "tests/core/test_drafter_combined.py"),
+    "paceline/acceptance/*.py": (
+        "tests/core/test_acceptance.py", "tests/core/test_output_law.py",
+        "tests/core/test_constraints.py",
+    ),
+    "paceline/transcript.py": ("tests/cli/test_verify.py",),
+    "rpc/*transcript*.py": ("tests/cli/test_verify.py",),
+}  # fmt: skip
+"""The quick tests of the files of a pattern."""
+
+EQUIVALENT: Mapping[str, str] = {
+}
+"""Mutants that no test can find, each with the reason."""
+
+
+def files() -> dict[str, tuple[str, ...]]:
+    """The files to mutate, with their tests."""
+    found = {
+        str(path.relative_to(ROOT)): tests
+        for pattern, tests in TESTS.items()
+        for path in sorted(ROOT.glob(pattern))
+    }
+    assert len(found) > 8
+    return found
+
+
+def tried() -> list[Mutant]:
+    """A share of each file's mutants; the order of each file's depends on nothing else."""
+    every = [mutants_of(file) for file in files()]
+    return [mutant for found in every for mutant in found[: math.ceil(SHARE * len(found))]]
+
+
+def test_the_reviewed_mutants_exist() -> None:
+    known = {str(mutant) for file in files() for mutant in mutants_of(file)}
+    assert set(EQUIVALENT) - known == set(), "the code has changed: review these again"
+
+
+def test_every_mutant_is_found(tmp_path: Path) -> None:
+    tests = files()
+    workers = len(os.sched_getaffinity(0))
+    copies: SimpleQueue[Copy] = SimpleQueue()
+    for number in range(workers):
+        copies.put(Copy(tmp_path / f"copy{number}"))
+
+    def passes(mutant: Mutant) -> bool:
+        copy = copies.get()
+        try:
+            return copy.passes(mutant, tests[mutant.file], CPU_S)
+        finally:
+            copies.put(copy)
+
+    mutants = [mutant for mutant in tried() if str(mutant) not in EQUIVALENT]
+    unchanged = [Mutant(file, "", "", "", (ROOT / file).read_text("utf-8")) for file in tests]
+    with ThreadPoolExecutor(workers) as pool:
+        assert all(pool.map(passes, unchanged)), "the tests fail without a mutant"
+        survived = [
+            str(mutant)
+            for mutant, passed in zip(mutants, pool.map(passes, mutants), strict=True)
+            if passed
+        ]
+    print(f"{len(mutants)} mutants, {len(survived)} survived")
+    assert survived == [], "\n".join(survived)

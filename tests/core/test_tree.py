@@ -194,3 +194,7 @@ def test_nodes_are_found_again_by_their_tokens(part: Draft, whole: Draft) -> Non
         tokens = list(token_path(part, node))
         path = walk(whole, tokens)
         assert found[node] == (path[-1] if len(path) == len(tokens) else -1)
+
+
+def test_a_node_is_not_found_without_its_parent() -> None:
+    assert align(Draft.chain([0, 1]), Draft.chain([1])).tolist() == [-1, -1]

@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cluster.cli import app
+from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineThread
 from paceline.gguf_folder import model_folder
@@ -115,7 +117,9 @@ def cases(chosen: Callable[[Block], bool]) -> list[Any]:
 
 
 def _marks(at: str) -> list[Any]:
-    return [] if at == "day" else [getattr(pytest.mark, at)]
+    if at == "day":
+        return []
+    return [getattr(pytest.mark, at), pytest.mark.timeout(600 if at == "slow" else 2 * 3600)]
 
 
 def starts_ray(block: Block) -> bool:
@@ -167,8 +171,6 @@ def work(tmp_path: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def gateways() -> Iterator[Callable[[str], Mapping[str, str]]]:
     """Returns the addresses that stand for the documents' own, by the target; started once."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
         started: dict[str, dict[str, str]] = {}
 
@@ -180,7 +182,13 @@ def gateways() -> Iterator[Callable[[str], Mapping[str, str]]]:
                 thread = EngineThread(engine).start()
                 stack.callback(thread.stop)
                 folder = TARGET_DIR if target == "demo" else model_folder(resolve_model(target))
-                info = ModelInfo(name="paceline", chat_template=chat_template(folder))
+                # As in deployments/configs: SmolLM2 has no draft model.
+                method = "draft_model" if target == "demo" else "suffix_decoding"
+                info = ModelInfo(
+                    name="paceline",
+                    default_speculation=SpeculationConfig(method=method),
+                    chat_template=chat_template(folder),
+                )
                 grpc = stack.enter_context(serving(engine=thread, model=info)).address
                 http = stack.enter_context(http_serving(thread, info))
                 started[target] = {GRPC: grpc, HTTP: http.removeprefix("http://")}
@@ -211,7 +219,6 @@ def test_commands(block: Block, work: Path, addressed: Callable[[Block, str], st
 
 
 @pytest.mark.serve
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", cases(starts_ray))
 def test_commands_with_a_deployment(block: Block, work: Path, own_cache: Path) -> None:
     grpc, http = (str(free_port()) for _ in range(2))
@@ -258,13 +265,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT)}
 
 
-PYTHON = [page for page in PAGES if page not in PROGRAMS]
-
-
 def python_cases() -> list[Any]:
     """The pages that have Python to run; a page is one program."""
     found = []
-    for page in PYTHON:
+    for page in [page for page in PAGES if page not in PROGRAMS]:
         programs = [b for b in blocks(page) if b.language == "python" and when(b) != "no"]
         if programs:
             marks = [mark for at in {when(block) for block in programs} for mark in _marks(at)]

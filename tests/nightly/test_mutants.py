@@ -39,6 +39,10 @@ TESTS: Mapping[str, tuple[str, ...]] = {
 """The quick tests of the files of a pattern."""
 
 EQUIVALENT: Mapping[str, str] = {
+    "paceline/tree.py clip: if draft.num_nodes <= min(max_depth, max_nodes): -> "
+    "if draft.num_nodes < min(max_depth, max_nodes):": "a shortcut: what follows returns it, too",
+    "paceline/acceptance/block.py BlockVerification.accept: length, joint = (0, 1.0) -> "
+    "length, joint = (1, 1.0)": "the first pass of the loop always sets the length",
 }
 """Mutants that no test can find, each with the reason."""
 
@@ -80,7 +84,8 @@ def test_every_mutant_is_found(tmp_path: Path) -> None:
             copies.put(copy)
 
     mutants = [mutant for mutant in tried() if str(mutant) not in EQUIVALENT]
-    unchanged = [Mutant(file, "", "", "", (ROOT / file).read_text("utf-8")) for file in tests]
+    one_of_each = {its_tests: file for file, its_tests in tests.items()}.values()
+    unchanged = [Mutant(file, "", "", "", (ROOT / file).read_text("utf-8")) for file in one_of_each]
     with ThreadPoolExecutor(workers) as pool:
         assert all(pool.map(passes, unchanged)), "the tests fail without a mutant"
         survived = [

@@ -82,6 +82,13 @@ def test_greedy_is_for_temperature_0() -> None:
     assert (refused.value.field, refused.value.value) == ("temperature", AT_ONE.temperature)
 
 
+def test_argmaxes_of_the_whole_batch_take_the_place_of_logits() -> None:
+    logits = torch.eye(4)[[2, 0, 3]]  # [num_nodes + 1, vocab_size]
+    given, own = (PathLogits(logits, GREEDY, [1], known) for known in ([2, 0, 3], None))
+    for node in (-1, 0, 1):
+        assert given.argmax([], node) == own.argmax([], node)
+
+
 def test_names_and_knobs_are_those_of_the_schema() -> None:
     for name, rule in ACCEPTANCE_RULES.items():
         assert rule.name == name

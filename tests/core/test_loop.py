@@ -13,7 +13,7 @@ from paceline.drafters.base import Drafter
 from paceline.lengths.fixed import FixedLength
 from paceline.request import Request
 from paceline.sampling import SamplingParams
-from paceline.types import Budget, Draft, Outcome
+from paceline.types import Budget, Draft, Outcome, Verification
 from paceline.view import SessionView
 from tests.core.engines import small_engine
 
@@ -22,7 +22,11 @@ class Recorder(Drafter):
     """Drafts the same tokens again and again, and keeps what it is told."""
 
     def __init__(self) -> None:
+        self.read: list[str] = []
         self.told: list[tuple[int, Outcome]] = []  # length of the session then, and the outcome
+
+    def read_prompt(self, session: SessionView, read: Verification) -> None:
+        self.read.append(session.session_id)
 
     def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         time.sleep(0.002)
@@ -48,6 +52,7 @@ def test_each_round_is_observed_once_with_its_times(
     while engine.has_work:
         lengths += [event.session.length for event in engine.step()]
     elapsed = time.perf_counter() - begun
+    assert sorted(recorder.read) == sorted(session.session_id for session in sessions)
     rounds = sum(session.stats.num_rounds for session in sessions)
     assert rounds == len(observed) == len(recorder.told) == len(lengths)
     assert [length for length, _ in recorder.told] == lengths

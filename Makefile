@@ -11,6 +11,8 @@ TRITON_VENV ?= .venv-triton
 TRITON_STAMP := $(TRITON_VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+DOCS_VENV ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install
 PYTEST_ARGS ?=
 SOAK_S ?= 3600
@@ -132,6 +134,19 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_STAMP) ## run the tests of the engine vLLM in an environment of its own (.venv-vllm)
 	@$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/engines $(PYTEST_ARGS)
 
+# What builds the site has nothing to do with what Paceline needs: an environment of its own, too.
+$(DOCS_STAMP): constraints-docs.txt
+	@rm -rf "$(DOCS_VENV)"; \
+	echo "[1/1] $(DOCS_VENV): $$(grep -c == constraints-docs.txt) packages (about 100 MB)"; \
+	$(or $(PYTHON),python3.11) -m venv "$(DOCS_VENV)"; \
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps \
+	  -r constraints-docs.txt $(QUIET) | $(PROGRESS); \
+	touch $@
+
+.PHONY: docs
+docs: $(DOCS_STAMP) ## build the site of the documents in site/, which needs no network (site/index.html)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -B -m mkdocs --color build --strict
+
 .PHONY: lint
 lint: $(STAMP) ## style, types, import contracts, commit subjects, generated code and documents
 	@$(BIN)/ruff check .
@@ -190,6 +205,6 @@ constraints: ## write constraints.txt anew from the ranges in pyproject.toml
 
 .PHONY: clean
 clean: ## remove .venv, caches and build results (not the trained weights or their checkpoints)
-	@rm -rf $(VENV) $(TRITON_VENV) build/constraints build/lib build/bdist.* dist *.egg-info results \
+	@rm -rf $(VENV) $(TRITON_VENV) $(DOCS_VENV) site build/constraints build/lib build/bdist.* dist *.egg-info results \
 	  .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -854,6 +854,8 @@ def write_docs(result: dict[str, Any], path: Path) -> None:
         "",
         "This page is written by one command, which measures everything on it in one run:",
         "",
+        "<!-- run: no, it takes a quarter of an hour; "
+        "tests/test_throughput_benchmark.py runs it in small -->",
         "```text",
         f"$ {result['command']}",
         "```",

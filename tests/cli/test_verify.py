@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,7 @@ def test_a_damaged_file_is_one_clear_error(
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
+    assert re.match(r"error: (transcript|prompt)[\w.\[\]]*: got ", result.stderr)
     assert "Traceback" not in result.stderr
 
 
@@ -209,6 +211,9 @@ def test_what_is_no_transcript(cli: Cli, written: Callable[..., Path], tmp_path:
         assert result.exit_code == 2
         assert "transcript: got" in result.stderr
     values = json.loads(text)
+    for other in ([], {**values, "format": "another"}):
+        file.write_text(json.dumps(other))
+        assert f"transcript: got '{file}', expected a JSON object" in cli("verify", file).stderr
     del values["token_ids"], values["sampling"]
     file.write_text(json.dumps(values))
     assert "the keys token_ids, sampling as well" in cli("verify", file).stderr
@@ -224,6 +229,7 @@ def test_transcripts_that_could_not_be_verified_are_not_begun(
     result = cli("generate", PROMPT, *options, *sampled)
     assert result.exit_code == 2
     assert "a method whose tokens are those of AR" in result.stderr
+    assert "transcript: got 'speculative_sampling'" in result.stderr
     result = cli("generate", PROMPT, *options, "--transcript", tmp_path / "no" / "folder.json")
     assert result.exit_code == 2
     assert "a folder that exists" in result.stderr

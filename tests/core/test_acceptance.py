@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import linprog
 
 from paceline.acceptance.base import AcceptanceRule, PathLogits
@@ -72,6 +73,20 @@ def test_every_rule_is_exact_match_at_temperature_0(rule: AcceptanceRule) -> Non
     for _, draft in all_drafts(q, (-1, 0), replacement=True):
         p = Language.random(rng, 3, 2)
         assert verdict(rule, p, draft, GREEDY) == verdict(Greedy(), p, draft, GREEDY)
+
+
+def test_greedy_is_for_temperature_0() -> None:
+    target = PathLogits(torch.zeros(1, 4), AT_ONE, [1])
+    with pytest.raises(InvalidArgument) as refused:
+        Greedy().accept(Draft.chain([]), target)
+    assert (refused.value.field, refused.value.value) == ("temperature", AT_ONE.temperature)
+
+
+def test_argmaxes_of_the_whole_batch_take_the_place_of_logits() -> None:
+    logits = torch.eye(4)[[2, 0, 3]]  # [num_nodes + 1, vocab_size]
+    given, own = (PathLogits(logits, GREEDY, [1], known) for known in ([2, 0, 3], None))
+    for node in (-1, 0, 1):
+        assert given.argmax([], node) == own.argmax([], node)
 
 
 def test_names_and_knobs_are_those_of_the_schema() -> None:

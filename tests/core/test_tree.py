@@ -13,6 +13,8 @@ from paceline.acceptance.base import PathLogits
 from paceline.acceptance.exact_match import Coupled
 from paceline.sampling import SamplingParams
 from paceline.tree import (
+    accepted_path,
+    align,
     ancestor_mask,
     children,
     clip,
@@ -164,3 +166,35 @@ def test_every_round_makes_progress(draft: Draft, salt: int) -> None:
     assert 1 <= len(tokens) + 1 <= deepest + 1
     for i, token in enumerate((*tokens, next_token)):
         assert token == target.token(tokens[:i])
+
+
+def walk(draft: Draft, tokens: list[int]) -> list[int]:
+    """The nodes that tokens lead to, as far as they do; of equal children the first."""
+    followers = children(draft.parent_indices)
+    path: list[int] = []
+    for token in tokens:
+        after = followers[path[-1] if path else -1]
+        node = next((n for n in after if draft.token_ids[n] == token), None)
+        if node is None:
+            break
+        path.append(node)
+    return path
+
+
+@given(trees(vocab=2), st.lists(st.integers(0, 1), min_size=1, max_size=8))
+def test_committed_tokens_lead_down_the_draft(draft: Draft, tokens: list[int]) -> None:
+    """The last one is the target's own, whatever the draft has there."""
+    assert accepted_path(draft, tokens) == tuple(walk(draft, tokens[:-1]))
+
+
+@given(trees(vocab=2), trees(vocab=2))
+def test_nodes_are_found_again_by_their_tokens(part: Draft, whole: Draft) -> None:
+    found = align(part, whole)
+    for node in range(part.num_nodes):
+        tokens = list(token_path(part, node))
+        path = walk(whole, tokens)
+        assert found[node] == (path[-1] if len(path) == len(tokens) else -1)
+
+
+def test_a_node_is_not_found_without_its_parent() -> None:
+    assert align(Draft.chain([0, 1]), Draft.chain([1])).tolist() == [-1, -1]

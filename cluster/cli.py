@@ -26,6 +26,7 @@ from paceline.cluster.cli_models import models
 from paceline.cluster.cli_options import (
     Ca,
     Cert,
+    Chat,
     Device,
     Drafter,
     Dtype,
@@ -142,6 +143,7 @@ def main(
 @_command()
 def generate(
     prompt: Prompt,
+    chat: Chat = False,
     method: Annotated[
         str | None,
         method_option(
@@ -230,6 +232,7 @@ def generate(
     - `paceline generate - --prediction code.py < instruction-and-code.txt`
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
     - `paceline generate 'Hello' --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B`
+    - `paceline generate 'What is a prime number?' --chat --target smollm2 --dtype auto`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
     - `paceline generate 'Hello' --numerics portable --transcript hello.json`
     """
@@ -252,6 +255,7 @@ def generate(
         ),
         speculation=cli_generate.speculation(method, num_speculative_tokens, speculation or ()),
         prediction="" if prediction is None else cli_generate.read_text("prediction", prediction),
+        chat=chat,
     )
     connection = client_options(server, ca, cert, key, token_file)
     if server is None:
@@ -283,6 +287,7 @@ def generate(
             batch_invariant=batch_invariant,
             threads=threads,
             numerics=numerics,
+            chat=chat or None,
         )
         require("serve", "grpc")
         run = cli_generate.run_on_server(
@@ -487,6 +492,14 @@ def bench(
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="Most prompts of each category.")
     ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Ask the prompts as questions, with the target's chat template and all turns. "
+            "Default: with `--prompts` and a target that has a template, unless `--peers`.",
+        ),
+    ] = None,
     peers: Annotated[
         bool | None,
         typer.Option(
@@ -537,6 +550,7 @@ def bench(
     - `paceline bench --limit 2`
     - `paceline bench --methods draft_model,prompt_lookup --batch 8 --json`
     - `paceline bench --prompts questions.jsonl --target ./big --drafter ./small`
+    - `paceline bench --prompts questions.jsonl --target smollm2 --dtype auto --methods sam_decoding`
     - `paceline bench --topology both --methods draft_model`
     """
     with err.status("loading torch ..."):
@@ -550,6 +564,7 @@ def bench(
         drafter=drafter,
         heads=heads,
         prompts=prompts,
+        chat=chat,
         methods=methods,
         batch=batch,
         max_tokens=max_tokens,

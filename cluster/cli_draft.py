@@ -19,11 +19,13 @@ from paceline.cluster.cli_generate import (
     PieceSplitter,
     check_address,
     finish,
+    prompt_ids,
     read_prompt,
     sampling_params,
     speculation,
 )
 from paceline.cluster.cli_options import (
+    Chat,
     Ca,
     Cert,
     IgnoreEos,
@@ -71,6 +73,7 @@ def draft(
             "takes over when it is lost.",
         ),
     ],
+    chat: Chat = False,
     drafter: Annotated[
         str | None,
         model_option(
@@ -162,6 +165,7 @@ def draft(
             ignore_eos=ignore_eos,
         ),
         speculation=speculation(method, num_speculative_tokens, knobs or ()),
+        chat=chat,
     )
     servers = [check_address(address.strip()) for address in server.split(",")]
     screen = _Screen(plain=as_json or not out.is_terminal)
@@ -244,12 +248,12 @@ def _run(
         modes=(Mode.DEVICE,) if only_device else LADDER,
         on_unverified=screen.unverified,
     ) as client:  # fmt: skip
-        prompt_ids = tokenizer.encode(request.prompt)
-        for item in client.generate(prompt_ids, request.params):
+        ids = prompt_ids(request, tokenizer, target_tokenizer or path)
+        for item in client.generate(ids, request.params):
             pieces = splitter.split(item.token_ids, item.num_accepted, item.text)
             if pieces:
                 yield pieces
-        return _result(client.result, config.method, len(prompt_ids), tokenizer)
+        return _result(client.result, config.method, len(ids), tokenizer)
 
 
 def _load(path: Path) -> tuple[DraftModel, Tokenizer]:

@@ -40,6 +40,7 @@ class GenerateOptions:
     params: SamplingParams
     speculation: Mapping[str, Any]
     prediction: str = ""
+    chat: bool = False
 
     def config(self, default: str, methods: Iterable[str]) -> SpeculationConfig:
         """Method and knobs; without a given method ``default``, or its match for a prediction.
@@ -158,6 +159,27 @@ def check_transcript(file: Path | None, config: SpeculationConfig, params: Sampl
         check_verifiable(config, params)
 
 
+def prompt_ids(
+    request: GenerateOptions, tokenizer: Tokenizer, target: str | Path | None
+) -> list[int]:
+    """Token ids of the prompt, through the chat template of ``target`` if it is a question.
+
+    Args:
+        target: folder or file of the model; None: the demo's target.
+
+    Raises:
+        InvalidArgument: the model has no chat template.
+    """
+    from paceline.chat import encode_prompt
+    from paceline.demo import TARGET_DIR
+    from paceline.tokenizer import chat_template
+
+    template = chat_template(target or TARGET_DIR) if request.chat else None
+    if template is not None and not template.source:
+        raise InvalidArgument("chat", True, "a target that has a chat template, such as smollm2")
+    return encode_prompt(tokenizer, template, request.prompt)
+
+
 def refuse_local_options(**options: Any) -> None:
     """Raise InvalidArgument for an option about loading a model: the server has loaded it."""
     for name, value in options.items():
@@ -221,7 +243,7 @@ def run_here(
 
     session = engine.submit(
         Request(
-            engine.tokenizer.encode(request.prompt),
+            prompt_ids(request, engine.tokenizer, target_path),
             request.params,
             config,
             prediction=engine.tokenizer.encode(request.prediction, False),

@@ -112,6 +112,10 @@ Knobs = Annotated[
         "`branching_vector=[4,2,1]`. Repeatable. One JSON object sets several knobs.",
     ),
 ]
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Ask the prompt as a question, with the target's chat template."),
+]
 MaxTokens = Annotated[
     int,
     typer.Option("--max-tokens", "-n", metavar="N", help="Most tokens to generate for a prompt."),

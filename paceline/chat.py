@@ -65,6 +65,28 @@ def render_chat(
         ) from None  # fmt: skip
 
 
+def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The messages of a conversation in which the next answer is the model's.
+
+    Args:
+        turns: what the user says.
+        answers: the model's answers to all but the last of them.
+    """
+    messages = []
+    for number, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        if number < len(turns) - 1:
+            messages.append({"role": "assistant", "content": answers[number]})
+    return messages
+
+
+def encode_prompt(tokenizer: Tokenizer, template: ChatTemplate | None, text: str) -> list[int]:
+    """Token ids of a prompt: of the text itself, or with a template of the question ``text``."""
+    if template is None:
+        return tokenizer.encode(text)
+    return encode_chat(tokenizer, template, conversation([text]))
+
+
 def encode_chat(
     tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:

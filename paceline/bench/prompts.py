@@ -31,16 +31,22 @@ _MAX_DIGITS = 120  # digits, of which a token holds few
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to continue.
+    """A text to continue, or the user's turns of a conversation.
 
     Attributes:
         prompt_id: unique in its set; the question_id of a Spec-Bench file.
         category: results are shown for each one and for all together.
+        turns: the text, or what the user says turn by turn.
     """
 
     prompt_id: str
     category: str
-    text: str
+    turns: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first turn, which is all that a model without a chat template gets."""
+        return self.turns[0]
 
 
 @cache
@@ -55,7 +61,7 @@ def builtin_prompts() -> tuple[Prompt, ...]:
     prompts = []
     for category, texts in found.items():
         for index, (name, text) in enumerate(_spread(texts, PROMPTS_PER_CATEGORY)):
-            prompts.append(Prompt(f"{category}/{index}:{name}", category, text))
+            prompts.append(Prompt(f"{category}/{index}:{name}", category, (text,)))
     return tuple(prompts)
 
 
@@ -65,7 +71,7 @@ def cut_prompts(source: str) -> dict[str, list[str]]:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read questions in Spec-Bench's format, one JSON object a line; ``turns[0]`` is the prompt.
+    """Read questions in Spec-Bench's format, one JSON object a line.
 
     Raises:
         InvalidArgument: the file cannot be read, or the line that the error names is no question.
@@ -96,9 +102,11 @@ def _question(line: str, place: str) -> Prompt:
     turns, category = record["turns"], record["category"]
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
         raise InvalidArgument("prompts", place, f'{form}; "turns" has no text')
+    if not all(isinstance(turn, str) and turn for turn in turns):
+        raise InvalidArgument("prompts", place, f'{form}; a turn is not a text')
     if not isinstance(category, str) or not category or category == "all":
         raise InvalidArgument("prompts", place, f'{form}; "category" is a name other than "all"')
-    return Prompt(str(record["question_id"]), category, turns[0])
+    return Prompt(str(record["question_id"]), category, tuple(turns))
 
 
 def limit_per_category(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.bench.backends import Backend, BatchRun, LocalBackend, without_ker
 from paceline.bench.environment import describe_environment
 from paceline.bench.peers import TransformersPeer
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
+from paceline.chat import conversation, encode_chat
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
@@ -36,6 +37,7 @@ from paceline.models.base import Segment
 from paceline.numerics import NUMERICS
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
+from paceline.tokenizer import ChatTemplate, chat_template
 
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, total runs, label of the next run)."""
@@ -52,6 +54,10 @@ class BenchOptions:
             target, the demo pair.
         heads: folder of trained heads; see :func:`paceline.loading.load_engine`.
         prompts: a JSONL file in Spec-Bench's format; without one, the built-in prompts.
+        chat: ask the prompts as questions, with the target's chat template and all turns of a
+            conversation, and end an answer where the model ends it; None: if the target has a
+            template and the prompts come from a file. AR's answers to earlier turns are the history
+            of later ones for all methods.
         methods: "all", or methods of the catalogue, as a sequence or separated by commas. Knobs
             follow a method's name: ``draft_model:num_speculative_tokens=6``. AR always runs.
         batch: prompts generated together.
@@ -71,6 +77,7 @@ class BenchOptions:
     drafter: str | Path | None = None
     heads: str | Path | None = None
     prompts: str | Path | None = None
+    chat: bool | None = None
     methods: str | Sequence[str] = "all"
     batch: int = 1
     max_tokens: int = 128
@@ -110,16 +117,28 @@ class BenchOptions:
             )
         if self.drafter is not None and self.target is None:
             raise InvalidArgument("drafter", str(self.drafter), "a target to go with it")
-        self.sampling_params()
+        if self.peers and self.chat:
+            raise InvalidArgument(
+                "peers", True,
+                "no chat: the peers generate a fixed number of tokens, and answers end by themselves",
+            )  # fmt: skip
+        self.sampling_params(is_chat=False)
 
-    def sampling_params(self) -> SamplingParams:
-        """Every sequence gets the full number of tokens: end-of-sequence tokens do not stop it."""
+    def sampling_params(self, *, is_chat: bool) -> SamplingParams:
+        """Without chat, a sequence gets all tokens: end-of-sequence tokens do not stop it."""
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,
             max_tokens=self.max_tokens,
-            ignore_eos=True,
+            ignore_eos=not is_chat,
         )
+
+    def template(self) -> ChatTemplate | None:
+        """The chat template that the prompts go through; None: they are continued as they are."""
+        if self.chat is False or (self.chat is None and (self.prompts is None or self.peers)):
+            return None
+        found = chat_template(TARGET_DIR if self.target is None else resolve_model(self.target))
+        return found if found.source or self.chat else None
 
 
 def parse_methods(
@@ -217,11 +236,17 @@ def run_bench(
     notes: list[str] = []
     local = [] if options.topology == "actors" else _local_backends(options, notes)
     every: list[Backend] = [*local, *(backends if options.topology != "colocated" else ())]
-    groups = _groups(options, every[0], notes)
-    entries = _entries(options, every, notes)
-    runs = _measure(options, every, entries, groups, notes, progress)
+    template = options.template()
+    params = options.sampling_params(is_chat=template is not None)
+    groups = _groups(options, every[0], template, params, notes)
+    entries = _entries(options, every, template is not None, notes)
+    runs = _measure(options, every, entries, groups, params, notes, progress)
     result: dict[str, Any] = {
-        "environment": {**describe_environment(), **_settings(options, every)},
+        "environment": {
+            **describe_environment(),
+            **_settings(options, every),
+            "chat": template is not None,
+        },
         "results": _rows(options, entries, groups, runs),
         "notes": notes,
         "unavailable": [
@@ -282,7 +307,13 @@ class _Group:
     token_ids: tuple[tuple[int, ...], ...]
 
 
-def _groups(options: BenchOptions, backend: Backend, notes: list[str]) -> list[_Group]:
+def _groups(
+    options: BenchOptions,
+    backend: Backend,
+    template: ChatTemplate | None,
+    params: SamplingParams,
+    notes: list[str],
+) -> list[_Group]:
     given = builtin_prompts() if options.prompts is None else read_prompts(options.prompts)
     prompts = limit_per_category(given, options.limit)
     room = backend.context_length - options.max_tokens
@@ -293,11 +324,12 @@ def _groups(options: BenchOptions, backend: Backend, notes: list[str]) -> list[_
     encoded: list[tuple[Prompt, tuple[int, ...]]] = []
     num_cut = 0
     for prompt in prompts:
-        ids = backend.tokenizer.encode(prompt.text)
-        if not ids:
-            raise InvalidArgument("prompts", prompt.prompt_id, "a text of at least one token")
-        num_cut += len(ids) > room
-        encoded.append((prompt, tuple(ids[-room:])))
+        for turn in _turns(prompt, backend, template, params, room):
+            ids = turn[1]
+            if not ids:
+                raise InvalidArgument("prompts", prompt.prompt_id, "a text of at least one token")
+            num_cut += len(ids) > room
+            encoded.append((turn[0], tuple(ids[-room:])))
     if num_cut:
         notes.append(
             f"{num_cut} of {len(encoded)} prompts were cut from the left to {room} tokens, so that "
@@ -325,6 +357,32 @@ def _groups(options: BenchOptions, backend: Backend, notes: list[str]) -> list[_
     return groups
 
 
+def _turns(
+    prompt: Prompt,
+    backend: Backend,
+    template: ChatTemplate | None,
+    params: SamplingParams,
+    room: int,
+) -> Iterator[tuple[Prompt, list[int]]]:
+    """Each turn of a conversation with the token ids up to the model's answer.
+
+    AR answers the turns before, once. A prompt without a template has one turn, its text.
+    """
+    if template is None:
+        yield prompt, backend.tokenizer.encode(prompt.text)
+        return
+    answers: list[str] = []
+    for number in range(1, len(prompt.turns) + 1):
+        ids = encode_chat(
+            backend.tokenizer, template, conversation(prompt.turns[:number], answers)
+        )
+        name = prompt.prompt_id if len(prompt.turns) == 1 else f"{prompt.prompt_id}/turn{number}"
+        yield replace(prompt, prompt_id=name), ids
+        if number < len(prompt.turns):
+            run = backend.generate(SpeculationConfig(method="ar"), [ids[-room:]], params)
+            answers.append(backend.tokenizer.decode(run.sequences[0].token_ids))
+
+
 # --- what runs -----------------------------------------------------------------------------------
 
 
@@ -348,7 +406,9 @@ class _Entry:
     note: str | None = None
 
 
-def _entries(options: BenchOptions, backends: Sequence[Backend], notes: list[str]) -> list[_Entry]:
+def _entries(
+    options: BenchOptions, backends: Sequence[Backend], is_chat: bool, notes: list[str]
+) -> list[_Entry]:
     entries: list[_Entry] = []
     first_invariant = backends[0].batch_invariant
     for backend in backends:
@@ -382,7 +442,7 @@ def _entries(options: BenchOptions, backends: Sequence[Backend], notes: list[str
                     note=note,
                 )
             )
-    if options.peers or (options.peers is None and options.temperature == 0):
+    if options.peers or (options.peers is None and options.temperature == 0 and not is_chat):
         entries += _peer_entries(options, notes)
     return entries
 
@@ -444,10 +504,10 @@ def _measure(
     backends: Sequence[Backend],
     entries: Sequence[_Entry],
     groups: Sequence[_Group],
+    params: SamplingParams,
     notes: list[str],
     progress: Progress | None,
 ) -> _Runs:
-    params = options.sampling_params()
     total = len(entries) * (1 + options.repetitions * len(groups))
     done = 0
 

@@ -550,7 +550,7 @@ def bench(
     - `paceline bench --limit 2`
     - `paceline bench --methods draft_model,prompt_lookup --batch 8 --json`
     - `paceline bench --prompts questions.jsonl --target ./big --drafter ./small`
-    - `paceline bench --prompts questions.jsonl --target smollm2 --dtype auto --methods sam_decoding`
+    - `paceline bench --prompts questions.jsonl --target smollm2 --dtype auto --limit 2`
     - `paceline bench --topology both --methods draft_model`
     """
     with err.status("loading torch ..."):

@@ -25,9 +25,9 @@ from paceline.cluster.cli_generate import (
     speculation,
 )
 from paceline.cluster.cli_options import (
-    Chat,
     Ca,
     Cert,
+    Chat,
     IgnoreEos,
     Json,
     Key,

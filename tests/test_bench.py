@@ -18,9 +18,11 @@ from paceline.bench import (
     LocalBackend,
     parse_methods,
     render_table,
+    run,
     run_bench,
 )
 from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_prompts, read_prompts
+from paceline.chat import encode_chat
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument, ModelNotFound
@@ -549,3 +551,74 @@ def test_the_table_has_the_fastest_first(target: Path, questions: Path) -> None:
 def test_bad_methods(methods: str, named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         parse_methods(methods, METHODS)
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    turns = (["def load(path):"], ["class Store:", "def save(path):"])
+    file.write_text(
+        "".join(
+            json.dumps({"question_id": i, "category": "talk", "turns": list(each)}) + "\n"
+            for i, each in enumerate(turns)
+        )
+    )
+    return file
+
+
+def test_all_turns_of_a_conversation_are_measured_with_ars_answers_before_them(talks: Path) -> None:
+    options = BenchOptions(prompts=talks, chat=True, max_tokens=12, repetitions=1)
+    template = options.template()
+    assert template is not None
+    backend = LocalBackend(load_engine())
+    params = options.sampling_params(is_chat=True)
+    assert not params.ignore_eos
+    groups = run._groups(options, backend, template, params, [])
+    assert [g.prompt_ids for g in groups] == [("0",), ("1/turn1",), ("1/turn2",)]
+
+    engine, asked = load_engine(), {"role": "user", "content": "class Store:"}
+    ids = encode_chat(engine.tokenizer, template, [asked])
+    assert groups[1].token_ids == (tuple(ids),)
+    (session,) = engine.generate([ids], params, SpeculationConfig(method="ar"))
+    messages = [
+        asked,
+        {"role": "assistant", "content": engine.tokenizer.decode(session.output_ids)},
+        {"role": "user", "content": "def save(path):"},
+    ]
+    assert groups[2].token_ids == (tuple(encode_chat(engine.tokenizer, template, messages)),)
+
+
+def test_a_bench_of_conversations(talks: Path) -> None:
+    options = BenchOptions(
+        prompts=talks, chat=True, methods="prompt_lookup", max_tokens=12, repetitions=1
+    )
+    result = run_bench(options)
+    assert result["environment"]["chat"] is True
+    rows = rows_of(result, category="all")
+    assert [row["method"] for row in rows] == ["ar", "prompt_lookup"]  # no peers
+    assert all(row["num_prompts"] == 3 and row["identical_to_ar"] for row in rows)
+
+
+def test_prompts_are_questions_by_themselves_where_the_target_has_a_template(
+    talks: Path, tmp_path: Path
+) -> None:
+    for file in TARGET_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert BenchOptions(target=tmp_path, prompts=talks).template() is None
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert BenchOptions(target=tmp_path, prompts=talks).template() is not None
+    assert BenchOptions(target=tmp_path, prompts=talks, chat=False).template() is None
+    assert BenchOptions(target=tmp_path, prompts=talks, peers=True).template() is None
+    assert BenchOptions(target=tmp_path).template() is None  # built-in prompts are beginnings
+    with pytest.raises(InvalidArgument, match=r"peers.*no chat"):
+        BenchOptions(prompts=talks, chat=True, peers=True)
+
+
+def test_a_turn_that_is_not_a_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question_id": 1, "category": "a", "turns": ["x", 3]}\n')
+    with pytest.raises(InvalidArgument, match=r"q\.jsonl:1.*a turn is not a text"):
+        read_prompts(file)

@@ -35,7 +35,7 @@ def test_a_method_has_its_paper_and_its_knobs(name: str) -> None:
     assert method.summary in text
     for number in re.findall(r"arXiv (\d{4}\.\d{5})", method.paper):
         assert f"[arXiv {number}](https://arxiv.org/abs/{number})" in text
-    for knob in method.defaults:
+    for knob in method.knob_defaults:
         assert f"| `{knob}` |" in text
         assert str(SpeculationConfig.model_fields[knob].description) in text
     overview = methods_table.markdown().split("## The rows")[0]

@@ -68,7 +68,7 @@ class TransformersPeer:
         if method == ASSISTANT_MODEL:
             assisted["assistant_model"] = self._assistant
         elif method == PROMPT_LOOKUP:
-            knobs = METHODS["prompt_lookup"].defaults
+            knobs = METHODS["prompt_lookup"].knob_defaults
             options["prompt_lookup_num_tokens"] = knobs["num_speculative_tokens"]
             options["max_matching_ngram_size"] = knobs["ngram_max"]
         config = GenerationConfig(

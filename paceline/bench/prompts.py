@@ -103,7 +103,7 @@ def _question(line: str, place: str) -> Prompt:
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
         raise InvalidArgument("prompts", place, f'{form}; "turns" has no text')
     if not all(isinstance(turn, str) and turn for turn in turns):
-        raise InvalidArgument("prompts", place, f'{form}; a turn is not a text')
+        raise InvalidArgument("prompts", place, f"{form}; a turn is not a text")
     if not isinstance(category, str) or not category or category == "all":
         raise InvalidArgument("prompts", place, f'{form}; "category" is a name other than "all"')
     return Prompt(str(record["question_id"]), category, tuple(turns))

@@ -120,7 +120,7 @@ class BenchOptions:
         if self.peers and self.chat:
             raise InvalidArgument(
                 "peers", True,
-                "no chat: the peers generate a fixed number of tokens, and answers end by themselves",
+                "no chat: peers generate a fixed number of tokens, and answers end by themselves",
             )  # fmt: skip
         self.sampling_params(is_chat=False)
 
@@ -373,9 +373,7 @@ def _turns(
         return
     answers: list[str] = []
     for number in range(1, len(prompt.turns) + 1):
-        ids = encode_chat(
-            backend.tokenizer, template, conversation(prompt.turns[:number], answers)
-        )
+        ids = encode_chat(backend.tokenizer, template, conversation(prompt.turns[:number], answers))
         name = prompt.prompt_id if len(prompt.turns) == 1 else f"{prompt.prompt_id}/turn{number}"
         yield replace(prompt, prompt_id=name), ids
         if number < len(prompt.turns):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -9,15 +10,18 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from paceline.chat import encode_chat, encode_prompt
 from paceline.cluster.cli_chat import Chat
+from paceline.demo import TARGET_DIR
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument, PacelineError
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
-from paceline.tokenizer import ChatTemplate
+from paceline.tokenizer import ChatTemplate, chat_template
 from tests.cli.conftest import Cli
 
 TEMPLATE = ChatTemplate(
@@ -163,3 +167,33 @@ def _until(terminal: int, *words: str) -> str:
         if select.select([terminal], [], [], 1)[0]:
             shown += os.read(terminal, 4096).decode("utf-8", "replace")
     return shown
+
+
+def test_a_question_has_the_same_tokens_on_the_command_line_and_in_the_api(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """`generate --chat` writes its prompt into a transcript; the API renders the messages."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in TARGET_DIR.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.source)
+    transcript = tmp_path / "t.json"
+    done = cli(
+        "generate", "def load(path):", "--chat", "--target", str(folder), "--method", "ar",
+        "--numerics", "portable", "--max-tokens", "4", "--transcript", str(transcript),
+    )  # fmt: skip
+    assert done.exit_code == 0
+    engine = load_engine()
+    template = chat_template(folder)
+    ids = encode_chat(engine.tokenizer, template, [{"role": "user", "content": "def load(path):"}])
+    assert json.loads(transcript.read_text())["prompt_token_ids"] == ids
+    assert encode_prompt(engine.tokenizer, template, "def load(path):") == ids
+    assert encode_prompt(engine.tokenizer, None, "def load(path):") != ids
+
+
+def test_a_model_without_a_template_answers_no_questions(cli: Cli) -> None:
+    done = cli("generate", "Hello", "--chat")
+    assert done.exit_code == 2
+    assert "chat" in done.stderr
+    assert "smollm2" in done.stderr

@@ -75,8 +75,8 @@ def test_every_method_says_what_it_is(name: str) -> None:
     # The baseline, and what is Paceline's own, come from no paper.
     own = name == "ar" or method.paper.startswith("Paceline: ")
     assert own or "arXiv" in method.paper or "github.com" in method.paper
-    assert COMMON_KNOBS.isdisjoint(method.defaults)
-    assert set(method.defaults) <= set(SpeculationConfig.model_fields)
+    assert COMMON_KNOBS.isdisjoint(method.knob_defaults)
+    assert set(method.knob_defaults) <= set(SpeculationConfig.model_fields)
 
 
 @pytest.mark.parametrize("name", SpeculationConfig.model_fields)

@@ -505,7 +505,7 @@ def bench(
         typer.Option(
             "--peers/--no-peers",
             help="Also measure transformers' own generate with the same weights. Default: at "
-            "temperature 0.",
+            "temperature 0, without chat, and with a named dtype.",
         ),
     ] = None,
     batch_invariant: Annotated[

@@ -63,8 +63,8 @@ class BenchOptions:
         batch: prompts generated together.
         repetitions: runs of every method on every prompt.
         limit: prompts of each category at most.
-        peers: also run transformers' ``generate``; None: at temperature 0, where the two can be
-            compared.
+        peers: also run transformers' ``generate``; None: where the two can be compared, at
+            temperature 0, without chat and with a named dtype.
         batch_invariant: "auto" is the default of the model's path; "both" also measures the cost
             of the mode.
         topology: "colocated" measures an engine in this process; "actors" and "both" need the
@@ -103,7 +103,7 @@ class BenchOptions:
         for name, known in (
             ("batch_invariant", ("auto", "on", "off", "both")),
             ("topology", ("colocated", "actors", "both")),
-            ("dtype", tuple(DTYPES)),
+            ("dtype", ("auto", *DTYPES)),
             ("numerics", NUMERICS),
         ):
             if getattr(self, name) not in known:
@@ -117,6 +117,8 @@ class BenchOptions:
             )
         if self.drafter is not None and self.target is None:
             raise InvalidArgument("drafter", str(self.drafter), "a target to go with it")
+        if self.peers and self.dtype == "auto":
+            raise InvalidArgument("dtype", "auto", "with peers, one of " + ", ".join(DTYPES))
         if self.peers and self.chat:
             raise InvalidArgument(
                 "peers", True,
@@ -440,7 +442,8 @@ def _entries(
                     note=note,
                 )
             )
-    if options.peers or (options.peers is None and options.temperature == 0 and not is_chat):
+    comparable = options.temperature == 0 and not is_chat and options.dtype != "auto"
+    if options.peers or (options.peers is None and comparable):
         entries += _peer_entries(options, notes)
     return entries
 

@@ -37,6 +37,7 @@ from paceline.rpc.draft_service import DraftServicer
 from paceline.rpc.generate_service import ModelInfo
 from paceline.rpc.ladder import Mode
 from paceline.rpc.mirrors import served_with
+from paceline.rpc.reconnect import Patience
 from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
@@ -401,6 +402,8 @@ class Chat:
                     speculation=speculation(case.method),
                     tokenizer=self.tokenizer,
                     modes=(Mode.DEVICE,),
+                    # A busy machine may leave the target's threads no time for half a minute.
+                    patience=Patience(give_up=600.0),
                 ) as client:  # fmt: skip
                     done = client.complete(self.prompts[i], params[i])
             finally:

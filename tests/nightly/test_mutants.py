@@ -34,7 +34,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         "tests/core/test_constraints.py",
     ),
     "paceline/transcript.py": ("tests/cli/test_verify.py",),
-    "rpc/*transcript*.py": ("tests/cli/test_verify.py",),
+    "rpc/*transcript*.py": ("tests/rpc/test_transcript.py",),
 }  # fmt: skip
 """The quick tests of the files of a pattern."""
 

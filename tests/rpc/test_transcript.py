@@ -147,6 +147,61 @@ def test_nodes_keep_the_indices_of_the_client() -> None:
     assert list(transcript.answered([0, 2], 3, verify_pb2.Timings()).accepted_indices) == [0, 5]
 
 
+def test_a_node_that_the_draft_does_not_have_is_noticed() -> None:
+    client, target = opened()
+    result = target.verify(client.request(client.propose(right(client, 2))))
+    result.accepted_indices[:] = [0, 2]
+    with pytest.raises(PrefixDiverged, match=r"accepted_indices \(0, 2\) of 2 nodes"):
+        client.verified(result)
+
+
+def test_a_draft_without_a_guess_replaces_the_rounds_in_flight() -> None:
+    client, target = opened()
+    client.propose(Draft.chain([99]))
+    client.propose(Draft.chain([98]), bonus=97)
+    proposed = client.propose(right(client, 2))
+    assert list(client.rounds) == [proposed]
+    assert client.verified(target.verify(client.request(proposed))).accepted_indices == (0, 1)
+
+
+def test_nothing_is_open_at_first() -> None:
+    transcript = VerifyTranscript(PROMPT)
+    assert (transcript.session_id, transcript.epoch, transcript.round) == ("", 0, 0)
+    assert transcript.finish_reason is None
+    client = ClientTranscript(PROMPT)
+    assert (client.num_known, len(client.rounds), client.fingerprint) == (0, 0, "")
+    assert (client.max_nodes, client.max_depth) == (0, 0)
+
+
+def test_a_server_with_other_numerics_is_remembered() -> None:
+    client = ClientTranscript(PROMPT)
+    client.met(verify_pb2.OpenResult(fingerprint="a"))
+    assert (client.fingerprint, client.numerics_changed) == ("a", False)
+    client.met(verify_pb2.OpenResult(fingerprint="b", numerics_changed=True))
+    client.met(verify_pb2.OpenResult())
+    assert (client.fingerprint, client.numerics_changed) == ("b", True)
+
+
+def test_truncate_forgets_the_rounds_in_flight() -> None:
+    client, target = opened()
+    client.verified(target.verify(client.request(client.propose(right(client, 2)))))
+    client.propose(right(client, 2))
+    client.truncated(target.transcript.truncated(4))
+    assert not client.rounds
+    assert books(client)[3:] == books(target.transcript)[3:]
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_truncate_keeps_the_prompt_and_adds_nothing(length: int) -> None:
+    client, target = opened()
+    client.verified(target.verify(client.request(client.propose(right(client, 2)))))
+    with pytest.raises(InvalidArgument) as caught:
+        target.transcript.check_truncate(length)
+    assert (caught.value.field, caught.value.value) == ("length", length)
+    target.transcript.check_truncate(3)
+    target.transcript.check_truncate(6)
+
+
 def test_truncate() -> None:
     client, target = opened()
     client.verified(target.verify(client.request(client.propose(right(client, 4)))))

@@ -12,7 +12,7 @@ from benchmarks.quality import measure
 from paceline.errors import PacelineError
 from paceline.model_names import resolve_model
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 ROUNDED_INPUTS = 0.05
 """Nats. What rounding a layer's inputs to eight bits may cost on average; llama.cpp rounds them,

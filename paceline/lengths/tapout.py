@@ -4,7 +4,8 @@ Sridhar et al. 2025 (arXiv 2511.02017). Rules that need no training decide after
 the drafter's distribution p, whether to draft on; which of them works best depends on the models
 and on the text. The sequence-level bandit chooses one arm (a rule) for each draft, and its reward
 is what was accepted of the draft. Sessions of an engine with equal knobs learn together. With H as
-the entropy of p in nats, the arms stop a draft when
+the entropy of p in nats, the arms stop a draft when the following holds (the rules are the paper's,
+the thresholds were chosen here):
 
 - ``max_confidence``: the highest probability is below 0.8;
 - ``logit_margin``: the two highest probabilities differ by less than 0.2;

@@ -259,7 +259,7 @@ def _measure(
         (measured.drafts if drafted else measured.ar).append(completion)
 
     def report_and_time(*methods: SpeculationConfig) -> None:
-        with showing_progress(show) as report:
+        with showing_progress(show and err.is_terminal) as report:  # a log needs no such line
             report("timing drafts against AR")
             for method in methods:
                 timed(method)

@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 Doubles = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint64]
 
 _hex = float.fromhex
 _LN2_HIGH, _LN2_LOW = _hex("0x1.62e42feep-1"), _hex("0x1.a39ef35793c76p-33")

@@ -1016,7 +1016,7 @@ def _vllm(name: str, paper: str, summary: str, **defaults: Any) -> Method:
     return Method(
         name=f"vllm_{name}", paper=paper, summary=summary,
         drafter="vllm", shape=None, acceptance="coupled", length="fixed",
-        defaults={"num_speculative_tokens": 5, "node_budget": None, **defaults},
+        defaults={"num_speculative_tokens": 5, **defaults},
         engine="vllm",
     )  # fmt: skip
 

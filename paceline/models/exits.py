@@ -62,16 +62,6 @@ def layers_of(
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyExit:
-    """The first ``exit_layer`` layers (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710)."""
-
-    exit_layer: int
-
-    def layers_at(self, index: int, length: int, num_layers: int) -> Sequence[int]:
-        return range(self.exit_layer)
-
-
-@dataclass(frozen=True, slots=True)
 class UnifiedLayerSkipping:
     """Evenly spread layers, the first and the last among them, the same for all tokens.
 

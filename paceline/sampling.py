@@ -249,8 +249,7 @@ def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
     scores -= log_of(total)
     top: tuple[tuple[int, float], ...] = ()
     if count:
-        least = np.partition(scores, -min(count, len(scores)))[-min(count, len(scores))]
-        best = np.flatnonzero(scores >= least)
+        best = _at_least_kth(scores, min(count, len(scores)))
         best = best[np.argsort(-scores[best], kind="stable")][:count]
         top = tuple((int(t), float(scores[t])) for t in best)
     return TokenLogprobs(token_id, float(scores[token_id]), top)
@@ -264,8 +263,10 @@ def scaled_scores(logits: Row, params: SamplingParams) -> Probs:
     scores = logits.astype(np.float64)
     scores /= params.temperature
     if 0 < params.top_k < len(scores):
-        kth = np.partition(scores, -params.top_k)[-params.top_k]
-        scores[scores < kth] = -np.inf
+        kept = _at_least_kth(scores, params.top_k)
+        values = scores[kept]
+        scores.fill(-np.inf)
+        scores[kept] = values
     if params.top_p < 1.0:
         kept = _most_likely(scores, params.top_p)
         values = scores[kept]
@@ -276,6 +277,20 @@ def scaled_scores(logits: Row, params: SamplingParams) -> Probs:
     return scores
 
 
+def _at_least_kth(scores: Probs, k: int) -> npt.NDArray[np.int64]:
+    """The tokens that score at least as much as the k-th best, in ascending order."""
+    size = len(scores) // (4 * k)
+    if size < 4:
+        return np.flatnonzero(scores >= np.partition(scores, -k)[-k])
+    # Partitioning a whole vocabulary takes several times as long as finding the highest of each
+    # block. At least k tokens reach the k-th of these.
+    highest = scores[: 4 * k * size].reshape(-1, size).max(1)
+    ids = np.flatnonzero(scores >= np.partition(highest, -k)[-k])
+    among = scores[ids]
+    best: npt.NDArray[np.int64] = ids[among >= np.partition(among, -k)[-k]]
+    return best
+
+
 _OFTEN_ENOUGH = 1024  # number of most likely tokens whose mass usually reaches top_p
 
 
@@ -283,7 +298,7 @@ def _most_likely(scores: Probs, top_p: float) -> npt.NDArray[np.int64]:
     """The smallest set of most likely tokens whose mass reaches ``top_p``, best first."""
     p, ids = _softmax(scores), np.arange(len(scores))
     if len(scores) > _OFTEN_ENOUGH:  # sorting a whole vocabulary takes milliseconds
-        ids = np.flatnonzero(scores >= np.partition(scores, -_OFTEN_ENOUGH)[-_OFTEN_ENOUGH])
+        ids = _at_least_kth(scores, _OFTEN_ENOUGH)
     while True:
         order = ids[np.argsort(-scores[ids], kind="stable")]
         mass = np.cumsum(p[order])

@@ -3,7 +3,8 @@
 A drafter learns best from text that its target writes when it serves (DistillSpec, arXiv
 2310.08461). So the target writes the questions, too: it continues the empty user turn of its chat
 template (Magpie, Xu et al. 2024, arXiv 2406.08464), and then answers. Some questions are about
-texts (earlier answers, documentation of Python's standard library), and files may add questions.
+texts (earlier answers, documentation of Python's standard library) or functions of that library,
+and files may add questions.
 
 For every token of an answer the file keeps the target's ``top_k`` most likely tokens and their
 probabilities, so that training need not run the target again.
@@ -46,7 +47,8 @@ OPENERS = (
     "", "", "", "", "", "What is", "What are", "How do I", "How can", "Why", "Can you", "Explain",
     "Write a short story about", "Write an email to", "Write a poem about", "Describe",
     "Give me a list of", "List", "Compare", "Who was", "When did", "Tell me about", "I need help",
-    "Translate", "Write a Python function that", "Write a Python program", "In Python, how",
+    "Translate", "Translate to English:", "Translate from German to English:",
+    "Write a Python function that", "Write a Python program", "In Python, how",
     "Write a class", "What does this code do?\n\n", "Fix the error in this code:\n\n",
     "Solve the following problem:", "If a train", "How many", "Calculate", "Suggest", "Plan",
     "Write a review of", "Compose", "What would happen if", "Imagine", "Rewrite the sentence",
@@ -64,13 +66,27 @@ OVER_TEXTS = (
 )  # fmt: skip
 
 
+PASSAGES = "Use these passages to answer the question.\n\n{}\n\nQuestion:"
+"""Before a question that the model writes about several texts."""
+KINDS = {"file": 0.2, "text": 0.17, "passages": 0.06, "code": 0.15, "own": 0.42}
+"""Shares of the kinds of first questions."""
+OVER_CODE = (
+    "Complete the following Python function:\n\n```python\n{}\n```",
+    "Complete this code.\n\n{}",
+    "Write the body of this Python function. Answer with code only.\n\n```python\n{}\n```",
+    "Write a test for this function:\n\n```python\n{}\n```",
+    "{}\n\nExplain what this function does.",
+)
+"""Questions about the head of a function: its signature and its docstring."""
+
+
 @dataclass(slots=True)
 class Conversation:
     """A conversation in progress.
 
     Attributes:
         system: instruction before it.
-        kind: of its first question.
+        kind: of its first question: ``file``, ``text``, ``passages``, ``code``, or ``own``.
         tokens: so far.
         positions: of the tokens that the model wrote as the assistant.
         top_ids, top_probs: for each of these, its likeliest tokens and their probabilities.
@@ -115,7 +131,7 @@ class Writer:
         (self._end,) = self._tokenizer.encode(END, add_special_tokens=False)
         self._questions, self._batch, self._answer_tokens = questions, batch, answer_tokens
         self._random = np.random.default_rng(seed)
-        self._texts = documentation()
+        self._texts, self._functions = documentation()
         self._count = 0
         self._running: dict[str, Conversation] = {}
 
@@ -147,23 +163,28 @@ class Writer:
         talk = Conversation(SYSTEMS[int(random.choice(len(SYSTEMS), p=(0.5, 0.2, 0.1, 0.2)))], "")
         talk.turns = int(random.choice((1, 2, 3), p=(0.7, 0.2, 0.1)))
         head = f"{BEGIN}system\n{talk.system}{END}\n" if talk.system else ""
-        choice = random.random()
-        if self._questions and choice < 0.3:
-            talk.kind = "file"
-            question = self._questions[int(random.integers(len(self._questions)))]
-            talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}")
-            self._ask(talk)
-        elif choice < 0.5:
-            talk.kind = "text"
-            text = self._texts[int(random.integers(len(self._texts)))]
-            form = OVER_TEXTS[int(random.integers(len(OVER_TEXTS)))]
-            talk.tokens = self._encode(f"{head}{BEGIN}user\n{form.format(text)}")
-            self._ask(talk)
+        kinds = [*KINDS] if self._questions else [*KINDS][1:]
+        shares = np.array([KINDS[kind] for kind in kinds])
+        talk.kind = str(random.choice(kinds, p=shares / shares.sum()))
+        if talk.kind == "own":
+            question = self._one_of(OPENERS)
+        elif talk.kind == "file":
+            question = self._one_of(self._questions)
+        elif talk.kind == "code":
+            question = self._one_of(OVER_CODE).format(self._one_of(self._functions))
+        elif talk.kind == "text":
+            question = self._one_of(OVER_TEXTS).format(self._one_of(self._texts))
         else:
-            talk.kind = "own"
-            opener = OPENERS[int(random.integers(len(OPENERS)))]
-            talk.tokens = self._encode(f"{head}{BEGIN}user\n{opener}")
+            texts = [self._one_of(self._texts) for _ in range(int(random.integers(2, 5)))]
+            question = PASSAGES.format("\n\n".join(texts))
+        talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}")
+        if talk.kind in ("own", "passages"):
             self._submit(talk, answering=False)
+        else:
+            self._ask(talk)
+
+    def _one_of(self, texts: Sequence[str]) -> str:
+        return texts[int(self._random.integers(len(texts)))]
 
     def _ask(self, talk: Conversation) -> None:
         """Start the model's answer to a complete user turn."""
@@ -210,27 +231,36 @@ class Writer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def documentation(limit: int = 900) -> list[str]:
-    """Paragraphs from the docstrings of Python's standard library, at most ``limit`` characters."""
+def documentation(limit: int = 900) -> tuple[list[str], list[str]]:
+    """Docstrings of Python's standard library, and heads of its functions.
+
+    Each has at most ``limit`` characters.
+    """
     texts: list[str] = []
+    functions: list[str] = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         try:
             tree = ast.parse(file.read_text("utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                text = inspect.cleandoc(ast.get_docstring(node) or "")
-                if len(text) >= 200:
-                    texts.append(text[:limit].rsplit("\n", 1)[0])
-    return texts
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            text = inspect.cleandoc(ast.get_docstring(node) or "")
+            if len(text) >= 200:
+                texts.append(text[:limit].rsplit("\n", 1)[0])
+            if isinstance(node, ast.FunctionDef) and 40 <= len(text) <= limit:
+                node.body, node.decorator_list = node.body[:1], []
+                functions.append(ast.unparse(node))
+    return texts, functions
 
 
 def save(shard: Sequence[Conversation], file: Path) -> None:
     """Write conversations, one after the other, into one file.
 
     It holds ``tokens`` (uint16) and the ``ends`` of the conversations in them; the ``positions`` of
-    answers' tokens, and for these ``top_ids`` (uint16) and ``top_probs`` (float16), [n, TOP_K].
+    answers' tokens, and for these ``top_ids`` (uint16) and ``top_probs`` (float16), [n, TOP_K];
+    and the ``kinds`` of the conversations.
     """
     starts = np.cumsum([0, *(len(talk.tokens) for talk in shard)])
     arrays: dict[str, Any] = {
@@ -241,6 +271,7 @@ def save(shard: Sequence[Conversation], file: Path) -> None:
         ),
         "top_ids": np.array([row for talk in shard for row in talk.top_ids], np.uint16),
         "top_probs": np.array([row for talk in shard for row in talk.top_probs], np.float16),
+        "kinds": np.array([talk.kind for talk in shard]),
     }  # fmt: skip
     assert len(arrays["positions"]) == len(arrays["top_ids"])
     part = file.with_suffix(".tmp")

@@ -12,6 +12,7 @@
 #define MAX_HEAD_DIM 256
 #define BLOCK_ROWS 16 /* neighbouring rows of a sequence for which attention reads keys and values once */
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
+#define AHEAD 64 /* slots between the one in use and the one that is asked for */
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
 #define SHARED_NUMBERS (1e4 / SLOWER) /* with more numbers, threads share work done row by row */
 /* Vectors of a row's weighted values that stay in registers, for one row and for two. */
@@ -118,15 +119,31 @@ ALWAYS_INLINE void gather(const void *entries, const int32_t *slots, int count, 
             store_(out + i * PADDED(dim) + d, read_(entries, slots[i] * width + d, dim - d, narrow));
 }
 
+/* Asks for one head's entries of slots [from, until) of a context, as far as it goes. The processor's own
+ * prefetching misses them: each slot's are a few lines, a stride apart, or anywhere. */
+ALWAYS_INLINE void prefetch(const void *entries, const int32_t *slots, int from, int until, int length,
+                            size_t width, const int dim, int narrow)
+{
+    const size_t bytes = narrow ? 2 : 4;
+    until = until < length ? until : length;
+    for (int i = from; i < until; i++) {
+        const char *entry = (const char *)entries + slots[i] * width * bytes;
+        for (size_t at = 0; at < dim * bytes; at += 64)
+            __builtin_prefetch(entry + at, 0, 2);
+    }
+}
+
 /* One query head of several rows over their contexts. Neighbouring rows have most of a context in common,
  * so all rows take the same few slots before the next ones, and each slot is read once. A row's results do
  * not depend on the others.
  * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: how many
- * slots a context has in common with the last row's, from the first on. */
+ * slots a context has in common with the last row's, from the first on; first: whether no earlier head has
+ * read these keys and values. */
 ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *keys, const void *values,
                                void *out, size_t out_stride, const int32_t *const *contexts,
                                const int *lengths, const int *shared, size_t padded, int rows,
-                               size_t width, float scale, float *scores, int narrow, const int dim)
+                               size_t width, float scale, float *scores, int first, int narrow,
+                               const int dim)
 {
     float queries[BLOCK_ROWS][MAX_HEAD_DIM], sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM];
     float totals[BLOCK_ROWS], entries[WIDTH * MAX_HEAD_DIM] __attribute__((aligned(64)));
@@ -140,8 +157,13 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
         for (int d = 0; d < SUMS * wide; d += WIDTH) /* memset takes half as wide stores */
             store_(sums[r] + d, set_(0.0f));
     }
+#define PREFETCH(entries, from, until) \
+    if (first) \
+        prefetch(entries, contexts[last], from, until, lengths[last], width, dim, narrow)
+    PREFETCH(keys, 0, AHEAD);
     for (int j = 0; j < longest; j += WIDTH) {
         int held = 0; /* whether the last row's entries are gathered */
+        PREFETCH(keys, j + AHEAD, j + AHEAD + WIDTH);
         for (int r = last; r >= 0; r--) {
             const int count = lengths[r] - j < WIDTH ? lengths[r] - j : WIDTH;
             if (count <= 0)
@@ -152,10 +174,12 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
             store_(scores + r * padded + j, score(queries[r], entries, wide));
         }
     }
+    PREFETCH(values, 0, AHEAD);
     for (int r = 0; r < rows; r++)
         totals[r] = weigh(scores + r * padded, lengths[r]);
     for (int j = 0; j < longest; j += most) {
         int held = 0;
+        PREFETCH(values, j + AHEAD, j + AHEAD + most);
         for (int r = last; r >= 0; r--) {
             const int count = lengths[r] - j < most ? lengths[r] - j : most;
             const float *weights = scores + r * padded + j;
@@ -180,17 +204,18 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
             const vec odd = add_(load_(s + 2 * wide), load_(s + 3 * wide));
             write_(out, r * out_stride + d, div_(add_(even, odd), set_(totals[r])), dim - d, narrow);
         }
+#undef PREFETCH
 }
 
 /* As attend_head; the compiler gets common head dimensions as constants. */
 static void attend(const void *query, size_t stride, const void *keys, const void *values, void *out,
                    size_t out_stride, const int32_t *const *contexts, const int *lengths,
                    const int *shared, size_t padded, int rows, size_t width, float scale, float *scores,
-                   int narrow, int dim)
+                   int first, int narrow, int dim)
 {
 #define ATTEND(d)                                                                                 \
     attend_head(query, stride, keys, values, out, out_stride, contexts, lengths, shared, padded, rows, \
-                width, scale, scores, narrow, d)
+                width, scale, scores, first, narrow, d)
 #if HAS_FMA
     if (dim == 32)
         ATTEND(32);

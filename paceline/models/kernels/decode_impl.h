@@ -133,7 +133,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                 const ELEM *query = qkv + from * stride + h * dim;
                 ELEM *o = out + from * out_stride + h * dim;
                 attend(query, stride, k, v, o, out_stride, contexts, lengths, shared, padded, count, width,
-                       scale, scores, sizeof(ELEM) == 2, dim);
+                       scale, scores, h == g * group, sizeof(ELEM) == 2, dim);
             }
         }
         free(scores);

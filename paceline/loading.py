@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.demo import DRAFTER_DIR, HEADS_DIR, TARGET_DIR
+from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.omnidraft import OmniDraft, Translator
@@ -21,7 +21,7 @@ from paceline.model_names import resolve_model
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
-from paceline.models.heads import HeadLibrary
+from paceline.models.heads import HeadLibrary, heads_folder
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import MODEL_TYPES
@@ -226,7 +226,7 @@ def load_engine(
         translate: take a drafter with another tokenizer, too; the method `omnidraft` uses it.
         drafter_device: where the drafter runs; None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
-            default: the demo's, or the folder ``heads`` in the target's.
+            default: the folder ``heads`` in the target's, or those that ship for it.
         numerics: the target's; see :func:`load_runner`.
 
     Raises:
@@ -258,10 +258,9 @@ def load_engine(
             drafters["draft_model"] = load_drafter(
                 drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
-    is_demo = target.resolve() == TARGET_DIR.resolve()
     if heads and not Path(heads).is_dir():
         raise ModelNotFound(f"folder of heads {str(heads)!r} does not exist")
-    heads = Path(heads) if heads else HEADS_DIR if is_demo else target / "heads"
+    heads = Path(heads) if heads else heads_folder(target)
     draft_model = drafters.get("draft_model")
     costs = LoadCosts(
         lambda: profile_key(target, drafter, dtype, pick_device(device), numerics),

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import gguf_folder
-from paceline.demo import HEADS_DIR
 from paceline.errors import ModelNotFound, PacelineError
 from paceline.gguf_folder import folder_of, is_gguf
-from paceline.model_names import DEMO_MODELS, PACKAGED_MODELS
+from paceline.model_names import DEMO_MODELS, PACKAGED_MODELS, SHIPPED_HEADS
 from paceline.tokenizer import vocabulary_fingerprint
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -148,7 +147,8 @@ def _folder_entry(name: str, folder: Path) -> ModelEntry:
     for kind, shape in _tensors(folder):
         parameters[_DTYPES.get(kind, kind)] += math.prod(shape)
     quantised = (config.get("quantization_config") or {}).get("quant_method")
-    heads = HEADS_DIR if folder == DEMO_MODELS["demo"] else folder / "heads"
+    own = folder / "heads"
+    places = [own] if own.is_dir() else SHIPPED_HEADS
     return ModelEntry(
         name=name,
         path=folder,
@@ -158,7 +158,7 @@ def _folder_entry(name: str, folder: Path) -> ModelEntry:
         num_parameters=sum(parameters.values()),
         context_length=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
         tokenizer=_tokenizer(folder),
-        heads=tuple(_heads(heads, config)),
+        heads=tuple(kind for place in places for kind in _heads(place, config)),
     )
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline import demo, smollm2
 from paceline.cache import cache_folder, locked
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.errors import ModelNotFound
@@ -87,6 +88,8 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
     )
 }
 KNOWN_NAMES = (*DEMO_MODELS, *PACKAGED_MODELS)
+SHIPPED_HEADS = (demo.HEADS_DIR, smollm2.HEADS_DIR)
+"""Folders of heads that ship with the package, each for one target."""
 
 
 @dataclass(frozen=True, slots=True)

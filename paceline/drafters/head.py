@@ -43,7 +43,8 @@ class HeadDrafter(Drafter):
             self._head.free(reading.state)
 
     def read_prompt(self, session: SessionView, read: Verification) -> None:
-        self._readings[session.session_id].features.append(read.extras[self._feature])
+        features = self._head.select(read.extras[self._feature])
+        self._readings[session.session_id].features.append(features)
 
     @torch.no_grad()
     def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
@@ -102,7 +103,7 @@ class HeadDrafter(Drafter):
             reading = self._readings.get(session.session_id)
             if reading is None:
                 continue
-            features = outcome.verification.extras[self._feature]
+            features = self._head.select(outcome.verification.extras[self._feature])
             if len(features) > 1:
                 path = outcome.path[: len(outcome.token_ids) - 1]
                 features = features[[0, *(node + 1 for node in path)]]

@@ -69,7 +69,7 @@ class NativeOps:
         self._run_layers = function("run_layers", "ppiippppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._linear = function("linear", "ppippiiii")
-        self._greedy_chain = function("greedy_chain", "ppipppippppipiippppppp")
+        self._greedy_chain = function("greedy_chain", "ppipppipppppipiippppppp")
         self.packer = Packer(dtype, int8=int8, numerics=numerics)
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
         self.threads: Threads | None = None
@@ -153,6 +153,7 @@ class NativeOps:
         states: Tensor | None = None,
         fuse: Fuse | None = None,
         stop_below: FloatArray | None = None,
+        vocabulary: Tensor | None = None,
     ) -> IntArray:
         """Give sequences some tokens and continue each by argmax.
 
@@ -167,6 +168,8 @@ class NativeOps:
             fuse: for drafters that read features; see there.
             stop_below: a sequence ends after a token whose probability is less than this.
                 # [num_steps, num_sequences]
+            vocabulary: the token of each of the head's logits; None if they are all tokens.
+                # int64 [num_logits]
 
         Returns:
             The new tokens; -1 behind the end of a sequence.  # [num_steps, num_sequences]
@@ -195,6 +198,7 @@ class NativeOps:
             address(final_norm),
             ctypes.addressof(head_weight),
             head.num_outputs,
+            address(vocabulary),
             keys.data_ptr(),
             values.data_ptr(),
             ctypes.addressof(packed),

@@ -63,6 +63,19 @@ class Fuse(NamedTuple):
     features: Tensor  # [num_sequences, hidden]
 
 
+class Output(NamedTuple):
+    """Makes logits from states.
+
+    Attributes:
+        norm: before the product; None for none.
+        vocabulary: the token of each logit, for a part of the vocabulary.  # int64 [num_logits]
+    """
+
+    norm: Tensor | None
+    weight: Weight  # [num_logits, hidden]
+    vocabulary: Tensor | None
+
+
 class Ops(Protocol):
     """The arithmetic under :class:`paceline.models.llama.LlamaRunner`. Tensors are contiguous."""
 

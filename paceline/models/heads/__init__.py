@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.model_names import SHIPPED_HEADS
 from paceline.models.base import ModelRunner
-from paceline.models.heads.base import Head, HeadTarget, load_head
+from paceline.models.heads.base import Head, HeadTarget, load_head, target_identity
 from paceline.models.heads.blockwise import Blockwise
 from paceline.models.heads.chimera import Chimera
 from paceline.models.heads.dovetail import Dovetail
 from paceline.models.heads.eagle import Eagle
+from paceline.models.heads.eagle3 import Eagle3
 from paceline.models.heads.falcon import Falcon
 from paceline.models.heads.fspad import Fspad
 from paceline.models.heads.hidden_transfer import HiddenTransfer
@@ -19,6 +22,7 @@ from paceline.models.heads.hydra import Hydra, HydraPP
 from paceline.models.heads.medusa import Medusa
 from paceline.models.heads.moa import MixtureOfAttentions
 from paceline.models.heads.ppd import PromptDecoding
+from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 
 HEADS: Mapping[str, type[Head]] = {
@@ -29,6 +33,7 @@ HEADS: Mapping[str, type[Head]] = {
         Hydra,
         HydraPP,
         Eagle,
+        Eagle3,
         Chimera,
         Fspad,
         Falcon,
@@ -38,6 +43,31 @@ HEADS: Mapping[str, type[Head]] = {
         HiddenTransfer,
     )
 }
+
+
+def heads_folder(target: Path) -> Path:
+    """Where a model's heads are: in its own folder, or among those that ship with the package."""
+    own = target / "heads"
+    if not own.is_dir():
+        for shipped in SHIPPED_HEADS:
+            if _made_for(target, shipped):
+                return shipped
+    return own
+
+
+def _made_for(target: Path, heads: Path) -> bool:
+    try:
+        config = read_config(target)
+    except ModelNotFound:
+        return False
+    for file in sorted(heads.glob("*/config.json")):
+        trained = json.loads(file.read_text()).get("target") or {}
+        if "identity" in trained:
+            sizes = (config.get("hidden_size"), config.get("vocab_size"))
+            return (trained["hidden_size"], trained["vocab_size"]) == sizes and trained[
+                "identity"
+            ] == target_identity(target)
+    return False
 
 
 class HeadLibrary:

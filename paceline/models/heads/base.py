@@ -190,6 +190,13 @@ class Head(nn.Module, ABC):
     def prepare(self) -> None:
         """Pack the weights for drafting; called once after loading."""
 
+    def select(self, computed: Tensor) -> Tensor:
+        """The features in what the target computed, which are kept until the next draft.
+
+        # [n, ...] -> [n, ...]
+        """
+        return computed
+
     @abstractmethod
     def new_state(self) -> State:
         """The state of a new session."""
@@ -207,8 +214,8 @@ class Head(nn.Module, ABC):
         """Logits of the token after the last committed one.  # [num_sessions, vocab_size]
 
         Args:
-            features: what the target computed for the tokens committed since the last call, for
-                each session at least one.  # [n, hidden_size] or [n, num_layers, hidden_size]
+            features: of the tokens committed since the last call, for each session at least one,
+                as :meth:`select` returns them.  # [n, hidden_size] or [n, num_layers, hidden_size]
             token_ids: the token that follows each of them; the last is the last committed token,
                 for which there are no features yet.  # [n]
         """

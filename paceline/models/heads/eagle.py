@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, soft_cross_entropy
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
-from paceline.models.ops import Fuse
+from paceline.models.ops import Fuse, Output
 from paceline.models.rope import rope_table
 from paceline.types import IntArray
 
@@ -60,7 +61,9 @@ class Eagle(Head):
     """See the module."""
 
     kind = "eagle"
-    Options = EagleOptions
+    Options: ClassVar[type[Any]] = EagleOptions
+    output: Output | None = None
+    """Makes logits in a chain; None is the target's output layer."""
 
     def __init__(self, target: HeadTarget, options: EagleOptions) -> None:
         super().__init__(target, options)
@@ -73,6 +76,13 @@ class Eagle(Head):
         """The input of the first layer.  # 2 x [..., hidden_size] -> [..., hidden_size]"""
         result: Tensor = self.fc(torch.cat([embedded, features], -1))
         return result
+
+    def read(self, features: Tensor) -> Tensor:
+        """Features of the kind that the head drafts, from the target's.
+
+        # [n, ...] -> [n, hidden_size]
+        """
+        return features
 
     def logits(self, drafted: Tensor) -> Tensor:
         """Logits after drafted features.  # [..., hidden_size] -> [..., vocab_size]"""
@@ -98,16 +108,16 @@ class Eagle(Head):
         length = features.shape[1]
         cos_sin = self._cos_sin[:length].to(features.device)
         embedded = self.target.embed(token_ids)
-        inputs, outputs = [], []
+        earlier: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        outputs = []
         for step in range(steps):
-            inputs.append(self.inputs(embedded, features))
-            x = torch.cat(inputs, 1)
-            mask = unrolled_mask(length, step + 1).to(x.device) if step else None
-            for layer in self.layers:
-                x = layer(x, cos_sin.repeat(step + 1, 1), mask)
-            outputs.append(x[:, step * length :])
+            x = self.inputs(embedded, features)
+            mask = unrolled_mask(length, step + 1)[-length:].to(x.device) if step else None
+            for layer, entries in zip(self.layers, earlier, strict=True):
+                x = layer(x, cos_sin, mask, entries)
+            outputs.append(x)
             # What was drafted for a place is read where that place is.
-            features = F.pad(outputs[-1][:, :-1], (0, 0, 1, 0))
+            features = F.pad(x[:, :-1], (0, 0, 1, 0))
         return outputs
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -136,10 +146,10 @@ class Eagle(Head):
 
     # --- drafting ------------------------------------------------------------------------------
 
-    def new_stack(self) -> LayerStack:
+    def new_stack(self, *, int8: bool = False) -> LayerStack:
         """The layers as they draft."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return LayerStack(layers, self.target.kv_tokens)
+        return LayerStack(layers, self.target.kv_tokens, int8=int8)
 
     def prepare(self) -> None:
         self.stack = self.new_stack()
@@ -164,7 +174,8 @@ class Eagle(Head):
             # The draft used the head's own features; replace them with the target's.
             self.stack.commit(state.sequence, ())
             parts.append((state.sequence, range(-1, len(ids) - 1)))
-        drafted = self._run(parts, [t for ids in token_ids for t in ids], torch.cat([*features]))
+        given = self.read(torch.cat([*features]))
+        drafted = self._run(parts, [t for ids in token_ids for t in ids], given)
         last, end = [], 0
         for state, ids in zip(states, token_ids, strict=True):
             self.stack.commit(state.sequence, range(len(ids)))
@@ -210,7 +221,7 @@ class Eagle(Head):
         features = torch.stack([state.feature[-1] for state in states])
         tokens = self.stack.greedy_chain(
             [state.sequence for state in states], first, depth - 1, self.target,
-            Fuse(*self._fc, features),
+            Fuse(*self._fc, features), self.output,
         )  # fmt: skip
         return super().greedy_chains(states, first, depth) if tokens is None else tokens.T
 

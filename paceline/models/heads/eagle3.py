@@ -71,7 +71,7 @@ class Eagle3(Eagle):
         self.project = nn.Linear(len(features) * size, size, bias=False)
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         some = torch.arange(options.vocabulary or config.vocab_size)
-        self.register_buffer("vocabulary", some)
+        self.register_buffer("vocabulary", some, persistent=options.vocabulary > 0)
 
     def select(self, computed: Tensor) -> Tensor:
         return computed[..., self._features, :].flatten(-2)

@@ -210,6 +210,7 @@ class ChatHeadTrainer:
         work: for vocabulary and checkpoint.
         steps: number of batches; the learning rate follows the share of them.
         batch_tokens: in a batch, about.
+        checkpoint_seconds: between checkpoints.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class ChatHeadTrainer:
         options: Eagle3Options,
         steps: int,
         batch_tokens: int = 4096,
+        checkpoint_seconds: float = 120.0,
         seed: int = 0,
     ) -> None:
         work.mkdir(parents=True, exist_ok=True)
@@ -242,7 +244,7 @@ class ChatHeadTrainer:
         self._narrow = has_dots()
         self._training, self._batch_tokens, self._seed = training, batch_tokens, seed
         self._order = np.argsort([len(talk.tokens) for talk in training], kind="stable")
-        self._work, self._steps = work, steps
+        self._work, self._steps, self._checkpoint_seconds = work, steps, checkpoint_seconds
 
     def _start_from(self, target: HeadTarget) -> None:
         """Small random weights; the target's final norm."""
@@ -269,7 +271,7 @@ class ChatHeadTrainer:
         ]
         trainer = Trainer(
             self._work / "head.pt", head, optimizers, minutes=0.0, max_steps=self._steps,
-            warmup=0.02, checkpoint_seconds=120.0, label="head",
+            warmup=0.02, checkpoint_seconds=self._checkpoint_seconds, label="head",
         )  # fmt: skip
         trainer.run(self._loss_of_step)
         head.eval()
@@ -297,7 +299,7 @@ class ChatHeadTrainer:
         features = head.read(batch.features[:, :-1].float() / self._scale)
         for k, drafted in enumerate(head(features, batch.tokens[:, 1:], steps)):
             seen = batch.places >= k
-            states = head.norm(drafted[batch.rows[seen], batch.places[seen]])
+            states = head.norm(drafted[batch.rows[seen], batch.places[seen]].float())
             yield k, F.linear(states, self._rows).float(), seen
 
     @torch.no_grad()

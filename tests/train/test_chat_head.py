@@ -1,0 +1,175 @@
+"""Training an EAGLE-3 head on a model's own answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import SpeculationConfig
+from paceline.demo import TARGET_DIR
+from paceline.engine import Engine, RoundEvent
+from paceline.loading import load_engine
+from paceline.models.heads.eagle3 import Eagle3Options
+from paceline.request import Request
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+from paceline.train.chat_head import (
+    ChatHeadTrainer,
+    Talk,
+    choose_vocabulary,
+    loss_of,
+    read_talks,
+    write_features,
+)
+from paceline.train.conversations import Conversation, save
+
+LAYERS = (2, 10, 18)
+OPTIONS = Eagle3Options(features=LAYERS, vocabulary=2048, unroll=2, int8=False)
+PROMPT, ANSWER = 24, 48
+
+
+def submitted(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    speculation: SpeculationConfig,
+    events: dict[str, list[RoundEvent]],
+) -> list[Session]:
+    """Generate for all prompts together; ``events`` gets the rounds of each session."""
+    sessions = [
+        engine.submit(
+            Request(list(prompt), params, speculation),
+            on_event=lambda event: events.setdefault(event.session.session_id, []).append(event),
+        )
+        for prompt in prompts
+    ]
+    while not all(session.finished for session in sessions):
+        engine.step()
+    return sessions
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> list[Talk]:
+    """Greedy answers of the demo target to 56 beginnings, with its five likeliest tokens."""
+    folder = tmp_path_factory.mktemp("talks")
+    engine = load_engine("demo")
+    assert engine.tokenizer is not None
+    text = engine.tokenizer.encode(Path(__file__).read_text() * 2)
+    prompts = [text[i * 20 : i * 20 + PROMPT] for i in range(56)]
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=5)
+    tops: dict[str, list[RoundEvent]] = {}
+
+    sessions = submitted(engine, prompts, params, SpeculationConfig(method="ar"), tops)
+    shard = []
+    for number, session in enumerate(sessions):
+        top = [entry.top for event in tops[session.session_id] for entry in event.logprobs]
+        shard.append(
+            Conversation(
+                "", "even" if number % 2 else "odd", list(session.token_ids),
+                list(range(PROMPT, PROMPT + ANSWER)), [[t for t, _ in row] for row in top],
+                [[math.exp(p) for _, p in row] for row in top],
+            )
+        )  # fmt: skip
+    save(shard, folder / "00000.npz")
+    write_features(folder, "demo", LAYERS, 64)
+    training, held_out = read_talks([folder], 64)
+    return training + held_out
+
+
+def test_features_belong_to_their_tokens(talks: list[Talk]) -> None:
+    """Cut at 64 tokens, and each conversation has its own rows of the file."""
+    assert {len(talk.tokens) for talk in talks} == {64}
+    assert {talk.features.shape for talk in talks} == {(64, 3 * 160)}
+    assert all(talk.positions.tolist() == list(range(PROMPT, 64)) for talk in talks)
+    assert all((talk.top_ids[:, 0] == talk.tokens[talk.positions]).all() for talk in talks)
+    by_prompt = {tuple(talk.tokens[:8].tolist()): talk for talk in talks}
+    for one in talks:
+        twin = by_prompt[tuple(one.tokens[:8].tolist())]
+        assert (np.array(one.features[:8]) == np.array(twin.features[:8])).all()
+
+
+def test_a_step_less_or_more_changes_no_weight(talks: list[Talk], tmp_path: Path) -> None:
+    """Interrupted and resumed, training gives the weights of one that ran through."""
+
+    def trainer(work: Path) -> ChatHeadTrainer:
+        return ChatHeadTrainer(
+            TARGET_DIR, talks, work, options=OPTIONS, steps=6, batch_tokens=512,
+            checkpoint_seconds=0.0,
+        )  # fmt: skip
+
+    whole = trainer(tmp_path / "whole")
+    whole.run()
+    first = trainer(tmp_path / "parts")
+    step = first._loss_of_step
+
+    def killed(number: int, progress: float) -> tuple[torch.Tensor, float, int]:
+        if number == 3:
+            raise KeyboardInterrupt
+        return step(number, progress)
+
+    first._loss_of_step = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    second = trainer(tmp_path / "parts")
+    assert second.run().step == 6
+    for (name, one), other in zip(
+        whole.head.state_dict().items(), second.head.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other), name
+
+
+def test_the_measured_length_is_that_of_serving(talks: list[Talk], tmp_path: Path) -> None:
+    """A trained head drafts better than an untrained one, and as the measurement says."""
+    trainer = ChatHeadTrainer(
+        TARGET_DIR, talks, tmp_path / "work", options=OPTIONS, steps=60, batch_tokens=1024
+    )
+    before = trainer.measure(talks[:12])["all"]["accepted_length"]
+    trainer.run()
+    measured = trainer.measure(talks[:12])
+    after = measured["all"]["accepted_length"]
+    assert after > before + 0.5
+    assert set(measured) == {"all", "even", "odd"}
+    trainer.save(tmp_path / "heads" / "eagle3")
+    engine = load_engine("demo", heads=tmp_path / "heads")
+    speculation = SpeculationConfig(
+        method="eagle3", length="fixed", num_speculative_tokens=5, shape="chain"
+    )
+    rounds = committed = 0
+    for talk in talks[:12]:
+        first = PROMPT + 1  # the first draft follows the first token of the answer
+        params = SamplingParams(max_tokens=64 - first, ignore_eos=True)
+        events: dict[str, list[RoundEvent]] = {}
+        prompt = talk.tokens[:first].tolist()
+        (session,) = submitted(engine, [prompt], params, speculation, events)
+        assert list(session.token_ids) == talk.tokens.tolist()
+        sizes = [len(event.token_ids) for event in events[session.session_id]]
+        rounds, committed = rounds + len(sizes) - 1, committed + sum(sizes[1:])
+    assert committed / rounds == pytest.approx(after, abs=0.35)
+
+
+def test_the_loss_against_whole_distributions() -> None:
+    """The k likeliest tokens and one event for the rest, by hand for a vocabulary of four."""
+    logits = torch.tensor([[0.5, -1.0, 2.0]])  # of tokens 0, 2 and 3
+    logit_of = torch.tensor([0, -1, 1, 2])
+    ids, probs = torch.tensor([[3, 1]]), torch.tensor([[0.6, 0.3]])
+    q = logits.softmax(-1)[0, 2]
+    kl = -(0.6 * q.log() + 0.4 * (1 - q).log())
+    total_variation = 0.5 * ((0.6 - q).abs() + (0.4 - (1 - q)).abs())
+    expected = 0.4 * kl - 0.4 * q.log() + 0.6 * total_variation
+    assert float(loss_of(logits, ids, probs, logit_of)) == pytest.approx(float(expected))
+
+
+def test_the_vocabulary_is_what_the_target_says(talks: list[Talk]) -> None:
+    chosen = choose_vocabulary(talks, 300, 4096)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    mass = np.zeros(4096)
+    for talk in talks:
+        for ids, probs in zip(talk.top_ids, talk.top_probs, strict=True):
+            mass[ids] += probs
+    others = np.setdiff1d(np.arange(4096), chosen)
+    assert mass[chosen].min() >= mass[others].max() - 1e-5

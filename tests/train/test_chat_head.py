@@ -112,7 +112,7 @@ def test_a_step_less_or_more_changes_no_weight(talks: list[Talk], tmp_path: Path
             raise KeyboardInterrupt
         return step(number, progress)
 
-    first._loss_of_step = killed  # type: ignore[method-assign]
+    first._loss_of_step = killed  # type: ignore[assignment,method-assign]
     with pytest.raises(KeyboardInterrupt):
         first.run()
     second = trainer(tmp_path / "parts")

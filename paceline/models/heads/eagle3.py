@@ -94,7 +94,8 @@ class Eagle3(Eagle):
         return self._among_all(self.stack.ops.linear(rows, self.output.weight))
 
     def _among_all(self, some: Tensor) -> Tensor:
-        """Logits of all tokens.  # [..., num_logits] -> [..., vocab_size]"""
+        """Logits of all tokens.  # [..., num_logits] -> float32 [..., vocab_size]"""
+        some = some.float()
         size = self.target.config.vocab_size
         if some.shape[-1] == size:
             return some

@@ -467,7 +467,16 @@ def bench(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Prompts in Spec-Bench's JSONL format. Default: the built-in prompts.",
+            help="Prompts, in Spec-Bench's JSONL format unless `--suite` names another. Default: "
+            "the built-in prompts.",
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Format of the file of `--prompts`: spec-bench, mt-bench, gsm8k, humaneval, "
+            "speed-bench or sharegpt. The file is yours; none ships with Paceline.",
         ),
     ] = None,
     methods: Annotated[
@@ -550,6 +559,7 @@ def bench(
     - `paceline bench --limit 2`
     - `paceline bench --methods draft_model,prompt_lookup --batch 8 --json`
     - `paceline bench --prompts questions.jsonl --target ./big --drafter ./small`
+    - `paceline bench --suite gsm8k --prompts test.jsonl --target smollm2 --limit 8`
     - `paceline bench --prompts questions.jsonl --target smollm2 --dtype auto --limit 2`
     - `paceline bench --topology both --methods draft_model`
     """
@@ -564,6 +574,7 @@ def bench(
         drafter=drafter,
         heads=heads,
         prompts=prompts,
+        suite=suite,
         chat=chat,
         methods=methods,
         batch=batch,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from rich.console import Console
 
@@ -21,7 +25,8 @@ from paceline.bench import (
     run,
     run_bench,
 )
-from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_prompts, read_prompts
+from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_prompts
+from paceline.bench.suites import SUITES, read_prompts
 from paceline.chat import encode_chat
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
@@ -419,6 +424,183 @@ def test_a_prompt_file_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"none\.jsonl") as error:
         read_prompts(tmp_path / "none.jsonl")
     assert error.value.field == "prompts"
+
+
+# --- suites --------------------------------------------------------------------------------------
+
+CHAT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Hi"},
+    {"from": "gpt", "value": "Hello!"},
+    {"from": "human", "value": "Grüße\u2028 "},
+]
+RECORDS: dict[str, list[dict[str, Any]]] = {
+    "spec-bench": [{"question_id": 1, "category": "qa", "turns": ["Why?"], "reference": []}],
+    "mt-bench": [{"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}],
+    "gsm8k": [
+        {"question": "2 + 2?", "answer": "#### 4"},
+        {"question": "3 + 3?", "answer": "#### 6"},
+    ],
+    "humaneval": [
+        {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "test": ""}
+    ],
+    "speed-bench": [
+        {
+            "question_id": "a1", "category": "coding", "sub_category": None, "turns": ["x", "y"],
+            "source": "s", "src_id": None, "difficulty": "", "multiturn": True,
+        }
+    ],
+    "sharegpt": [
+        {"id": "one", "conversations": CHAT},
+        {"id": "empty", "conversations": []},
+        {"id": "silent", "conversations": [{"from": "human", "value": ""}, CHAT[2]]},
+    ],
+}  # fmt: skip
+
+
+def write_suite(suite: str, records: list[Any], folder: Path, ending: str = ".jsonl") -> Path:
+    """A file of the suite; its format follows from the suite and the ending."""
+    file = folder / f"prompts{ending if suite != 'speed-bench' else '.parquet'}"
+    lines = "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    if suite == "speed-bench":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
+    elif ending == ".json":
+        file.write_text(json.dumps(records, indent=1))
+    elif ending.endswith(".gz"):
+        file.write_bytes(gzip.compress(lines.encode()))
+    else:
+        file.write_text(lines, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("suite", "ending", "expected"),
+    [
+        ("spec-bench", ".jsonl", [("1", "qa", ("Why?",))]),
+        ("mt-bench", ".jsonl", [("81", "writing", ("Write.", "Rewrite."))]),
+        ("gsm8k", ".jsonl", [("1", "gsm8k", ("2 + 2?",)), ("2", "gsm8k", ("3 + 3?",))]),
+        ("humaneval", ".jsonl", None),
+        ("humaneval", ".jsonl.gz", None),
+        ("speed-bench", ".parquet", [("a1", "coding", ("x", "y"))]),
+        ("sharegpt", ".jsonl", [("one", "sharegpt", ("Hi", "Grüße\u2028 "))]),
+        ("sharegpt", ".json", [("one", "sharegpt", ("Hi", "Grüße\u2028 "))]),
+    ],
+)
+def test_a_suite_reads_its_format(
+    suite: str, ending: str, expected: list[Any] | None, tmp_path: Path
+) -> None:
+    asked = "Complete the following Python function.\n\ndef f(x):\n"
+    prompts = read_prompts(write_suite(suite, RECORDS[suite], tmp_path, ending), suite)
+    assert [(p.prompt_id, p.category, p.turns) for p in prompts] == (
+        expected or [("HumanEval/0", "humaneval", (asked,))]
+    )
+
+
+def test_every_suite_is_tested() -> None:
+    assert RECORDS.keys() == SUITES.keys()
+
+
+@pytest.mark.parametrize(
+    ("suite", "change", "named"),
+    [
+        ("spec-bench", {"turns": None}, '"turns"'),
+        ("mt-bench", {"category": "all"}, '"category"'),
+        ("mt-bench", {"question_id": None}, '"question_id" is a text or a number'),
+        ("gsm8k", {"question": 4}, '"question" has no text'),
+        ("gsm8k", {"question": " "}, '"question" has no text'),
+        ("gsm8k", {"question": ...}, '"question" is missing'),
+        ("gsm8k", {"question": "\udc80"}, "surrogates"),
+        ("humaneval", {"task_id": ...}, '"task_id" is missing'),
+        ("humaneval", {"prompt": []}, '"prompt" has no text'),
+        ("speed-bench", {"turns": []}, '"turns" has no text'),
+        ("speed-bench", {"turns": ["x", None]}, "a turn is not a text"),
+        ("speed-bench", {"category": ...}, '"category"'),
+        (
+            "speed-bench",
+            {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING ..."]},
+            "placeholder.*specdec_bench",
+        ),
+        ("sharegpt", {"id": ...}, '"id" is missing'),
+        ("sharegpt", {"conversations": "Hi"}, '"conversations" is a list'),
+        ("sharegpt", {"conversations": [*CHAT, "Hi"]}, '"from" of message 5'),
+        ("sharegpt", {"conversations": [{"from": "human"}]}, '"value" of message 1'),
+    ],
+)
+def test_a_broken_record_is_named(
+    suite: str, change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    right = RECORDS[suite][0]
+    broken = {k: v for k, v in (right | change).items() if v is not ...}
+    for ending in (".jsonl", ".json") if suite == "sharegpt" else (".jsonl",):
+        file = tmp_path / f"prompts{ending}"
+        if suite == "gsm8k":  # half a surrogate pair can be escaped only
+            file.write_text(json.dumps(right) + "\n\n" + json.dumps(broken))
+            place = f"{file}:3"
+        else:
+            file = write_suite(suite, [right, broken], tmp_path, ending)
+            place = f"{file}:2" if file.suffix == ".jsonl" else f"{file}: record 2"
+        with pytest.raises(InvalidArgument, match=named) as error:
+            read_prompts(file, suite)
+        assert (error.value.field, error.value.value) == ("prompts", place)
+        assert "an object with" in error.value.allowed or "a record with" in error.value.allowed
+
+
+@pytest.mark.parametrize(
+    ("suite", "content", "named"),
+    [
+        ("gsm8k", b'{"question": "a"}\n{"question": ', r"prompts:2.*JSON"),
+        ("gsm8k", b'{"question": "a"}\n\xff', r"prompts:2.*UTF-8"),
+        ("gsm8k", b"[" * 100_000, r"prompts:1.*JSON"),
+        ("gsm8k", b"\n\n", 'at least one question .JSONL with "question"'),
+        ("sharegpt", b'[{"id": 1, "conversations": []}]', "at least one question"),
+        ("sharegpt", b' [{"id": 1}, ', "JSON"),
+        ("speed-bench", b"PAR1 no", "a readable parquet file"),
+    ],
+)
+def test_a_broken_file_is_named(suite: str, content: bytes, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=named) as error:
+        read_prompts(file, suite)
+    assert error.value.field == "prompts"
+
+
+def test_a_broken_compressed_file_is_named(tmp_path: Path) -> None:
+    file = write_suite("humaneval", RECORDS["humaneval"] * 9, tmp_path, ".jsonl.gz")
+    whole = file.read_bytes()
+    for content in (whole[:-20], b"x" * 40, whole[:20] + b"\0" * 20 + whole[40:]):
+        file.write_bytes(content)
+        with pytest.raises(InvalidArgument, match=r"prompts\.jsonl\.gz.*readable"):
+            read_prompts(file, "humaneval")
+
+
+@pytest.mark.parametrize("suite", list(SUITES))
+def test_a_suite_without_its_file(suite: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no_such_file"):
+        read_prompts(tmp_path / "no_such_file", suite)
+    with pytest.raises(InvalidArgument, match="a file in prompts"):
+        BenchOptions(suite=suite)
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_suite("speed-bench", RECORDS["speed-bench"], tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InvalidArgument, match=r"pip install 'paceline\[bench\]'"):
+        read_prompts(file, "speed-bench")
+
+
+def test_a_bench_of_a_suite(target: Path, tmp_path: Path) -> None:
+    options = BenchOptions(
+        target=target, prompts=write_suite("gsm8k", RECORDS["gsm8k"], tmp_path), suite="gsm8k",
+        methods="prompt_lookup", max_tokens=4, repetitions=1, peers=False,
+    )  # fmt: skip
+    result = run_bench(options)
+    assert {row["category"] for row in result["results"]} == {"gsm8k", "all"}
+    assert {row["num_prompts"] for row in result["results"]} == {2}
+    assert result["environment"]["suite"] == "gsm8k"
+    with pytest.raises(InvalidArgument, match="spec-bench, mt-bench") as error:
+        BenchOptions(prompts=tmp_path, suite="alpaca")
+    assert error.value.field == "suite"
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from paceline.bench import peers as peer_names
 from paceline.bench.backends import Backend, BatchRun, LocalBackend, without_kernels
 from paceline.bench.environment import describe_environment
 from paceline.bench.peers import TransformersPeer
-from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
+from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category
+from paceline.bench.suites import SUITES, read_prompts
 from paceline.chat import conversation, encode_chat
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
@@ -53,7 +54,8 @@ class BenchOptions:
         target, drafter: folders or names of models (:mod:`paceline.model_names`); without a
             target, the demo pair.
         heads: folder of trained heads; see :func:`paceline.loading.load_engine`.
-        prompts: a JSONL file in Spec-Bench's format; without one, the built-in prompts.
+        prompts: a file; without one, the built-in prompts.
+        suite: the format of ``prompts`` (:mod:`paceline.bench.suites`); None: Spec-Bench's.
         chat: ask the prompts as questions, with the target's chat template and all turns of a
             conversation, and end an answer where the model ends it; None: if the target has a
             template and the prompts come from a file. AR's answers to earlier turns are the history
@@ -77,6 +79,7 @@ class BenchOptions:
     drafter: str | Path | None = None
     heads: str | Path | None = None
     prompts: str | Path | None = None
+    suite: str | None = None
     chat: bool | None = None
     methods: str | Sequence[str] = "all"
     batch: int = 1
@@ -108,6 +111,12 @@ class BenchOptions:
         ):
             if getattr(self, name) not in known:
                 raise InvalidArgument(name, getattr(self, name), f"one of {', '.join(known)}")
+        if self.suite is not None and self.suite not in SUITES:
+            raise InvalidArgument("suite", self.suite, f"one of {', '.join(SUITES)}")
+        if self.suite is not None and self.prompts is None:
+            raise InvalidArgument(
+                "suite", self.suite, f"a file in prompts ({SUITES[self.suite].file})"
+            )
         if self.peers and self.temperature != 0:
             raise InvalidArgument(
                 "peers",
@@ -316,7 +325,10 @@ def _groups(
     params: SamplingParams,
     notes: list[str],
 ) -> list[_Group]:
-    given = builtin_prompts() if options.prompts is None else read_prompts(options.prompts)
+    if options.prompts is None:
+        given: Sequence[Prompt] = builtin_prompts()
+    else:
+        given = read_prompts(options.prompts, options.suite or "spec-bench")
     prompts = limit_per_category(given, options.limit)
     room = backend.context_length - options.max_tokens
     if room < 1:
@@ -653,6 +665,7 @@ def _settings(options: BenchOptions, backends: Sequence[Backend]) -> dict[str, A
             else str(options.drafter)
         ),
         "prompts": "built-in" if options.prompts is None else str(options.prompts),
+        "suite": options.suite,
         "dtype": options.dtype,
         "device": pick_device(options.device),
         "batch_invariant": modes[0] if len(modes) == 1 else "both",

@@ -314,6 +314,8 @@ def test_too_long_prompt_for_the_server(cli: Cli, server: RpcServer) -> None:
         (["--limit", 0], ["limit", "0", ">= 1"]),
         (["--max-tokens", 100000], ["max_tokens", "100000", "context"]),
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
+        (["--suite", "gsm8k"], ["suite", "'gsm8k'", "a file in prompts"]),
+        (["--suite", "alpaca", "--prompts", "x"], ["suite", "'alpaca'", "sharegpt"]),
         (["--batch-invariant", "maybe"], ["batch_invariant", "'maybe'", "both"]),
         (["--topology", "ring"], ["topology", "'ring'", "both"]),
         (["--server", "nowhere"], ["server", "HOST:PORT"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -547,6 +548,13 @@ def bench(
     device: Device = "auto",
     threads: Threads = None,
     numerics: Numerics = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a page with plots, which needs no network."),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the measurements as CSV.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the speedup of methods over AR: the same prompts, interleaved in one process.
@@ -562,11 +570,15 @@ def bench(
     - `paceline bench --suite gsm8k --prompts test.jsonl --target smollm2 --limit 8`
     - `paceline bench --prompts questions.jsonl --target smollm2 --dtype auto --limit 2`
     - `paceline bench --topology both --methods draft_model`
+    - `paceline bench --html bench.html --csv bench.csv --json > bench.json`
     """
     with err.status("loading torch ..."):
-        from paceline.bench import BenchOptions, render_table
+        from paceline.bench import BenchOptions, render_csv, render_page, render_table
         from paceline.cluster import cli_bench
 
+    for name, file in (("html", html), ("csv", csv)):  # before minutes of measuring
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise InvalidArgument(name, str(file), "a file in a folder that exists")
     target, drafter = pinned_model(target), pinned_model(drafter)
     set_threads(threads, target)
     options = BenchOptions(
@@ -594,6 +606,10 @@ def bench(
     if options.topology != "colocated":
         require("serve", "ray", "grpc")
     result = cli_bench.run(options, server, client_options(server, ca, cert, key, token_file))
+    if html is not None:
+        html.write_text(render_page(result, shlex.join(["paceline", *sys.argv[1:]])), "utf-8")
+    if csv is not None:
+        csv.write_text(render_csv(result), "utf-8")
     if as_json:
         print_json(result)
     else:

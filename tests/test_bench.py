@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import gzip
 import io
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +23,13 @@ from paceline.bench import (
     BenchOptions,
     LocalBackend,
     parse_methods,
+    render_csv,
+    render_page,
     render_table,
     run,
     run_bench,
 )
+from paceline.bench.environment import describe_environment
 from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_prompts
 from paceline.bench.suites import SUITES, read_prompts
 from paceline.chat import encode_chat
@@ -353,6 +358,134 @@ def test_limit_and_long_prompts(target: Path, tmp_path: Path) -> None:
     assert {row["num_prompts"] for row in result["results"]} == {2}
     (note,) = result["notes"]
     assert note.startswith(f"1 of 2 prompts were cut from the left to {CONTEXT_LENGTH - 4} tokens")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def result_rows() -> list[dict[str, Any]]:
+    """Measurements as ``run_bench`` returns them: three methods in two categories and all."""
+    found = {
+        ("ar", "a"): (1.0, 1.0), ("ar", "<b>"): (1.0, 1.0), ("ar", "all"): (1.0, 1.0),
+        ("prompt_lookup", "a"): (1.5, 2.25), ("prompt_lookup", "<b>"): (0.9, 1.5),
+        ("prompt_lookup", "all"): (1.2, 1.75), ("draft_model", "a"): (2.5, 10.5),
+        ("draft_model", "<b>"): (1.7, 3.5), ("draft_model", "all"): (2.0, 3.25),
+    }  # fmt: skip
+    return [
+        {
+            "method": method, "category": category, "topology": "colocated",
+            "batch_invariant": True, "tokens_per_second": 100 * speedup, "p25": 90 * speedup,
+            "p75": 110 * speedup, "speedup_vs_ar": speedup, "speedup_p25": 0.9 * speedup,
+            "speedup_p75": 1.25 * speedup, "mean_accepted_length": length,
+            "acceptance_rate": None if method == "ar" else 0.5,
+            "identical_to_ar": method != "draft_model", "mismatch_rate": 0.25,
+            "round_ms_p50": 1.5, "num_prompts": 2, "note": None,
+        }
+        for (method, category), (speedup, length) in found.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def measured() -> dict[str, Any]:
+    environment = {
+        **describe_environment(), "target": "<demo>", "drafter": "demo", "prompts": "built-in",
+        "suite": None, "dtype": "float32", "device": "cpu", "batch_invariant": True,
+        "fingerprint": "portable", "batch": 1, "max_tokens": 8, "temperature": 0.0, "seed": 0,
+        "repetitions": 2, "chat": False,
+    }  # fmt: skip
+    unavailable = [{"method": "eagle", "reason": "no trained head", "topology": "colocated"}]
+    return {
+        "environment": environment, "results": result_rows(), "notes": ["a note"],
+        "unavailable": unavailable,
+    }  # fmt: skip
+
+
+def test_csv_has_every_measurement_and_field(target: Path, questions: Path) -> None:
+    options = BenchOptions(
+        target=target, prompts=questions, methods="prompt_lookup", max_tokens=4, repetitions=1,
+        peers=False,
+    )  # fmt: skip
+    result = run_bench(options)
+    rows = list(csv.DictReader(io.StringIO(render_csv(result))))
+    assert len(rows) == len(result["results"]) == 2 * 3
+    for row, whole in zip(rows, result["results"], strict=True):
+        assert row == {name: "" if v is None else str(v) for name, v in whole.items()}
+    assert "<title>" in render_page(result)  # a result of run_bench has all that the page shows
+
+
+def test_the_page_names_what_was_measured(measured: dict[str, Any]) -> None:
+    page = render_page(measured, "paceline bench --methods '<all>'")
+    assert "$ paceline bench --methods &#39;&lt;all&gt;&#39;" in page
+    assert "&lt;demo&gt;" in page and "<demo>" not in page and "&lt;b&gt;" in page
+    for shown in (
+        "git_commit",
+        "torch",
+        "a note",
+        "not run: eagle (no trained head)",
+        "25 % differ",
+    ):
+        assert shown in page
+    assert not re.findall(r"(?:src|href)=\"(?!data:)|https?://|@import|url\(", page)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (380, "dark")])
+def test_the_page_in_a_browser(
+    width: int, scheme: str, chromium: Any, measured: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "bench.html"
+    file.write_text(render_page(measured, "paceline bench " + "x" * 200), "utf-8")
+    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    complaints: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda m: complaints.append(f"{m.type}: {m.text}"))
+    page.on("pageerror", lambda e: complaints.append(str(e)))
+    page.on("request", lambda r: requests.append(r.url))
+    page.goto(file.as_uri())
+
+    def bars(of: str) -> list[tuple[str, float]]:
+        """The label of each bar, and its share of the longest possible one."""
+        found = page.evaluate(
+            "of => [...document.querySelectorAll(`${of} .bars > div`)].map(bar => ["
+            "bar.querySelector('.label span').textContent,"
+            "bar.querySelector('rect').getBoundingClientRect().width"
+            " / bar.querySelector('svg').getBoundingClientRect().width])",
+            of,
+        )
+        return [(name, share) for name, share in found]
+
+    # The widest spread ends at the right: 1.25 x the largest speedup, 2.
+    assert bars("#speedup") == [
+        ("draft_model", pytest.approx(2 / 2.5, abs=0.01)),
+        ("prompt_lookup", pytest.approx(1.2 / 2.5, abs=0.01)),
+        ("ar", pytest.approx(1 / 2.5, abs=0.01)),
+    ]
+    assert bars("#lengths") == [
+        ("draft_model", pytest.approx(1, abs=0.01)),
+        ("prompt_lookup", pytest.approx(2.25 / 10.5, abs=0.01)),
+        ("draft_model", pytest.approx(3.5 / 10.5, abs=0.01)),
+        ("prompt_lookup", pytest.approx(1.5 / 10.5, abs=0.01)),
+    ]
+    assert page.locator("#lengths h3").all_text_contents() == ["a", "<b>"]
+
+    def column(number: int) -> list[str]:
+        cells: list[str] = page.locator(f"tbody td:nth-child({number})").all_text_contents()
+        return cells
+
+    assert column(2) == [*["all"] * 3, *["a"] * 3, *["<b>"] * 3]
+    page.get_by_role("button", name="τ").click()
+    lengths = ["10.50", "3.50", "3.25", "2.25", "1.75", "1.50", "1.00", "1.00", "1.00"]
+    assert column(7) == lengths  # by value: as texts, 10.50 would be among the smallest
+    assert page.locator("th[aria-sort=descending]").text_content() == "τ"
+    page.get_by_role("button", name="τ").click()
+    assert column(7) == lengths[::-1]
+    page.get_by_role("button", name="method").click()
+    assert column(1) == [*["prompt_lookup"] * 3, *["draft_model"] * 3, *["ar"] * 3]
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert complaints == []
+    assert requests == [file.as_uri()]
+    context.close()
 
 
 # --- prompts -------------------------------------------------------------------------------------

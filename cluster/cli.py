@@ -492,6 +492,17 @@ def bench(
         bool,
         typer.Option("--allow-lossy", help="Also measure methods that can change the output."),
     ] = False,
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Also measure drafts made up from AR's answers, each token right with this "
+            "probability: what a drafter as good would gain. Shown as `synthetic(RATE, K)`.",
+        ),
+    ] = None,
+    synthetic_tokens: Annotated[
+        int, typer.Option(metavar="K", help="Tokens of each draft of `--synthetic-acceptance`.")
+    ] = 4,
     batch: Annotated[
         int, typer.Option("--batch", "-b", metavar="N", help="Prompts that are generated together.")
     ] = 1,
@@ -570,6 +581,7 @@ def bench(
     - `paceline bench --suite gsm8k --prompts test.jsonl --target smollm2 --limit 8`
     - `paceline bench --prompts questions.jsonl --target smollm2 --dtype auto --limit 2`
     - `paceline bench --topology both --methods draft_model`
+    - `paceline bench --methods ar --synthetic-acceptance 0.8 --batch 8`
     - `paceline bench --html bench.html --csv bench.csv --json > bench.json`
     """
     with err.status("loading torch ..."):
@@ -602,6 +614,8 @@ def bench(
         dtype=dtype,
         device=device,
         numerics=numerics or "fastest",
+        synthetic_acceptance=synthetic_acceptance,
+        synthetic_tokens=synthetic_tokens,
     )
     if options.topology != "colocated":
         require("serve", "ray", "grpc")

@@ -360,6 +360,59 @@ def test_limit_and_long_prompts(target: Path, tmp_path: Path) -> None:
     assert note.startswith(f"1 of 2 prompts were cut from the left to {CONTEXT_LENGTH - 4} tokens")
 
 
+# --- synthetic acceptance ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+def test_synthetic_drafts_are_right_as_often_as_asked_and_change_no_token(
+    rate: float, temperature: float, target: Path, questions: Path
+) -> None:
+    tokens, drafted, lookup = 40, 3, "prompt_lookup:length=fixed"
+    options = BenchOptions(
+        target=target, prompts=questions, methods=lookup, max_tokens=tokens,
+        repetitions=2, temperature=temperature, batch=2, peers=False,
+        synthetic_acceptance=rate, synthetic_tokens=drafted,
+    )  # fmt: skip
+    result = run_bench(options)
+    name = f"synthetic({rate:g}, {drafted})"
+    (row,) = rows_of(result, method=name, category="all")
+    assert name not in METHODS
+    assert row["identical_to_ar"] is True
+    assert row["note"].startswith("not a method")
+    assert result["environment"]["synthetic_acceptance"] == rate
+    # The method whose place its drafter takes keeps its own.
+    without = run_bench(dataclasses.replace(options, synthetic_acceptance=None))
+    lengths = [
+        [row["mean_accepted_length"] for row in rows_of(each, method=lookup)]
+        for each in (result, without)
+    ]
+    assert lengths[0] == lengths[1]
+    length = row["mean_accepted_length"]
+    if rate in (0, 1):  # the prefill gives the first token
+        assert length == pytest.approx(tokens / -(-tokens // (1 + drafted * rate)), rel=0.03)
+    else:
+        assert length == pytest.approx((1 - rate ** (drafted + 1)) / (1 - rate), rel=0.15)
+    again = rows_of(run_bench(options), method=name, category="all")
+    assert again[0]["mean_accepted_length"] == length
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"synthetic_acceptance": -0.1}, "synthetic_acceptance"),
+        ({"synthetic_acceptance": 1.5}, "synthetic_acceptance"),
+        ({"synthetic_acceptance": float("nan")}, "synthetic_acceptance"),
+        ({"synthetic_acceptance": 0.5, "topology": "actors"}, "synthetic_acceptance"),
+        ({"synthetic_tokens": 0}, "synthetic_tokens"),
+    ],
+)
+def test_bad_synthetic_options(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        BenchOptions(**values)
+    assert error.value.field == field
+
+
 # --- files ---------------------------------------------------------------------------------------
 
 

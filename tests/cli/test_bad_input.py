@@ -316,6 +316,7 @@ def test_too_long_prompt_for_the_server(cli: Cli, server: RpcServer) -> None:
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--suite", "gsm8k"], ["suite", "'gsm8k'", "a file in prompts"]),
         (["--suite", "alpaca", "--prompts", "x"], ["suite", "'alpaca'", "sharegpt"]),
+        (["--synthetic-acceptance", 2], ["synthetic_acceptance", "2.0", "[0, 1]"]),
         (["--html", "nowhere/x.html"], ["html", "nowhere", "a folder that exists"]),
         (["--csv", "/"], ["csv", "'/'", "a folder that exists"]),
         (["--batch-invariant", "maybe"], ["batch_invariant", "'maybe'", "both"]),

@@ -238,7 +238,7 @@ def test_commands_with_a_deployment(block: Block, work: Path, own_cache: Path) -
 
 def run(command: Command, text: str, more: list[str]) -> None:
     """Run a command, which has to fail iff the page shows an error."""
-    words = shlex.split(text, comments=True)
+    words = shlex.split(text.replace("\\\n", " "), comments=True)  # as a shell joins lines
     simple = words[0] == "paceline" and not set(words) & {"|", "&&", ">"}
     if simple:  # in this process, which has imported everything already
         words += more if words[1] == "train" else []

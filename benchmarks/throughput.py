@@ -84,6 +84,7 @@ SHAPES = {  # (layers, hidden, ffn, heads, vocabulary)
     "quick": (2, 64, 128, 2, 512),
 }
 VERIFIED = (1, 4, 8, 16, 32)
+BEGIN = "<!-- benchmarks/throughput.py writes from here -->"
 # Share of the whole time for each phase of the run, the starts of its processes included.
 SHARES = {
     ("demo", "float32"): 0.36, ("demo", "16-bit"): 0.28,
@@ -843,16 +844,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def write_docs(result: dict[str, Any], path: Path) -> None:
-    """The page ``docs/benchmarks.md``."""
+    """The page ``docs/benchmarks.md``, from ``BEGIN`` on."""
     at, env = result["settings"], result["environment"]
     versions = ", ".join(f"{TITLES[s]} {v}" for s, v in result["versions"].items())
     versions = versions.replace(
         f"Paceline {result['versions'].get('paceline')}", f"Paceline {env['git_commit']}"
     )
     lines = [
-        "# Benchmarks: Paceline and its peers",
+        "## Paceline and its peers",
         "",
-        "This page is written by one command, which measures everything on it in one run:",
+        "The rest of this page is written by one command, which measures everything in one run:",
         "",
         "<!-- run: no, it takes a quarter of an hour; "
         "tests/test_throughput_benchmark.py runs it in small -->",
@@ -946,7 +947,8 @@ def write_docs(result: dict[str, Any], path: Path) -> None:
                 f"- {TITLES[each['system']]} {each['method']} ({each['size']}, "
                 f"{each['precision']}): {each['why']}."
             )
-    path.write_text("\n".join(lines) + "\n")
+    before = path.read_text().partition(BEGIN)[0] if path.exists() else ""
+    path.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + "\n")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -467,7 +468,16 @@ def bench(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Prompts in Spec-Bench's JSONL format. Default: the built-in prompts.",
+            help="Prompts, in Spec-Bench's JSONL format unless `--suite` names another. Default: "
+            "the built-in prompts.",
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Format of the file of `--prompts`: spec-bench, mt-bench, gsm8k, humaneval, "
+            "speed-bench or sharegpt. The file is yours; none ships with Paceline.",
         ),
     ] = None,
     methods: Annotated[
@@ -482,6 +492,17 @@ def bench(
         bool,
         typer.Option("--allow-lossy", help="Also measure methods that can change the output."),
     ] = False,
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Also measure drafts made up from AR's answers, each token right with this "
+            "probability: what a drafter as good would gain. Shown as `synthetic(RATE, K)`.",
+        ),
+    ] = None,
+    synthetic_tokens: Annotated[
+        int, typer.Option(metavar="K", help="Tokens of each draft of `--synthetic-acceptance`.")
+    ] = 4,
     batch: Annotated[
         int, typer.Option("--batch", "-b", metavar="N", help="Prompts that are generated together.")
     ] = 1,
@@ -538,6 +559,13 @@ def bench(
     device: Device = "auto",
     threads: Threads = None,
     numerics: Numerics = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a page with plots, which needs no network."),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the measurements as CSV.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the speedup of methods over AR: the same prompts, interleaved in one process.
@@ -550,13 +578,19 @@ def bench(
     - `paceline bench --limit 2`
     - `paceline bench --methods draft_model,prompt_lookup --batch 8 --json`
     - `paceline bench --prompts questions.jsonl --target ./big --drafter ./small`
+    - `paceline bench --suite gsm8k --prompts test.jsonl --target smollm2 --limit 8`
     - `paceline bench --prompts questions.jsonl --target smollm2 --dtype auto --limit 2`
     - `paceline bench --topology both --methods draft_model`
+    - `paceline bench --methods ar --synthetic-acceptance 0.8 --batch 8`
+    - `paceline bench --html bench.html --csv bench.csv --json > bench.json`
     """
     with err.status("loading torch ..."):
-        from paceline.bench import BenchOptions, render_table
+        from paceline.bench import BenchOptions, render_csv, render_page, render_table
         from paceline.cluster import cli_bench
 
+    for name, file in (("html", html), ("csv", csv)):  # before minutes of measuring
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise InvalidArgument(name, str(file), "a file in a folder that exists")
     target, drafter = pinned_model(target), pinned_model(drafter)
     set_threads(threads, target)
     options = BenchOptions(
@@ -564,6 +598,7 @@ def bench(
         drafter=drafter,
         heads=heads,
         prompts=prompts,
+        suite=suite,
         chat=chat,
         methods=methods,
         batch=batch,
@@ -579,10 +614,16 @@ def bench(
         dtype=dtype,
         device=device,
         numerics=numerics or "fastest",
+        synthetic_acceptance=synthetic_acceptance,
+        synthetic_tokens=synthetic_tokens,
     )
     if options.topology != "colocated":
         require("serve", "ray", "grpc")
     result = cli_bench.run(options, server, client_options(server, ca, cert, key, token_file))
+    if html is not None:
+        html.write_text(render_page(result, shlex.join(["paceline", *sys.argv[1:]])), "utf-8")
+    if csv is not None:
+        csv.write_text(render_csv(result), "utf-8")
     if as_json:
         print_json(result)
     else:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import gzip
 import io
 import json
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from rich.console import Console
 
@@ -17,11 +23,15 @@ from paceline.bench import (
     BenchOptions,
     LocalBackend,
     parse_methods,
+    render_csv,
+    render_page,
     render_table,
     run,
     run_bench,
 )
-from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_prompts, read_prompts
+from paceline.bench.environment import describe_environment
+from paceline.bench.prompts import CATEGORIES, PROMPTS_PER_CATEGORY, builtin_prompts
+from paceline.bench.suites import SUITES, read_prompts
 from paceline.chat import encode_chat
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
@@ -350,6 +360,187 @@ def test_limit_and_long_prompts(target: Path, tmp_path: Path) -> None:
     assert note.startswith(f"1 of 2 prompts were cut from the left to {CONTEXT_LENGTH - 4} tokens")
 
 
+# --- synthetic acceptance ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+def test_synthetic_drafts_are_right_as_often_as_asked_and_change_no_token(
+    rate: float, temperature: float, target: Path, questions: Path
+) -> None:
+    tokens, drafted, lookup = 40, 3, "prompt_lookup:length=fixed"
+    options = BenchOptions(
+        target=target, prompts=questions, methods=lookup, max_tokens=tokens,
+        repetitions=2, temperature=temperature, batch=2, peers=False,
+        synthetic_acceptance=rate, synthetic_tokens=drafted,
+    )  # fmt: skip
+    result = run_bench(options)
+    name = f"synthetic({rate:g}, {drafted})"
+    (row,) = rows_of(result, method=name, category="all")
+    assert name not in METHODS
+    assert row["identical_to_ar"] is True
+    assert row["note"].startswith("not a method")
+    assert result["environment"]["synthetic_acceptance"] == rate
+    # The method whose place its drafter takes keeps its own.
+    without = run_bench(dataclasses.replace(options, synthetic_acceptance=None))
+    lengths = [
+        [row["mean_accepted_length"] for row in rows_of(each, method=lookup)]
+        for each in (result, without)
+    ]
+    assert lengths[0] == lengths[1]
+    length = row["mean_accepted_length"]
+    if rate in (0, 1):  # the prefill gives the first token
+        assert length == pytest.approx(tokens / -(-tokens // (1 + drafted * rate)), rel=0.03)
+    else:
+        assert length == pytest.approx((1 - rate ** (drafted + 1)) / (1 - rate), rel=0.15)
+    again = rows_of(run_bench(options), method=name, category="all")
+    assert again[0]["mean_accepted_length"] == length
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"synthetic_acceptance": -0.1}, "synthetic_acceptance"),
+        ({"synthetic_acceptance": 1.5}, "synthetic_acceptance"),
+        ({"synthetic_acceptance": float("nan")}, "synthetic_acceptance"),
+        ({"synthetic_acceptance": 0.5, "topology": "actors"}, "synthetic_acceptance"),
+        ({"synthetic_tokens": 0}, "synthetic_tokens"),
+    ],
+)
+def test_bad_synthetic_options(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        BenchOptions(**values)
+    assert error.value.field == field
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def result_rows() -> list[dict[str, Any]]:
+    """Measurements as ``run_bench`` returns them: three methods in two categories and all."""
+    found = {
+        ("ar", "a"): (1.0, 1.0), ("ar", "<b>"): (1.0, 1.0), ("ar", "all"): (1.0, 1.0),
+        ("prompt_lookup", "a"): (1.5, 2.25), ("prompt_lookup", "<b>"): (0.9, 1.5),
+        ("prompt_lookup", "all"): (1.2, 1.75), ("draft_model", "a"): (2.5, 10.5),
+        ("draft_model", "<b>"): (1.7, 3.5), ("draft_model", "all"): (2.0, 3.25),
+    }  # fmt: skip
+    return [
+        {
+            "method": method, "category": category, "topology": "colocated",
+            "batch_invariant": True, "tokens_per_second": 100 * speedup, "p25": 90 * speedup,
+            "p75": 110 * speedup, "speedup_vs_ar": speedup, "speedup_p25": 0.9 * speedup,
+            "speedup_p75": 1.25 * speedup, "mean_accepted_length": length,
+            "acceptance_rate": None if method == "ar" else 0.5,
+            "identical_to_ar": method != "draft_model", "mismatch_rate": 0.25,
+            "round_ms_p50": 1.5, "num_prompts": 2, "note": None,
+        }
+        for (method, category), (speedup, length) in found.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def measured() -> dict[str, Any]:
+    environment = {
+        **describe_environment(), "target": "<demo>", "drafter": "demo", "prompts": "built-in",
+        "suite": None, "dtype": "float32", "device": "cpu", "batch_invariant": True,
+        "fingerprint": "portable", "batch": 1, "max_tokens": 8, "temperature": 0.0, "seed": 0,
+        "repetitions": 2, "chat": False,
+    }  # fmt: skip
+    unavailable = [{"method": "eagle", "reason": "no trained head", "topology": "colocated"}]
+    return {
+        "environment": environment, "results": result_rows(), "notes": ["a note"],
+        "unavailable": unavailable,
+    }  # fmt: skip
+
+
+def test_csv_has_every_measurement_and_field(target: Path, questions: Path) -> None:
+    options = BenchOptions(
+        target=target, prompts=questions, methods="prompt_lookup", max_tokens=4, repetitions=1,
+        peers=False,
+    )  # fmt: skip
+    result = run_bench(options)
+    rows = list(csv.DictReader(io.StringIO(render_csv(result))))
+    assert len(rows) == len(result["results"]) == 2 * 3
+    for row, whole in zip(rows, result["results"], strict=True):
+        assert row == {name: "" if v is None else str(v) for name, v in whole.items()}
+    assert "<title>" in render_page(result)  # a result of run_bench has all that the page shows
+
+
+def test_the_page_names_what_was_measured(measured: dict[str, Any]) -> None:
+    page = render_page(measured, "paceline bench --methods '<all>'")
+    assert "$ paceline bench --methods &#39;&lt;all&gt;&#39;" in page
+    assert "&lt;demo&gt;" in page and "<demo>" not in page and "&lt;b&gt;" in page
+    for shown in (
+        "git_commit",
+        "torch",
+        "a note",
+        "not run: eagle (no trained head)",
+        "25 % differ",
+    ):
+        assert shown in page
+    assert not re.findall(r"(?:src|href)=\"(?!data:)|https?://|@import|url\(", page)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (380, "dark")])
+def test_the_page_in_a_browser(
+    width: int, scheme: str, chromium: Any, measured: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "bench.html"
+    file.write_text(render_page(measured, "paceline bench " + "x" * 200), "utf-8")
+    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    complaints: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda m: complaints.append(f"{m.type}: {m.text}"))
+    page.on("pageerror", lambda e: complaints.append(str(e)))
+    page.on("request", lambda r: requests.append(r.url))
+    page.goto(file.as_uri())
+
+    def bars(of: str) -> list[tuple[str, float]]:
+        """The label of each bar, and its share of the longest possible one."""
+        found = page.evaluate(
+            "of => [...document.querySelectorAll(`${of} .bars > div`)].map(bar => ["
+            "bar.querySelector('.label span').textContent,"
+            "bar.querySelector('rect').getBoundingClientRect().width"
+            " / bar.querySelector('svg').getBoundingClientRect().width])",
+            of,
+        )
+        return [(name, share) for name, share in found]
+
+    # The widest spread ends at the right: 1.25 x the largest speedup, 2.
+    assert bars("#speedup") == [
+        ("draft_model", pytest.approx(2 / 2.5, abs=0.01)),
+        ("prompt_lookup", pytest.approx(1.2 / 2.5, abs=0.01)),
+        ("ar", pytest.approx(1 / 2.5, abs=0.01)),
+    ]
+    assert bars("#lengths") == [
+        ("draft_model", pytest.approx(1, abs=0.01)),
+        ("prompt_lookup", pytest.approx(2.25 / 10.5, abs=0.01)),
+        ("draft_model", pytest.approx(3.5 / 10.5, abs=0.01)),
+        ("prompt_lookup", pytest.approx(1.5 / 10.5, abs=0.01)),
+    ]
+    assert page.locator("#lengths h3").all_text_contents() == ["a", "<b>"]
+
+    def column(number: int) -> list[str]:
+        cells: list[str] = page.locator(f"tbody td:nth-child({number})").all_text_contents()
+        return cells
+
+    assert column(2) == [*["all"] * 3, *["a"] * 3, *["<b>"] * 3]
+    page.get_by_role("button", name="τ").click()
+    lengths = ["10.50", "3.50", "3.25", "2.25", "1.75", "1.50", "1.00", "1.00", "1.00"]
+    assert column(7) == lengths  # by value: as texts, 10.50 would be among the smallest
+    assert page.locator("th[aria-sort=descending]").text_content() == "τ"
+    page.get_by_role("button", name="τ").click()
+    assert column(7) == lengths[::-1]
+    page.get_by_role("button", name="method").click()
+    assert column(1) == [*["prompt_lookup"] * 3, *["draft_model"] * 3, *["ar"] * 3]
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert complaints == []
+    assert requests == [file.as_uri()]
+    context.close()
+
+
 # --- prompts -------------------------------------------------------------------------------------
 
 
@@ -419,6 +610,183 @@ def test_a_prompt_file_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"none\.jsonl") as error:
         read_prompts(tmp_path / "none.jsonl")
     assert error.value.field == "prompts"
+
+
+# --- suites --------------------------------------------------------------------------------------
+
+CHAT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Hi"},
+    {"from": "gpt", "value": "Hello!"},
+    {"from": "human", "value": "Grüße\u2028 "},
+]
+RECORDS: dict[str, list[dict[str, Any]]] = {
+    "spec-bench": [{"question_id": 1, "category": "qa", "turns": ["Why?"], "reference": []}],
+    "mt-bench": [{"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}],
+    "gsm8k": [
+        {"question": "2 + 2?", "answer": "#### 4"},
+        {"question": "3 + 3?", "answer": "#### 6"},
+    ],
+    "humaneval": [
+        {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "test": ""}
+    ],
+    "speed-bench": [
+        {
+            "question_id": "a1", "category": "coding", "sub_category": None, "turns": ["x", "y"],
+            "source": "s", "src_id": None, "difficulty": "", "multiturn": True,
+        }
+    ],
+    "sharegpt": [
+        {"id": "one", "conversations": CHAT},
+        {"id": "empty", "conversations": []},
+        {"id": "silent", "conversations": [{"from": "human", "value": ""}, CHAT[2]]},
+    ],
+}  # fmt: skip
+
+
+def write_suite(suite: str, records: list[Any], folder: Path, ending: str = ".jsonl") -> Path:
+    """A file of the suite; its format follows from the suite and the ending."""
+    file = folder / f"prompts{ending if suite != 'speed-bench' else '.parquet'}"
+    lines = "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    if suite == "speed-bench":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
+    elif ending == ".json":
+        file.write_text(json.dumps(records, indent=1))
+    elif ending.endswith(".gz"):
+        file.write_bytes(gzip.compress(lines.encode()))
+    else:
+        file.write_text(lines, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("suite", "ending", "expected"),
+    [
+        ("spec-bench", ".jsonl", [("1", "qa", ("Why?",))]),
+        ("mt-bench", ".jsonl", [("81", "writing", ("Write.", "Rewrite."))]),
+        ("gsm8k", ".jsonl", [("1", "gsm8k", ("2 + 2?",)), ("2", "gsm8k", ("3 + 3?",))]),
+        ("humaneval", ".jsonl", None),
+        ("humaneval", ".jsonl.gz", None),
+        ("speed-bench", ".parquet", [("a1", "coding", ("x", "y"))]),
+        ("sharegpt", ".jsonl", [("one", "sharegpt", ("Hi", "Grüße\u2028 "))]),
+        ("sharegpt", ".json", [("one", "sharegpt", ("Hi", "Grüße\u2028 "))]),
+    ],
+)
+def test_a_suite_reads_its_format(
+    suite: str, ending: str, expected: list[Any] | None, tmp_path: Path
+) -> None:
+    asked = "Complete the following Python function.\n\ndef f(x):\n"
+    prompts = read_prompts(write_suite(suite, RECORDS[suite], tmp_path, ending), suite)
+    assert [(p.prompt_id, p.category, p.turns) for p in prompts] == (
+        expected or [("HumanEval/0", "humaneval", (asked,))]
+    )
+
+
+def test_every_suite_is_tested() -> None:
+    assert RECORDS.keys() == SUITES.keys()
+
+
+@pytest.mark.parametrize(
+    ("suite", "change", "named"),
+    [
+        ("spec-bench", {"turns": None}, '"turns"'),
+        ("mt-bench", {"category": "all"}, '"category"'),
+        ("mt-bench", {"question_id": None}, '"question_id" is a text or a number'),
+        ("gsm8k", {"question": 4}, '"question" has no text'),
+        ("gsm8k", {"question": " "}, '"question" has no text'),
+        ("gsm8k", {"question": ...}, '"question" is missing'),
+        ("gsm8k", {"question": "\udc80"}, "surrogates"),
+        ("humaneval", {"task_id": ...}, '"task_id" is missing'),
+        ("humaneval", {"prompt": []}, '"prompt" has no text'),
+        ("speed-bench", {"turns": []}, '"turns" has no text'),
+        ("speed-bench", {"turns": ["x", None]}, "a turn is not a text"),
+        ("speed-bench", {"category": ...}, '"category"'),
+        (
+            "speed-bench",
+            {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING ..."]},
+            "placeholder.*specdec_bench",
+        ),
+        ("sharegpt", {"id": ...}, '"id" is missing'),
+        ("sharegpt", {"conversations": "Hi"}, '"conversations" is a list'),
+        ("sharegpt", {"conversations": [*CHAT, "Hi"]}, '"from" of message 5'),
+        ("sharegpt", {"conversations": [{"from": "human"}]}, '"value" of message 1'),
+    ],
+)
+def test_a_broken_record_is_named(
+    suite: str, change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    right = RECORDS[suite][0]
+    broken = {k: v for k, v in (right | change).items() if v is not ...}
+    for ending in (".jsonl", ".json") if suite == "sharegpt" else (".jsonl",):
+        file = tmp_path / f"prompts{ending}"
+        if suite == "gsm8k":  # half a surrogate pair can be escaped only
+            file.write_text(json.dumps(right) + "\n\n" + json.dumps(broken))
+            place = f"{file}:3"
+        else:
+            file = write_suite(suite, [right, broken], tmp_path, ending)
+            place = f"{file}:2" if file.suffix == ".jsonl" else f"{file}: record 2"
+        with pytest.raises(InvalidArgument, match=named) as error:
+            read_prompts(file, suite)
+        assert (error.value.field, error.value.value) == ("prompts", place)
+        assert "an object with" in error.value.allowed or "a record with" in error.value.allowed
+
+
+@pytest.mark.parametrize(
+    ("suite", "content", "named"),
+    [
+        ("gsm8k", b'{"question": "a"}\n{"question": ', r"prompts:2.*JSON"),
+        ("gsm8k", b'{"question": "a"}\n\xff', r"prompts:2.*UTF-8"),
+        ("gsm8k", b"[" * 100_000, r"prompts:1.*JSON"),
+        ("gsm8k", b"\n\n", 'at least one question .JSONL with "question"'),
+        ("sharegpt", b'[{"id": 1, "conversations": []}]', "at least one question"),
+        ("sharegpt", b' [{"id": 1}, ', "JSON"),
+        ("speed-bench", b"PAR1 no", "a readable parquet file"),
+    ],
+)
+def test_a_broken_file_is_named(suite: str, content: bytes, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=named) as error:
+        read_prompts(file, suite)
+    assert error.value.field == "prompts"
+
+
+def test_a_broken_compressed_file_is_named(tmp_path: Path) -> None:
+    file = write_suite("humaneval", RECORDS["humaneval"] * 9, tmp_path, ".jsonl.gz")
+    whole = file.read_bytes()
+    for content in (whole[:-20], b"x" * 40, whole[:20] + b"\0" * 20 + whole[40:]):
+        file.write_bytes(content)
+        with pytest.raises(InvalidArgument, match=r"prompts\.jsonl\.gz.*readable"):
+            read_prompts(file, "humaneval")
+
+
+@pytest.mark.parametrize("suite", list(SUITES))
+def test_a_suite_without_its_file(suite: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no_such_file"):
+        read_prompts(tmp_path / "no_such_file", suite)
+    with pytest.raises(InvalidArgument, match="a file in prompts"):
+        BenchOptions(suite=suite)
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_suite("speed-bench", RECORDS["speed-bench"], tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InvalidArgument, match=r"pip install 'paceline\[bench\]'"):
+        read_prompts(file, "speed-bench")
+
+
+def test_a_bench_of_a_suite(target: Path, tmp_path: Path) -> None:
+    options = BenchOptions(
+        target=target, prompts=write_suite("gsm8k", RECORDS["gsm8k"], tmp_path), suite="gsm8k",
+        methods="prompt_lookup", max_tokens=4, repetitions=1, peers=False,
+    )  # fmt: skip
+    result = run_bench(options)
+    assert {row["category"] for row in result["results"]} == {"gsm8k", "all"}
+    assert {row["num_prompts"] for row in result["results"]} == {2}
+    assert result["environment"]["suite"] == "gsm8k"
+    with pytest.raises(InvalidArgument, match="spec-bench, mt-bench") as error:
+        BenchOptions(prompts=tmp_path, suite="alpaca")
+    assert error.value.field == "suite"
 
 
 # --- options -------------------------------------------------------------------------------------

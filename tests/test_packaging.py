@@ -442,16 +442,17 @@ ELSEWHERE = {"vllm", "llama_cpp", "gguf", "triton"}
 @pytest.mark.parametrize("package", [*PACKAGES, "tests", "benchmarks"])
 def test_every_import_is_a_declared_dependency(package: str) -> None:
     # paceline alone must work with a plain install (and does: see above); training's log is extra,
-    # and so are constraints.
+    # and so are constraints and one format of a benchmark's prompts.
     # The stubs' generator is a developer's tool.
     extras = (
-        ("train", "constraints")
+        ("train", "constraints", "bench")
         if package == "paceline"
         else (
             "serve",
             "train",
             "tracing",
             "tune",
+            "bench",
             "dev",
         )
     )

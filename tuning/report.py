@@ -83,6 +83,7 @@ def render(results: Results) -> str:
         objective_name=pictures.objective_name,
         short_label=short_label,
         plotly_js=get_plotlyjs() if drawn else "",
+        sort_js=files("paceline.bench").joinpath("templates/sort.js").read_text(encoding="utf-8"),
     )
 
 

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
+from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category
+from paceline.bench.suites import read_prompts
 from paceline.config import SpeculationConfig, keys_at, parse_speculation
 from paceline.deployments.config import ModelConfig, VllmConfig
 from paceline.deployments.vllm_plan import chain_plan

@@ -1,6 +1,7 @@
 """Benchmarks: every method against AR, in one process, on the same prompts."""
 
 from paceline.bench.backends import Backend, BatchRun, LocalBackend, SequenceRun
+from paceline.bench.page import render_csv, render_page
 from paceline.bench.run import BenchOptions, parse_methods, run_bench
 from paceline.bench.table import render_table
 
@@ -11,6 +12,8 @@ __all__ = [
     "LocalBackend",
     "SequenceRun",
     "parse_methods",
+    "render_csv",
+    "render_page",
     "render_table",
     "run_bench",
 ]

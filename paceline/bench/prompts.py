@@ -1,4 +1,4 @@
-"""Prompts for benchmarks: built-in ones by category, and files in Spec-Bench's question format.
+"""Prompts for benchmarks, and built-in ones by category.
 
 The built-in prompts are cut from standard library modules that no demo model was trained on
 (:func:`paceline.train.corpus.held_out_modules`), so they need no download and are the same on
@@ -10,16 +10,11 @@ not follow instructions.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
-
-from paceline.errors import InvalidArgument
 
 PROMPTS_PER_CATEGORY = 8
 
@@ -34,7 +29,7 @@ class Prompt:
     """A text to continue, or the user's turns of a conversation.
 
     Attributes:
-        prompt_id: unique in its set; the question_id of a Spec-Bench file.
+        prompt_id: unique in its set; a file's own id, where its format has one.
         category: results are shown for each one and for all together.
         turns: the text, or what the user says turn by turn.
     """
@@ -68,45 +63,6 @@ def builtin_prompts() -> tuple[Prompt, ...]:
 def cut_prompts(source: str) -> dict[str, list[str]]:
     """All prompts of each built-in category that a Python module has."""
     return {category: list(find(source)) for category, find in _CATEGORIES.items()}
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read questions in Spec-Bench's format, one JSON object a line.
-
-    Raises:
-        InvalidArgument: the file cannot be read, or the line that the error names is no question.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("prompts", str(path), f"a readable JSONL file ({error})") from error
-    prompts = [
-        _question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not prompts:
-        raise InvalidArgument("prompts", str(path), "at least one question")
-    return prompts
-
-
-def _question(line: str, place: str) -> Prompt:
-    form = 'an object with "question_id", "category" and "turns" (a list of texts)'
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise InvalidArgument("prompts", place, f"{form}; {error}") from error
-    if not isinstance(record, dict):
-        raise InvalidArgument("prompts", place, form)
-    for key in ("question_id", "category", "turns"):
-        if key not in record:
-            raise InvalidArgument("prompts", place, f'{form}; "{key}" is missing')
-    turns, category = record["turns"], record["category"]
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
-        raise InvalidArgument("prompts", place, f'{form}; "turns" has no text')
-    if not all(isinstance(turn, str) and turn for turn in turns):
-        raise InvalidArgument("prompts", place, f"{form}; a turn is not a text")
-    if not isinstance(category, str) or not category or category == "all":
-        raise InvalidArgument("prompts", place, f'{form}; "category" is a name other than "all"')
-    return Prompt(str(record["question_id"]), category, tuple(turns))
 
 
 def limit_per_category(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:

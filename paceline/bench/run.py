@@ -24,7 +24,9 @@ from paceline.bench import peers as peer_names
 from paceline.bench.backends import Backend, BatchRun, LocalBackend, without_kernels
 from paceline.bench.environment import describe_environment
 from paceline.bench.peers import TransformersPeer
-from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category, read_prompts
+from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category
+from paceline.bench.suites import SUITES, read_prompts
+from paceline.bench.synthetic import Mix
 from paceline.chat import conversation, encode_chat
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
@@ -53,7 +55,8 @@ class BenchOptions:
         target, drafter: folders or names of models (:mod:`paceline.model_names`); without a
             target, the demo pair.
         heads: folder of trained heads; see :func:`paceline.loading.load_engine`.
-        prompts: a JSONL file in Spec-Bench's format; without one, the built-in prompts.
+        prompts: a file; without one, the built-in prompts.
+        suite: the format of ``prompts`` (:mod:`paceline.bench.suites`); None: Spec-Bench's.
         chat: ask the prompts as questions, with the target's chat template and all turns of a
             conversation, and end an answer where the model ends it; None: if the target has a
             template and the prompts come from a file. AR's answers to earlier turns are the history
@@ -71,12 +74,16 @@ class BenchOptions:
             backend of a deployment.
         allow_lossy: also measure methods that can change the target's output.
         numerics: the target's (:mod:`paceline.numerics`).
+        synthetic_acceptance: also measure drafts that are right with this probability at each
+            token, read from AR's answers (:mod:`paceline.bench.synthetic`); None: do not.
+        synthetic_tokens: number of tokens of each such draft.
     """
 
     target: str | Path | None = None
     drafter: str | Path | None = None
     heads: str | Path | None = None
     prompts: str | Path | None = None
+    suite: str | None = None
     chat: bool | None = None
     methods: str | Sequence[str] = "all"
     batch: int = 1
@@ -92,14 +99,16 @@ class BenchOptions:
     dtype: str = "float32"
     device: str = "auto"
     numerics: str = "fastest"
+    synthetic_acceptance: float | None = None
+    synthetic_tokens: int = 4
 
     def __post_init__(self) -> None:
-        for name, low in (("batch", 1), ("max_tokens", 1), ("repetitions", 1), ("limit", 1)):
+        for name in ("batch", "max_tokens", "repetitions", "limit", "synthetic_tokens"):
             value = getattr(self, name)
             if name == "limit" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise InvalidArgument(name, value, f"an integer >= {low}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidArgument(name, value, "an integer >= 1")
         for name, known in (
             ("batch_invariant", ("auto", "on", "off", "both")),
             ("topology", ("colocated", "actors", "both")),
@@ -108,6 +117,12 @@ class BenchOptions:
         ):
             if getattr(self, name) not in known:
                 raise InvalidArgument(name, getattr(self, name), f"one of {', '.join(known)}")
+        if self.suite is not None and self.suite not in SUITES:
+            raise InvalidArgument("suite", self.suite, f"one of {', '.join(SUITES)}")
+        if self.suite is not None and self.prompts is None:
+            raise InvalidArgument(
+                "suite", self.suite, f"a file in prompts ({SUITES[self.suite].file})"
+            )
         if self.peers and self.temperature != 0:
             raise InvalidArgument(
                 "peers",
@@ -115,6 +130,14 @@ class BenchOptions:
                 "temperature 0: transformers draws other samples than coupled sampling, so the "
                 "outputs cannot be compared",
             )
+        rate = self.synthetic_acceptance
+        if rate is not None and not 0 <= rate <= 1:  # NaN is neither
+            raise InvalidArgument("synthetic_acceptance", rate, "a probability in [0, 1]")
+        if rate is not None and self.topology == "actors":
+            raise InvalidArgument(
+                "synthetic_acceptance", rate,
+                "topology colocated or both: its drafter runs in this process",
+            )  # fmt: skip
         if self.drafter is not None and self.target is None:
             raise InvalidArgument("drafter", str(self.drafter), "a target to go with it")
         if self.peers and self.dtype == "auto":
@@ -242,6 +265,8 @@ def run_bench(
     params = options.sampling_params(is_chat=template is not None)
     groups = _groups(options, every[0], template, params, notes)
     entries = _entries(options, every, template is not None, notes)
+    if options.synthetic_acceptance is not None:
+        entries += [_synthetic_entry(options, b, entries, groups, params) for b in local]
     runs = _measure(options, every, entries, groups, params, notes, progress)
     result: dict[str, Any] = {
         "environment": {
@@ -316,7 +341,10 @@ def _groups(
     params: SamplingParams,
     notes: list[str],
 ) -> list[_Group]:
-    given = builtin_prompts() if options.prompts is None else read_prompts(options.prompts)
+    if options.prompts is None:
+        given: Sequence[Prompt] = builtin_prompts()
+    else:
+        given = read_prompts(options.prompts, options.suite or "spec-bench")
     prompts = limit_per_category(given, options.limit)
     room = backend.context_length - options.max_tokens
     if room < 1:
@@ -452,6 +480,54 @@ def _generate_with(
     backend: Backend, config: SpeculationConfig
 ) -> Callable[[Sequence[Sequence[int]], SamplingParams], BatchRun]:
     return lambda prompts, params: backend.generate(config, prompts, params)
+
+
+def _synthetic_config(options: BenchOptions) -> SpeculationConfig:
+    """The request of synthetic drafts, whose drafter stands in for that of ``prompt_lookup``."""
+    return SpeculationConfig(
+        method="prompt_lookup",
+        length="fixed",
+        num_speculative_tokens=options.synthetic_tokens,
+        acceptance="coupled",
+    )
+
+
+def _synthetic_entry(
+    options: BenchOptions,
+    backend: LocalBackend,
+    entries: Sequence[_Entry],
+    groups: Sequence[_Group],
+    params: SamplingParams,
+) -> _Entry:
+    assert options.synthetic_acceptance is not None
+    answers: dict[tuple[int, ...], Sequence[int]] = {}
+    for group in groups:
+        run = backend.generate(SpeculationConfig(method="ar"), group.token_ids, params)
+        for prompt, sequence in zip(group.token_ids, run.sequences, strict=True):
+            answers[prompt] = sequence.token_ids
+    engine = backend.engine.sibling()
+    engine.drafters["prompt_lookup"] = Mix(
+        answers,
+        engine.target.vocab_size,
+        rho=options.synthetic_acceptance,
+        seed=options.seed,
+    )
+    baseline = next(
+        i
+        for i, entry in enumerate(entries)
+        if entry.topology == backend.topology and entry.batch_invariant == backend.batch_invariant
+    )
+    return _Entry(
+        # No name of a method has parentheses.
+        method=f"synthetic({options.synthetic_acceptance:g}, {options.synthetic_tokens})",
+        topology=backend.topology,
+        batch_invariant=backend.batch_invariant,
+        generate=_generate_with(LocalBackend(engine), _synthetic_config(options)),
+        baseline=baseline,
+        reference=entries[baseline].reference,
+        note="not a method: drafts read from AR's answers, each token right with probability "
+        f"{options.synthetic_acceptance:g}; making them takes next to no time",
+    )
 
 
 def _peer_entries(options: BenchOptions, notes: list[str]) -> list[_Entry]:
@@ -653,6 +729,8 @@ def _settings(options: BenchOptions, backends: Sequence[Backend]) -> dict[str, A
             else str(options.drafter)
         ),
         "prompts": "built-in" if options.prompts is None else str(options.prompts),
+        "suite": options.suite,
+        "synthetic_acceptance": options.synthetic_acceptance,
         "dtype": options.dtype,
         "device": pick_device(options.device),
         "batch_invariant": modes[0] if len(modes) == 1 else "both",

@@ -40,7 +40,7 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
     for name in ("tok/s", *spread, "× AR", *spread, "τ", "α", "= AR", "round ms", *added):
         table.add_column(name, justify="right", no_wrap=True)
     category = None
-    for row in _fastest_first(rows):
+    for row in fastest_first(rows):
         if row["category"] != category:
             category = row["category"]
             if table.rows:
@@ -57,11 +57,11 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
             *([f"{row['p25']:.1f}–{row['p75']:.1f}"] if wide else []),
             f"[bold]{row['speedup_vs_ar']:.2f}[/]",
             *([f"{row['speedup_p25']:.2f}–{row['speedup_p75']:.2f}"] if wide else []),
-            _number(row["mean_accepted_length"], ".2f"),
-            _number(row["acceptance_rate"], ".2f"),
+            number(row["mean_accepted_length"], ".2f"),
+            number(row["acceptance_rate"], ".2f"),
             _identity(row),
-            _number(row["round_ms_p50"], ".2f"),
-            *([_number(row["added_round_ms_p50"], "+.2f")] if added else []),
+            number(row["round_ms_p50"], ".2f"),
+            *([number(row["added_round_ms_p50"], "+.2f")] if added else []),
         )
     console.print(table)
     console.print(
@@ -87,13 +87,14 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
         console.print(f"[dim]{escape(note)}[/]")
 
 
-def _fastest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def fastest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Categories in their order, and in each the largest speedup first."""
     categories = list(dict.fromkeys(row["category"] for row in rows))
     return sorted(rows, key=lambda r: (categories.index(r["category"]), -r["speedup_vs_ar"]))
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """The value in this format; a dash for None."""
     return "–" if value is None else format(value, form)
 
 

@@ -93,6 +93,29 @@ def test_bench_json(cli: Cli, tmp_path: Path) -> None:
     assert rows["ar", "all"]["speedup_vs_ar"] == 1
 
 
+def test_bench_writes_files_beside_the_json_document(cli: Cli, tmp_path: Path) -> None:
+    html, table = tmp_path / "bench.html", tmp_path / "bench.csv"
+    options = (
+        "--limit",
+        1,
+        "--no-peers",
+        "-r",
+        1,
+        "-n",
+        4,
+        "--json",
+        "--html",
+        html,
+        "--csv",
+        table,
+    )
+    result = cli("bench", "--methods", "prompt_lookup", *options)
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["results"]
+    assert len(table.read_text().splitlines()) == len(rows) + 1
+    assert "<title>demo: benchmark</title>" in html.read_text()
+
+
 def test_bench_measures_a_server_beside_this_process(
     cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path
 ) -> None:

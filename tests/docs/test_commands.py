@@ -163,6 +163,8 @@ def work(tmp_path: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "other").symlink_to(tmp_path / "model")
     lines = [{"prompt": f"What is {i}?", "completion": f" It is {i}.\n" * 9} for i in range(60)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(3)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "code.txt").write_text(Path(shutil.__file__).read_text("utf-8"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -236,7 +238,7 @@ def test_commands_with_a_deployment(block: Block, work: Path, own_cache: Path) -
 
 def run(command: Command, text: str, more: list[str]) -> None:
     """Run a command, which has to fail iff the page shows an error."""
-    words = shlex.split(text, comments=True)
+    words = shlex.split(text.replace("\\\n", " "), comments=True)  # as a shell joins lines
     simple = words[0] == "paceline" and not set(words) & {"|", "&&", ">"}
     if simple:  # in this process, which has imported everything already
         words += more if words[1] == "train" else []

@@ -111,8 +111,10 @@ class DraftHeadTask:
         for rows, places in zip(
             self._held_out.split(_ROWS), torch.arange(count).split(_ROWS), strict=True
         ):
-            share = len(rows) / count
             part = None if mask is None else mask[places]
+            share = len(rows) / count
+            if mask is not None and part is not None:
+                share = int(part[:, 1:].sum()) / int(mask[:, 1:].sum())
             value, metrics = self.head.loss(self._read(rows, part, generator))
             loss += share * float(value)
             for name, metric in metrics.items():

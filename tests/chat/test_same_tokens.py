@@ -21,6 +21,7 @@ from paceline.loading import load_engine
 from paceline.rpc.generate_service import ModelInfo
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import chat_template
+from paceline.train.data import load_text
 from paceline.tuning.space import parse_space
 from tests.deployments.http_serving import http_serving
 
@@ -110,6 +111,19 @@ def test_over_http(
     finally:
         thread.stop()
     assert seen == [ids]
+
+
+def test_in_training(
+    folders: tuple[Path, Path], tmp_path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "talks.jsonl"
+    talk = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "pass"}]
+    file.write_text((json.dumps({"messages": talk}) + "\n") * 9)
+    rows = load_text(folders[0], [file], len(ids) + 2)
+    first, has_loss = rows.training[[0]][0].tolist(), rows.mask([0])[0].tolist()
+    assert first[: len(ids)] == ids
+    assert not any(has_loss[: len(ids)]) and has_loss[len(ids)]
 
 
 def test_in_bench_and_in_a_sweep(folders: tuple[Path, Path], talks: Path, ids: list[int]) -> None:

@@ -39,8 +39,7 @@ def run(space: Path, folder: Path, changes: list[str], console: Console) -> Resu
 def side_by_side(space: Space, points: list[Point]) -> list[Interval]:
     """Goodput over AR's of some points, measured in turn in one process."""
     cpus = float(ray.cluster_resources()["CPU"])
-    prompts = tuple((prompt.prompt_id, prompt.text) for prompt in space.prompts)
-    work = Work(document=space.as_dict(), prompts=prompts, num_cpus=cpus)
+    work = Work(document=space.as_dict(), prompts=space.prompts, num_cpus=cpus)
     texts = [point.model_dump_json(exclude_defaults=True) for point in points]
     answers: list[str] = ray.get(ray.remote(num_cpus=cpus)(confirm).remote(work, texts))
     return [Metrics.model_validate_json(text).goodput_ratio for text in answers]

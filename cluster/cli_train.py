@@ -107,8 +107,17 @@ def _shared(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Text: .txt, or .jsonl with `text` or `prompt` and `completion`. Repeatable. "
-            "Default: the demo corpus.",
+            help="Text: .txt, or .jsonl with `text`, `prompt` and `completion`, or conversations "
+            "(`messages`, or ShareGPT's `conversations`). Repeatable. Default: the demo corpus.",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Write conversations, and prompts with their completions, with the target's chat "
+            "template; only what the assistant writes has a loss. Default: conversations only.",
+            show_default=False,
         ),
     ] = None,
     folder: Annotated[
@@ -222,7 +231,7 @@ def _run(kind: str, knobs: dict[str, Any], shared: dict[str, Any]) -> None:
         raise InvalidArgument("address", address, "only with --workers")
     if threads is not None:
         set_threads(threads, None)
-    text = {name: shared.pop(name) for name in ("target", "length", "held_out_rows")}
+    text = {name: shared.pop(name) for name in ("target", "length", "held_out_rows", "chat")}
     given = text["target"]
     text["target"] = pinned_model(given)
     if "drafter" in knobs:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,7 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from paceline.errors import InvalidArgument
-from paceline.tokenizer import ChatTemplate, Tokenizer
+from paceline.tokenizer import ChatTemplate, Tokenizer, chat_template
 
 DEFAULT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -31,6 +32,22 @@ Assistant:
 {%- endif -%}
 """
 """For models without a chat template: one line for each message, then ``Assistant:``."""
+
+
+def template_of(target: str | Path, chat: bool | None) -> ChatTemplate | None:
+    """The template that texts for a target go through; None: they stay as they are.
+
+    Args:
+        target: its folder or GGUF file.
+        chat: None: where the target has a template. True without one: the default template.
+
+    Raises:
+        ModelNotFound: there is no such folder or file.
+    """
+    if chat is False:
+        return None
+    found = chat_template(target)
+    return found if found.source or chat else None
 
 
 def render_chat(

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.bench.backends import Backend, BatchRun
+from paceline.bench.backends import Backend, BatchRun, encode_turns
+from paceline.bench.prompts import Prompt
 from paceline.config import SpeculationConfig
+from paceline.errors import InvalidArgument
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
+from paceline.tokenizer import ChatTemplate
 from paceline.tuning.results import ExampleDraft, Interval, Metrics, Point
-from paceline.tuning.space import Space
+from paceline.tuning.space import Space, Workload
 from paceline.types import Outcome
 
 if TYPE_CHECKING:
@@ -52,6 +55,45 @@ class Pair:
     ar_latencies: tuple[float, ...]
 
 
+def encode_groups(
+    workload: Workload,
+    prompts: Sequence[Prompt],
+    backend: Backend,
+    template: ChatTemplate | None,
+) -> list[list[list[int]]]:
+    """Token ids of the prompts that are decoded together; of a conversation, each turn's.
+
+    A last group that is too small is filled up from the start, so that all of them are decoded at
+    the same concurrency.
+
+    Args:
+        backend: encodes, and answers all turns but the last.
+
+    Raises:
+        InvalidArgument: a prompt that is empty or too long for the target.
+    """
+    params = workload.sampling_params(is_chat=template is not None)
+    room = backend.context_length - workload.max_tokens
+    encoded = []
+    for prompt in prompts:
+        for turn, ids in encode_turns(prompt, backend, template, params, room):
+            name = turn.prompt_id
+            if not ids:
+                raise InvalidArgument("workload.prompts", name, "a text of at least one token")
+            if len(ids) > room:
+                raise InvalidArgument(
+                    "workload.prompts", f"{name} ({len(ids)} tokens)",
+                    f"at most {max(0, room)} tokens: with {workload.max_tokens} new ones they "
+                    f"have to fit into the context of {backend.context_length}",
+                )  # fmt: skip
+            encoded.append(ids)
+    size = workload.concurrency
+    return [
+        [encoded[(start + i) % len(encoded)] for i in range(size)]
+        for start in range(0, len(encoded), size)
+    ]
+
+
 class PairedMeasurement:
     """A configuration against AR on the prompts of a space.
 
@@ -59,6 +101,7 @@ class PairedMeasurement:
         backend: runs the configuration.
         baseline: runs AR; it differs from ``backend`` if the configuration has another dtype.
         groups: token ids of the prompts that are decoded together.
+        is_chat: whether the prompts are conversations; answers may end early then.
     """
 
     def __init__(
@@ -68,10 +111,11 @@ class PairedMeasurement:
         backend: Backend,
         baseline: Backend,
         groups: Sequence[Sequence[Sequence[int]]],
+        is_chat: bool = False,
     ) -> None:
         self._settings = space.document.measurement
         self._objectives = space.objectives
-        self._params = space.document.workload.sampling_params()
+        self._params = space.document.workload.sampling_params(is_chat=is_chat)
         self._speculation = point.speculation
         self._plan = resolve(point.speculation)
         self._groups = groups

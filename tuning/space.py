@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category
 from paceline.bench.suites import read_prompts
+from paceline.chat import template_of
 from paceline.config import SpeculationConfig, keys_at, parse_speculation
 from paceline.deployments.config import ModelConfig, VllmConfig
 from paceline.deployments.vllm_plan import chain_plan
@@ -33,6 +34,7 @@ from paceline.model_names import KNOWN_NAMES, pin_model
 from paceline.plan import known_knobs, resolve
 from paceline.rpc.mirrors import served_with
 from paceline.sampling import SamplingParams
+from paceline.tokenizer import ChatTemplate
 from paceline.tuning.results import OBJECTIVES, Metrics, Point
 
 SPACES_DIR = Path(__file__).parent / "spaces"
@@ -60,18 +62,30 @@ class Workload(_Block):
         None, min_length=1, description="Categories of the prompts; null: all."
     )
     limit: int | None = Field(None, ge=1, description="Prompts of each category at most.")
+    chat: bool | Literal["auto"] = Field(
+        "auto",
+        description="Ask the prompts as questions, with the target's chat template and all turns, "
+        "and end an answer where the model ends it; auto: if the target has a template and the "
+        "prompts come from a file.",
+    )
     max_tokens: int = Field(96, ge=2, description="Tokens generated for each prompt.")
     concurrency: int = Field(1, ge=1, le=256, description="Requests decoded together.")
     temperature: float = Field(0.0, ge=0.0)
     seed: int = Field(0, ge=0)
 
-    def sampling_params(self) -> SamplingParams:
-        """Every sequence gets the full number of tokens, whatever the model would end with."""
+    def template(self, target: str | Path) -> ChatTemplate | None:
+        """The chat template that the prompts go through; None: they are continued as they are."""
+        if self.chat == "auto":
+            return None if self.prompts is None else template_of(target, None)
+        return template_of(target, self.chat)
+
+    def sampling_params(self, *, is_chat: bool = False) -> SamplingParams:
+        """Without chat, a sequence gets all tokens: end-of-sequence tokens do not stop it."""
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,
             max_tokens=self.max_tokens,
-            ignore_eos=True,
+            ignore_eos=not is_chat,
         )
 
 

@@ -163,7 +163,7 @@ class Sweep:
 
         return Work(
             document=self.space.as_dict(),
-            prompts=tuple((prompt.prompt_id, prompt.text) for prompt in self.space.prompts),
+            prompts=self.space.prompts,
             num_cpus=self._cluster.num_cpus,
         )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.bench.backends import LocalBackend
 from paceline.bench.environment import describe_environment
+from paceline.bench.prompts import Prompt
 from paceline.deployments.config import DeploymentConfig, parse_config
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, PacelineError
@@ -30,7 +32,7 @@ from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import RpcServer, start_server
 from paceline.sampling import SamplingParams
 from paceline.tuning.costs import measure_costs
-from paceline.tuning.objective import PairedMeasurement, example_draft
+from paceline.tuning.objective import PairedMeasurement, encode_groups, example_draft
 from paceline.tuning.results import OBJECTIVES, ExampleDraft, Metrics, Point
 from paceline.tuning.simulator import Simulator
 from paceline.tuning.space import Space
@@ -42,13 +44,13 @@ DRAFTER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every worker gets: the space, and the prompts' texts by their id.
+    """What every worker gets: the space, and the prompts.
 
     Files of prompts need not be on every node, so the texts travel; model folders have to be.
     """
 
     document: Mapping[str, Any]
-    prompts: tuple[tuple[str, str], ...]
+    prompts: tuple[Prompt, ...]
     num_cpus: float
 
     @property
@@ -69,7 +71,14 @@ class Models:
         self._address = ""
         model = self.space.document.model
         self._config = DeploymentConfig(model=model).with_local_models()
+        self._template = self.space.document.workload.template(self._config.target_folder)
         limit_threads(self._config.num_threads(work.num_cpus))
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of all requests."""
+        workload = self.space.document.workload
+        return workload.sampling_params(is_chat=self._template is not None)
 
     @property
     def baseline(self) -> Engine:
@@ -152,41 +161,19 @@ class Models:
                 raise PacelineError(f"the drafter's actor at {address} does not answer")
         return self._remote
 
+    @cached_property
     def groups(self) -> list[list[list[int]]]:
-        """Token ids of the prompts that are decoded together.
-
-        A last group that is too small is filled up from the start, so that all of them are
-        decoded at the same concurrency.
-
-        Raises:
-            InvalidArgument: a prompt that is empty or too long for the target.
-        """
+        """Token ids of the prompts that are decoded together (:func:`encode_groups`)."""
         workload, backend = self.space.document.workload, self.backend(self.space.ar)
-        room = backend.context_length - workload.max_tokens
-        encoded = []
-        for name, text in self._work.prompts:
-            ids = backend.tokenizer.encode(text)
-            if not ids:
-                raise InvalidArgument("workload.prompts", name, "a text of at least one token")
-            if len(ids) > room:
-                raise InvalidArgument(
-                    "workload.prompts", f"{name} ({len(ids)} tokens)",
-                    f"at most {max(0, room)} tokens: with {workload.max_tokens} new ones they "
-                    f"have to fit into the context of {backend.context_length}",
-                )  # fmt: skip
-            encoded.append(ids)
-        size = workload.concurrency
-        return [
-            [encoded[(start + i) % len(encoded)] for i in range(size)]
-            for start in range(0, len(encoded), size)
-        ]
+        return encode_groups(workload, self._work.prompts, backend, self._template)
 
     def measurement(self, point: Point) -> PairedMeasurement:
         """A configuration against AR, with drafters that have learnt nothing yet."""
         backend, ar = self.backend(point), self.space.ar
         shared = (point.topology, point.dtype) == (ar.topology, ar.dtype)
         baseline = backend if shared else self.backend(ar)
-        return PairedMeasurement(point, self.space, backend, baseline, self.groups())
+        is_chat = self._template is not None
+        return PairedMeasurement(point, self.space, backend, baseline, self.groups, is_chat)
 
     def check(self, point: Point, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises a PacelineError for a point that its engine cannot run."""
@@ -201,8 +188,7 @@ class Models:
         """A draft of this configuration, for a picture; None where vLLM verifies it."""
         if self.space.document.engine == "vllm":
             return None
-        params = self.space.document.workload.sampling_params()
-        return example_draft(self.engine(point), point, self.groups()[0][0], params)
+        return example_draft(self.engine(point), point, self.groups[0][0], self.params)
 
     def close(self) -> None:
         for backend in self._vllms.values():
@@ -323,8 +309,7 @@ def check(work: Work, points: Sequence[str]) -> dict[str, Any]:
     """
     models = Models(work)
     try:
-        group = models.groups()[0]
-        params = models.space.document.workload.sampling_params()
+        group, params = models.groups[0], models.params
         ar = models.space.ar
         backend = models.backend(ar)
         backend.generate(ar.speculation, [group[0][:1]], params)
@@ -355,19 +340,21 @@ def simulate(work: Work, points: Sequence[str], told: Queue) -> list[str]:
     models = Models(work)
     try:
         engine, space = models.baseline, models.space
-        workload, groups = space.document.workload, models.groups()
+        workload, groups = space.document.workload, models.groups
         prompts = [prompt for group in groups for prompt in group]
         chosen = [Point.model_validate_json(text) for text in points]
         # Elsewhere, and in another dtype, both the tokens and the costs are others.
         here = [p for p in chosen if p.topology == "colocated" and p.dtype == space.ar.dtype]
         configs = [point.speculation for point in here]
         common: dict[str, Any] = {"key": {}, "concurrency": workload.concurrency}
-        params = workload.sampling_params()
+        params = models.params
 
         def telling(stage: str) -> Callable[[int, int, str], None]:
             return lambda done, total, what: told.put(f"{stage} {done}/{total}: {what}")
 
         traces = record(engine, configs, prompts, params, **common, progress=telling("traces"))
+        # Costs are the machine's: an answer that ends early would only leave fewer rounds.
+        params = replace(params, ignore_eos=True)
         costs = measure_costs(engine, configs, prompts, params, **common, progress=telling("costs"))
         simulator = Simulator(traces, costs, space.ar.dtype)
         return [each.model_dump_json(exclude_defaults=True) for each in simulator.predict_all(here)]

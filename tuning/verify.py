@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidArgument
-from paceline.tuning.objective import PairedMeasurement
+from paceline.tuning.objective import PairedMeasurement, encode_groups
 from paceline.tuning.results import Interval, Metrics, Results, TrialRecord, best_trial
 from paceline.tuning.space import Space
 
@@ -47,23 +47,22 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
         path.write_text(results.read(_CONFIG), encoding="utf-8")
         file = read_config_file(path).with_args({"gateway": {"grpc_port": 0, "http_port": None}})
     tokenizer = load_tokenizer(file.config.target_folder)
-    size = space.document.workload.concurrency
-    encoded = [tokenizer.encode(prompt.text) for prompt in space.prompts]
-    groups = [
-        [encoded[(start + i) % len(encoded)] for i in range(size)]
-        for start in range(0, len(encoded), size)
-    ]
+    workload = space.document.workload
+    template = workload.template(file.config.target_folder)
     measurement: PairedMeasurement | None = None
     for number in range(1, REPETITIONS + 1):
         # Drafters remember earlier outputs: only new replicas have not seen the prompts.
         with (
             local.deployed(file, report=report) as running,
             Client(str(running["gateway"])) as client,
-            closing(ServerBackend(client, tokenizer, size)) as backend,
+            closing(ServerBackend(client, tokenizer, workload.concurrency)) as backend,
         ):
             report(f"measuring, {number} of {REPETITIONS}")
             if measurement is None:
-                measurement = PairedMeasurement(best.point, space, backend, backend, groups)
+                groups = encode_groups(workload, space.prompts, backend, template)
+                measurement = PairedMeasurement(
+                    best.point, space, backend, backend, groups, is_chat=template is not None
+                )
             measurement.repeat(backend)
     assert measurement is not None
     served = measurement.metrics()

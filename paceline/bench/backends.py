@@ -11,16 +11,18 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from paceline.bench.prompts import Prompt
+from paceline.chat import conversation, encode_chat
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.models.base import ModelRunner
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer import ChatTemplate, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +228,31 @@ def sequence_run(session: Session) -> SequenceRun:
         accepted_by_depth=tuple(stats.accepted_by_depth),
         drafted_by_depth=tuple(stats.drafted_by_depth),
     )
+
+
+def encode_turns(
+    prompt: Prompt,
+    backend: Backend,
+    template: ChatTemplate | None,
+    params: SamplingParams,
+    room: int,
+) -> Iterator[tuple[Prompt, list[int]]]:
+    """Each turn of a conversation with the token ids up to the model's answer.
+
+    AR answers the turns before, once. A prompt without a template has one turn, its text.
+
+    Args:
+        params: of these answers.
+        room: tokens of the context that AR gets at most.
+    """
+    if template is None:
+        yield prompt, backend.tokenizer.encode(prompt.text)
+        return
+    answers: list[str] = []
+    for number in range(1, len(prompt.turns) + 1):
+        ids = encode_chat(backend.tokenizer, template, conversation(prompt.turns[:number], answers))
+        name = prompt.prompt_id if len(prompt.turns) == 1 else f"{prompt.prompt_id}/turn{number}"
+        yield replace(prompt, prompt_id=name), ids
+        if number < len(prompt.turns):
+            run = backend.generate(SpeculationConfig(method="ar"), [ids[-room:]], params)
+            answers.append(backend.tokenizer.decode(run.sequences[0].token_ids))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,19 @@ import numpy as np
 import torch
 
 from paceline.bench import peers as peer_names
-from paceline.bench.backends import Backend, BatchRun, LocalBackend, without_kernels
+from paceline.bench.backends import (
+    Backend,
+    BatchRun,
+    LocalBackend,
+    encode_turns,
+    without_kernels,
+)
 from paceline.bench.environment import describe_environment
 from paceline.bench.peers import TransformersPeer
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category
 from paceline.bench.suites import SUITES, read_prompts
 from paceline.bench.synthetic import Mix
-from paceline.chat import conversation, encode_chat
+from paceline.chat import template_of
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineLimits
@@ -39,7 +45,7 @@ from paceline.models.base import Segment
 from paceline.numerics import NUMERICS
 from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams
-from paceline.tokenizer import ChatTemplate, chat_template
+from paceline.tokenizer import ChatTemplate
 
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, total runs, label of the next run)."""
@@ -160,10 +166,10 @@ class BenchOptions:
 
     def template(self) -> ChatTemplate | None:
         """The chat template that the prompts go through; None: they are continued as they are."""
-        if self.chat is False or (self.chat is None and (self.prompts is None or self.peers)):
+        if self.chat is None and (self.prompts is None or self.peers):
             return None
-        found = chat_template(TARGET_DIR if self.target is None else resolve_model(self.target))
-        return found if found.source or self.chat else None
+        target = TARGET_DIR if self.target is None else resolve_model(self.target)
+        return template_of(target, self.chat)
 
 
 def parse_methods(
@@ -354,7 +360,7 @@ def _groups(
     encoded: list[tuple[Prompt, tuple[int, ...]]] = []
     num_cut = 0
     for prompt in prompts:
-        for turn in _turns(prompt, backend, template, params, room):
+        for turn in encode_turns(prompt, backend, template, params, room):
             ids = turn[1]
             if not ids:
                 raise InvalidArgument("prompts", prompt.prompt_id, "a text of at least one token")
@@ -385,30 +391,6 @@ def _groups(
                 "run more than once"
             )
     return groups
-
-
-def _turns(
-    prompt: Prompt,
-    backend: Backend,
-    template: ChatTemplate | None,
-    params: SamplingParams,
-    room: int,
-) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each turn of a conversation with the token ids up to the model's answer.
-
-    AR answers the turns before, once. A prompt without a template has one turn, its text.
-    """
-    if template is None:
-        yield prompt, backend.tokenizer.encode(prompt.text)
-        return
-    answers: list[str] = []
-    for number in range(1, len(prompt.turns) + 1):
-        ids = encode_chat(backend.tokenizer, template, conversation(prompt.turns[:number], answers))
-        name = prompt.prompt_id if len(prompt.turns) == 1 else f"{prompt.prompt_id}/turn{number}"
-        yield replace(prompt, prompt_id=name), ids
-        if number < len(prompt.turns):
-            run = backend.generate(SpeculationConfig(method="ar"), [ids[-room:]], params)
-            answers.append(backend.tokenizer.decode(run.sequences[0].token_ids))
 
 
 # --- what runs -----------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 CODE = "code"
 """The `source` of standard library documents; extra documents carry their file's stem."""
@@ -69,6 +70,32 @@ def held_out_modules() -> list[tuple[str, str]]:
     return [(d.name, d.text) for d in _stdlib() if is_held_out(d.name)]
 
 
+def question_of(record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A record's question and its answer; None for a record that is no such pair."""
+    for question, answer in (("question", "answer"), ("prompt", "completion")):
+        if question in record and answer in record:
+            return str(record[question]), str(record[answer])
+    return None
+
+
+def text_of(record: Mapping[str, Any]) -> str:
+    """The text of a JSONL record.
+
+    Raises:
+        ValueError: it has no known form.
+    """
+    if "question" in record and "answer" in record:
+        return f"Question: {record['question']}\nAnswer: {record['answer']}\n"
+    if "prompt" in record and "completion" in record:
+        return f"{record['prompt']}{record['completion']}"
+    if "text" in record:
+        return str(record["text"])
+    raise ValueError(
+        "a record needs 'text', 'prompt' and 'completion', or 'question' and 'answer'; it has "
+        f"{sorted(record)}"
+    )
+
+
 def read_extra(path: Path) -> list[Document]:
     """Read one `--extra-corpus` file.
 
@@ -91,17 +118,10 @@ def read_extra(path: Path) -> list[Document]:
                 raise ValueError(f"{path}:{number}: not JSON: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path}:{number}: a record is an object, not {line[:40]}")
-            if "question" in record and "answer" in record:
-                texts.append(f"Question: {record['question']}\nAnswer: {record['answer']}\n")
-            elif "prompt" in record and "completion" in record:
-                texts.append(f"{record['prompt']}{record['completion']}")
-            elif "text" in record:
-                texts.append(str(record["text"]))
-            else:
-                raise ValueError(
-                    f"{path}:{number}: a record needs 'text', 'prompt' and 'completion', or "
-                    f"'question' and 'answer'; it has {sorted(record)}"
-                )
+            try:
+                texts.append(text_of(record))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
     else:
         piece = ""
         for paragraph in raw.split("\n\n"):

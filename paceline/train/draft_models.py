@@ -128,7 +128,8 @@ class DraftTask:
 
     def loss(self, batch: Batch) -> Tensor:
         rows = self._text.training[batch.rows].to(self._target.device)
-        rows, counts = self._rewrite(rows, batch)  # counts: bool [batch, length]
+        mask = self._text.mask(batch.rows).to(rows.device)
+        rows, counts = self._rewrite(rows, batch, mask)  # counts: bool [batch, length]
         ids, labels = rows[:, :-1], rows[:, 1:][counts]
         size = self._vocab_size
         if self._divergence == "ce":
@@ -144,9 +145,17 @@ class DraftTask:
             )  # fmt: skip
         return total
 
-    def _rewrite(self, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The rows with the data source's text, and the positions that have a loss."""
+    def _rewrite(
+        self, rows: Tensor, batch: Batch, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The rows with the data source's text, and the positions that have a loss.
+
+        Args:
+            mask: the tokens that have a loss in the rows as they are.  # bool [batch, length + 1]
+        """
         counts = torch.ones(rows.shape[0], rows.shape[1] - 1, dtype=torch.bool, device=rows.device)
+        if mask is not None:
+            counts &= mask[:, 1:]
         if self._source == "corpus":
             return rows, counts
         written = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
@@ -159,7 +168,8 @@ class DraftTask:
         seed = int(torch.randint(2**31, (1,), generator=batch.generator, device=rows.device))
         rows = rows.clone()
         rows[written] = self._write(writer, rows[written], seed)
-        counts[written, : self._prompt - 1] = False
+        # Whatever the writer wrote has a loss, also where the corpus has a question.
+        counts[written] = torch.arange(counts.shape[1], device=rows.device) >= self._prompt - 1
         return rows, counts
 
     def _write(self, writer: Any, rows: Tensor, seed: int) -> Tensor:
@@ -187,7 +197,9 @@ class DraftTask:
 
         names = [f"exit_{e}" for e in self.exits]
         rows = self._text.held_out.to(self._target.device)
-        metrics = measure(rows, logits_of, names)
+        mask = self._text.held_out_mask
+        counts = None if mask is None else mask.to(rows.device)
+        metrics = measure(rows, logits_of, names, counts=counts)
         if self._written is None:  # once: the target does not change
             self._written = self._write(self._target, rows, seed=0)
         written = measure(self._written, logits_of, names, first=self._prompt - 1)

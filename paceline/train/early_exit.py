@@ -135,19 +135,22 @@ class ExitsTask:
         exits = enabled_exits(
             self._curriculum, batch.step, batch.progress, self.num_layers, self._period
         )
-        labels = rows[:, 1:].flatten()
+        counts = self._text.mask(batch.rows)[:, 1:].to(rows.device)
+        labels = rows[:, 1:][counts]
         total = torch.zeros((), device=rows.device)
         for layer, weight in exit_weights(exits, self.num_layers, self._scale).items():
             if weight:
-                logits = read_out(self.model, states[layer - 1]).flatten(0, 1)
+                logits = read_out(self.model, states[layer - 1][counts])
                 total = total + weight * F.cross_entropy(logits, labels)
         return total
 
     def evaluate(self) -> dict[str, float]:
+        device, mask = self.model.device, self._text.held_out_mask
         return losses.measure(
-            self._text.held_out.to(self.model.device),
+            self._text.held_out.to(device),
             self._all_exits,
             [f"exit_{e}" for e in self.exits],
+            counts=None if mask is None else mask.to(device),
         )
 
     def _all_exits(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:

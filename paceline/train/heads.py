@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config import SpeculationConfig
@@ -98,15 +99,23 @@ class DraftHeadTask:
         }  # fmt: skip
 
     def loss(self, batch: Batch) -> Tensor:
-        loss, _ = self.head.loss(self._read(self._rows(batch.rows), batch.generator))
+        rows, mask = self._rows(batch.rows), self._mask_of(batch.rows)
+        loss, _ = self.head.loss(self._read(rows, mask, batch.generator))
         return loss
 
     def evaluate(self) -> dict[str, float]:
         generator = torch.Generator(self._device).manual_seed(0)
         loss, sums = 0.0, dict[str, Tensor]()
-        for rows in self._held_out.split(_ROWS):
-            share = len(rows) / len(self._held_out)
-            value, metrics = self.head.loss(self._read(rows, generator))
+        count = len(self._held_out)
+        mask = self._written_mask(self._text.held_out_mask)
+        for rows, places in zip(
+            self._held_out.split(_ROWS), torch.arange(count).split(_ROWS), strict=True
+        ):
+            part = None if mask is None else mask[places]
+            share = len(rows) / count
+            if mask is not None and part is not None:
+                share = int(part[:, 1:].sum()) / int(mask[:, 1:].sum())
+            value, metrics = self.head.loss(self._read(rows, part, generator))
             loss += share * float(value)
             for name, metric in metrics.items():
                 sums[name] = sums.get(name, torch.zeros(())) + share * metric.double().cpu()
@@ -131,8 +140,13 @@ class DraftHeadTask:
     # --- what the target says -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _read(self, rows: Tensor, generator: torch.Generator) -> HeadBatch:
-        """Run the target over rows of text.  # [batch, length + 1] int64"""
+    def _read(self, rows: Tensor, mask: Tensor | None, generator: torch.Generator) -> HeadBatch:
+        """Run the target over rows of text.
+
+        Args:
+            rows: # [batch, length + 1] int64
+            mask: the tokens that have a loss; None: all.  # bool [batch, length + 1]
+        """
         wants = self.head.needs & {Need.HIDDEN_STATES, Need.LAYER_STATES}
         wants |= {Need.HIDDEN_STATES}
         hidden, logits, states = [], [], []
@@ -150,9 +164,12 @@ class DraftHeadTask:
             logits.append(result.logits.unflatten(0, shape))
             if Need.LAYER_STATES in wants:
                 states.append(result.extras[Need.LAYER_STATES].unflatten(0, shape))
+        counts = None
+        if mask is not None:  # no label follows the last token
+            counts = F.pad(mask[:, 1:], (0, 1)).to(self._device)
         return HeadBatch(
             rows.to(self._device), torch.cat(hidden), torch.cat(logits),
-            torch.cat(states) if states else None, generator,
+            torch.cat(states) if states else None, generator, counts,
         )  # fmt: skip
 
     def _rows(self, chosen: IntArray) -> Tensor:
@@ -165,6 +182,19 @@ class DraftHeadTask:
             self._written |= dict(zip(new, rows, strict=True))
         return torch.stack([self._written[row] for row in chosen.tolist()])
 
+    def _mask_of(self, chosen: IntArray) -> Tensor | None:
+        """The tokens of :meth:`_rows` that have a loss; None: all.  # bool [batch, length + 1]"""
+        if self._text.training_mask is None:
+            return None
+        return self._written_mask(self._text.training_mask[chosen])
+
+    def _written_mask(self, mask: Tensor | None) -> Tensor | None:
+        """A mask of rows that the target may have written: whatever it wrote has a loss."""
+        if mask is None or not self._writes:
+            return mask
+        places = torch.arange(mask.shape[1])
+        return mask | (places >= _prompt_length(mask.shape[1]))
+
     def _continued(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
         """Rows that keep their first quarter; the target writes the rest.
 
@@ -173,7 +203,7 @@ class DraftHeadTask:
         """
         engine = Engine(ModelTarget(self._runner))
         size = rows.shape[1]
-        prompt = max(2, size // 4)
+        prompt = _prompt_length(size)
         plain = SamplingParams(max_tokens=size - prompt, ignore_eos=True)
         params = [
             replace(plain, temperature=_TEMPERATURES[n % 2], seed=(self._seed << 32) + n % 2**32)
@@ -182,6 +212,11 @@ class DraftHeadTask:
         ar = SpeculationConfig(method="ar")
         sessions = engine.generate(rows[:, :prompt].tolist(), params, ar)
         return torch.tensor([session.token_ids for session in sessions])
+
+
+def _prompt_length(size: int) -> int:
+    """Tokens of a row of ``size`` that the target continues."""
+    return max(2, size // 4)
 
 
 def read_options(head: type[Head], given: Mapping[str, Any]) -> Any:

@@ -27,13 +27,14 @@ def exits(
     data: Sequence[Path] = (),
     length: int = 256,
     held_out_rows: int = 32,
+    chat: bool | None = None,
     device: str = "cpu",
     seed: int = 0,
     **knobs: Any,
 ) -> Task:
     """Train early exits of ``target``, by default the demo's, by layer dropout and exit losses."""
     target = resolve_model(target or "demo")
-    return ExitsTask(target, load_text(target, data, length, held_out_rows), **knobs)
+    return ExitsTask(target, load_text(target, data, length, held_out_rows, chat), **knobs)
 
 
 def distill(
@@ -44,6 +45,7 @@ def distill(
     data: Sequence[Path] = (),
     length: int = 256,
     held_out_rows: int = 32,
+    chat: bool | None = None,
     **knobs: Any,
 ) -> Task:
     """DistillSpec; without ``target``, for the demo pair and from its drafter on.
@@ -55,7 +57,7 @@ def distill(
         target, drafter = "demo", drafter or (None if fresh else "demo-drafter")
     target = resolve_model(target)
     drafter = None if drafter is None else resolve_model(drafter)
-    text = load_text(target, data, length, held_out_rows)
+    text = load_text(target, data, length, held_out_rows, chat)
     return DraftTask(target, text, drafter=drafter, **knobs)
 
 
@@ -77,11 +79,12 @@ def head(
     data: Sequence[Path] = (),
     length: int = 256,
     held_out_rows: int = 32,
+    chat: bool | None = None,
     **knobs: Any,
 ) -> Task:
     """Train a draft head for ``target``, by default the demo's."""
     target = resolve_model(target or "demo")
-    text = load_text(target, data, length, held_out_rows)
+    text = load_text(target, data, length, held_out_rows, chat)
     return DraftHeadTask(target, text, kind=kind, **knobs)
 
 

@@ -91,6 +91,7 @@ def measure(
     logits_of: Callable[[Tensor], tuple[list[Tensor], Tensor]],
     names: Sequence[str],
     first: int = 0,
+    counts: Tensor | None = None,
 ) -> dict[str, float]:
     """Compare one or several drafters with their target on held-out text.
 
@@ -100,6 +101,7 @@ def measure(
             float32 [batch, length, vocab_size].
         names: of the drafters.
         first: positions before this one do not count.
+        counts: the tokens that count as labels; None: all.  # bool [num_rows, length + 1]
 
     Returns:
         Means over positions and drafters: ``acceptance`` (sum_x min(p, q)), ``agreement`` (both
@@ -108,12 +110,17 @@ def measure(
     """
     accepted, agreed, loss = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))
     target_loss = 0.0
-    for chunk in rows.split(4):
+    if counts is None:
+        counts = torch.ones_like(rows, dtype=torch.bool)
+    total = int(counts[:, 1 + first :].sum())
+    for chunk, counted in zip(rows.split(4), counts[:, 1 + first :].split(4), strict=True):
+        if not counted.any():
+            continue
         drafts, target = logits_of(chunk[:, :-1])
-        share, labels = len(chunk) / len(rows), chunk[:, 1 + first :].flatten()
-        target = target[:, first:].flatten(0, 1)
+        share, labels = int(counted.sum()) / total, chunk[:, 1 + first :][counted]
+        target = target[:, first:][counted]
         target_loss += share * float(F.cross_entropy(target, labels))
-        for i, draft in enumerate(logits[:, first:].flatten(0, 1) for logits in drafts):
+        for i, draft in enumerate(logits[:, first:][counted] for logits in drafts):
             accepted[i] += share * float(acceptance(draft, target).mean())
             same = draft.argmax(-1) == target.argmax(-1)
             agreed[i] += share * float(same.double().mean())

@@ -80,3 +80,17 @@ def test_bad_options_are_one_line(
     (line,) = result.stderr.strip().splitlines()
     assert message in line
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_conversations_go_through_a_template(cli: Cli, target_folder: Path, tmp_path: Path) -> None:
+    """The target has none: with `--chat` the default one is taken."""
+    data = tmp_path / "talks.jsonl"
+    data.write_text('{"prompt": "return", "completion": " value and all"}\n' * 40)
+    common = ("--target", target_folder, "--data", data, "--layers", "1", *SHORT)
+    for option in ("--chat", "--no-chat"):
+        result = cli("train", "distill", *common, "--out", tmp_path / option, option)
+        assert result.exit_code == 0, result.output
+    data.write_text('{"messages": [{"role": "assistant", "content": "yes"}]}\n' * 40)
+    result = cli("train", "distill", *common, "--out", tmp_path / "none")
+    assert result.exit_code == 2
+    assert "talks.jsonl:1" in result.stderr and "--chat" in result.stderr

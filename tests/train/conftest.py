@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,43 @@ def random_target(zoo: Path) -> Path:
 @pytest.fixture(scope="session")
 def text(random_target: Path, text_file: Path) -> TrainingText:
     return load_text(random_target, [text_file], LENGTH, held_out_rows=16)
+
+
+@pytest.fixture(scope="session")
+def chat_target(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random target with a chat template; ``;`` ends an answer."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    folder.mkdir()
+    for file in random_target.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}"
+        "{% if m.role == 'assistant' %};{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def talks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of two turns."""
+    file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    talks = [
+        [("human", f"f {i}"), ("gpt", f"return {i * 37 % 101}"), ("human", "why"), ("gpt", "so")]
+        for i in range(300)
+    ]
+    records = [{"conversations": [{"from": w, "value": v} for w, v in talk]} for talk in talks]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+@pytest.fixture(scope="session")
+def talks(
+    chat_target: Path, talks_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> TrainingText:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        return load_text(chat_target, [talks_file], LENGTH, held_out_rows=6)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
 from paceline.models.heads import HEADS, HeadLibrary
+from paceline.models.heads.base import HeadBatch
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.train.data import TrainingText
@@ -110,15 +111,59 @@ def test_the_target_writes_the_text(target: Path, text: TrainingText) -> None:
     assert torch.equal(task._held_out, again._held_out)
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_only_what_the_assistant_writes_has_a_loss(
+    kind: str, target: Path, talks: TrainingText
+) -> None:
+    """The target may say what it likes elsewhere, and a mask of everything changes nothing."""
+    # By default these learn from the text alone; blockwise always does.
+    options = {"teacher_weight": 1.0} if kind in ("medusa", "hydra") else {}
+    task = DraftHeadTask(target, talks, kind=kind, options=options)
+    task.head.eval()
+    rows = np.array([1, 4, 9])
+    mask = talks.mask(rows)
+    assert 0 < int(mask.sum()) < mask.numel()
+
+    def loss(batch: HeadBatch) -> float:
+        batch = replace(batch, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            return float(task.head.loss(batch)[0])
+
+    generator = torch.Generator()
+    batch = task._read(talks.training[rows], mask, generator)
+    assert batch.counts is not None
+    assert torch.equal(batch.counts[:, :-1], mask[:, 1:]) and not batch.counts[:, -1].any()
+    noise = torch.randn(batch.logits.shape, generator=torch.Generator().manual_seed(2))
+    elsewhere = torch.where(batch.counts[..., None], batch.logits, batch.logits + 5 * noise)
+    assert loss(replace(batch, logits=elsewhere)) == loss(batch)
+    if kind != "blockwise":
+        assert loss(replace(batch, logits=batch.logits + 5 * noise)) != loss(batch)
+    everything = replace(batch, counts=torch.ones_like(batch.counts))
+    assert loss(everything) == pytest.approx(loss(replace(batch, counts=None)), rel=1e-6)
+    assert loss(everything) != loss(batch)
+    assert loss(replace(batch, counts=torch.zeros_like(batch.counts))) == 0
+
+
+def test_whatever_the_target_writes_has_a_loss(target: Path, talks: TrainingText) -> None:
+    task = DraftHeadTask(target, talks, kind="medusa", data_source="target")
+    rows, prompt = np.array([1, 4]), (LENGTH + 1) // 4
+    mask = task._mask_of(rows)
+    assert mask is not None and bool(mask[:, prompt:].all())
+    assert torch.equal(mask[:, :prompt], talks.mask(rows)[:, :prompt])
+
+
 @dataclass
 class Stop(Exception):
     step: int
 
 
 @pytest.mark.parametrize("source", ["corpus", "target"])
+@pytest.mark.parametrize("data", ["text", "talks"])
 def test_an_interrupted_training_goes_on_bit_for_bit(
-    source: str, target: Path, text: TrainingText, tmp_path: Path
+    source: str, data: str, target: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    text: TrainingText = request.getfixturevalue(data)
+
     def task() -> DraftHeadTask:
         return DraftHeadTask(target, text, kind="eagle", data_source=source, options={"unroll": 2})
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.config import SpeculationConfig
@@ -102,6 +103,59 @@ def test_the_sorted_loss_is_the_sum_over_sub_models(target: Path, text: Training
         for n in (1, 2, 3)
     )
     assert float(task.loss(batch([0, 5])).detach()) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_only_what_the_assistant_writes_has_a_loss(
+    target: Path, talks: TrainingText, divergence: str
+) -> None:
+    task = DraftTask(target, talks, layers=1, divergence=divergence)
+    chosen = batch([2, 7])
+    rows, counts = talks.training[chosen.rows], talks.mask(chosen.rows)[:, 1:]
+    assert 0 < int(counts.sum()) < counts.numel()
+    with torch.no_grad():
+        p = task.model(rows[:, :-1]).logits[counts]
+        q = AutoModelForCausalLM.from_pretrained(target)(rows[:, :-1]).logits[counts]
+    generator = torch.Generator().manual_seed(0)
+    expected = divergence_loss(divergence, p, q, rows[:, 1:][counts], generator=generator)
+    assert float(task.loss(chosen).detach()) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_conversations_train_and_are_measured_where_the_assistant_writes(
+    target: Path, talks: TrainingText, tmp_path: Path
+) -> None:
+    """`exits` sums cross entropies over layers; its measurements count the same places."""
+    task = ExitsTask(target, talks, layer_dropout=0.0, exit_scale=0.0)
+    chosen = batch([2, 7])
+    counts = talks.mask(chosen.rows)[:, 1:]
+    rows = talks.training[chosen.rows]
+    assert talks.held_out_mask is not None
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(target)
+        logits = model(rows[:, :-1]).logits[counts]
+        held_out = talks.held_out[:, :-1]
+        other = model(held_out).logits[talks.held_out_mask[:, 1:]]
+        expected = F.cross_entropy(logits, rows[:, 1:][counts])
+        labels = talks.held_out[:, 1:][talks.held_out_mask[:, 1:]]
+        measured = task.evaluate()["target_loss"]
+    assert float(task.loss(chosen).detach()) == pytest.approx(float(expected), rel=1e-4)
+    assert measured == pytest.approx(float(F.cross_entropy(other, labels)), rel=1e-4)
+    result = fit(DraftTask(target, talks, layers=1, divergence="ce"), tmp_path, steps=10)
+    assert result.history.losses[-1] < result.history.losses[0]
+
+
+@pytest.mark.parametrize("source", ["target", "mixed"])
+def test_written_text_of_a_conversation_counts_whole(
+    target: Path, talks: TrainingText, source: str
+) -> None:
+    task = DraftTask(target, talks, layers=1, data_source=source)
+    numbers = list(range(20))
+    rows, mask = talks.training[numbers], talks.mask(numbers)
+    written, counts = task._rewrite(rows, batch(numbers), mask)
+    prompt, own = (LENGTH + 1) // 4, (written != rows).any(1)
+    assert bool(own.all()) == (source == "target")
+    assert torch.equal(counts[~own], mask[~own][:, 1:])
+    assert bool(counts[own][:, prompt - 1 :].all()) and not counts[own][:, : prompt - 1].any()
 
 
 def test_the_measured_acceptance_is_sum_of_minima_of_both_models(

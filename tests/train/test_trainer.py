@@ -103,18 +103,23 @@ def test_a_resumed_training_equals_one_without_a_break(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("data", ["text", "conversations"])
 def test_a_kill_at_any_moment_changes_nothing(
-    target: Path, text_file: Path, tmp_path: Path
-) -> None:
+    data: str, chat_target: Path, text_file: Path, talks_file: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    target, data_file = chat_target, talks_file if data == "conversations" else text_file
+
     def train_in(out: Path) -> None:
-        knobs = {"target": target, "data": [text_file], "length": LENGTH, "held_out_rows": 4}
+        knobs = {"target": target, "data": [data_file], "length": LENGTH, "held_out_rows": 4}
         knobs |= {"layers": 1, "data_source": "mixed"}
         options = TrainOptions(out=out, steps=12, eval_every=4, patience=9)
         train_here(TrainJob(kind="distill", knobs=knobs, options=options))
 
     command = [
         sys.executable, "-m", "paceline.cluster.cli", "train", "distill", "--target", str(target),
-        "--data", str(text_file), "--out", str(tmp_path / "cut"), "--length", str(LENGTH),
+        "--data", str(data_file), "--out", str(tmp_path / "cut"), "--length", str(LENGTH),
         "--held-out-rows", "4", "--layers", "1", "--data-source", "mixed", "--steps", "12",
         "--eval-every", "4", "--patience", "9", "--checkpoint-steps", "1", "--threads", "1",
     ]  # fmt: skip

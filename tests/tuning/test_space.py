@@ -279,3 +279,25 @@ def test_auto_stands_for_the_values_that_the_part_proposes() -> None:
     assert choice.values == KNOBS["ngram_max"].search == (2, 3, 4, 5)
     with pytest.raises(InvalidArgument, match=r"space\.exit_layer.*auto.*a list of values"):
         parse_space({"space": {"method": "layer_skip", "exit_layer": "auto"}})
+
+
+def test_questions_go_through_the_targets_template(tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    file.write_text('{"question_id": 7, "category": "mine", "turns": ["one", "two"]}\n')
+    for part in TARGET_DIR.iterdir():
+        (tmp_path / part.name).symlink_to(part)
+
+    def is_chat(**workload: Any) -> bool:
+        found = space({"method": "draft_model"}, workload=workload).document.workload
+        return found.template(tmp_path) is not None
+
+    from_file = {"prompts": str(file)}
+    assert not is_chat(**from_file)
+    assert is_chat(**from_file, chat=True), "the default template"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    assert is_chat(**from_file)
+    assert is_chat(**from_file, chat="auto")
+    assert not is_chat(**from_file, chat=False)
+    assert not is_chat(), "built-in prompts are beginnings"
+    with pytest.raises(InvalidArgument, match=r"workload\.chat"):
+        is_chat(chat="sometimes")

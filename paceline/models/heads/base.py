@@ -133,6 +133,8 @@ class HeadBatch:
         layer_states: residual stream after each layer, for heads that need LAYER_STATES.
             # [batch, length, num_layers, hidden_size]
         generator: the only source of randomness in a loss.
+        counts: the places after which the next token has a loss; None: all.
+            # bool [batch, length]
     """
 
     token_ids: Tensor
@@ -140,6 +142,11 @@ class HeadBatch:
     logits: Tensor
     layer_states: Tensor | None
     generator: torch.Generator
+    counts: Tensor | None = None
+
+    def counts_from(self, first: int, last: int | None = None) -> Tensor | None:
+        """``counts`` of the places from ``first`` on, up to ``last``."""
+        return None if self.counts is None else self.counts[:, first:last]
 
 
 State = Any
@@ -330,23 +337,51 @@ def draw(count: int, generator: torch.Generator) -> int:
     return int(torch.randint(count, (), generator=generator, device=generator.device))
 
 
-def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
+def mean_over(values: Tensor, counts: Tensor | None) -> Tensor:
+    """The mean over the places that count; 0 if none does.  # scalar
+
+    Args:
+        values: # [*places, ...]
+        counts: None: all.  # bool [*places]
+    """
+    if counts is None:
+        return values.mean()
+    chosen = values[counts]
+    return chosen.mean() if chosen.numel() else chosen.sum()
+
+
+def soft_cross_entropy(
+    logits: Tensor, target_logits: Tensor, counts: Tensor | None = None
+) -> Tensor:
     """Cross-entropy against the target's distribution, averaged over places.  # scalar
 
-    # [..., vocab_size], [..., vocab_size]
+    # [*places, vocab_size], [*places, vocab_size], bool [*places]
     """
     q = target_logits.detach().float().softmax(-1)
-    return -(q * logits.float().log_softmax(-1)).sum(-1).mean()
+    return mean_over(-(q * logits.float().log_softmax(-1)).sum(-1), counts)
 
 
-def shifted_agreement(logits: Tensor, target_logits: Tensor, ahead: int) -> Tensor:
+def text_cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Cross-entropy against the text, averaged over places.  # scalar
+
+    # [batch, n, vocab_size], int64 [batch, n], bool [batch, n]
+    """
+    each = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    return mean_over(each.view(labels.shape), counts)
+
+
+def shifted_agreement(
+    logits: Tensor, target_logits: Tensor, ahead: int, counts: Tensor | None = None
+) -> Tensor:
     """How often a guess made ``ahead`` tokens early is the target's argmax.  # scalar
 
     Args:
         logits: the guess at each place for the token ``ahead + 1`` places on.
             # [batch, length, vocab_size]
         target_logits: of the target after each token.  # [batch, length, vocab_size]
+        counts: see :class:`HeadBatch`.
     """
     length = target_logits.shape[1] - ahead
     guesses = logits[:, :length].argmax(-1)
-    return (guesses == target_logits[:, ahead:].argmax(-1)).float().mean()
+    right = (guesses == target_logits[:, ahead:].argmax(-1)).float()
+    return mean_over(right, None if counts is None else counts[:, ahead:])

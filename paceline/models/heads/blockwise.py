@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import HeadBatch, HeadTarget, shifted_agreement
+from paceline.models.heads.base import HeadBatch, HeadTarget, shifted_agreement, text_cross_entropy
 from paceline.models.heads.parallel import ParallelHead
 
 
@@ -77,7 +77,7 @@ class Blockwise(ParallelHead):
         total = batch.hidden.new_zeros(())
         for i in chosen:
             logits, labels = self.target.logits(states[i]), batch.token_ids[:, i + 2 :]
-            guesses = logits[:, : labels.shape[1]].flatten(0, 1).float()
-            total = total + F.cross_entropy(guesses, labels.flatten()) / len(chosen)
-            agreement[i] = shifted_agreement(logits, batch.logits, i + 1)
+            guesses, counts = logits[:, : labels.shape[1]], batch.counts_from(i + 1, -1)
+            total = total + text_cross_entropy(guesses, labels, counts) / len(chosen)
+            agreement[i] = shifted_agreement(logits, batch.logits, i + 1, batch.counts)
         return total, {"agreement": agreement}

@@ -18,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, soft_cross_entropy
+from paceline.models.heads.base import (
+    Frontier,
+    Head,
+    HeadBatch,
+    HeadTarget,
+    mean_over,
+    soft_cross_entropy,
+)
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
 from paceline.models.rope import rope_table
@@ -141,12 +148,14 @@ class Chimera(Head):
         for ahead in chosen:
             predicted = self(hidden, batch.token_ids, ahead)[:, ahead:]
             logits = self.target.logits(self.joined(hidden[:, :-ahead], predicted))
-            squared = F.mse_loss(predicted.float(), hidden[:, ahead:].float())
-            token = soft_cross_entropy(logits, batch.logits[:, ahead:])
+            counts = batch.counts_from(ahead)
+            errors = F.mse_loss(predicted.float(), hidden[:, ahead:].float(), reduction="none")
+            squared = mean_over(errors, counts)
+            token = soft_cross_entropy(logits, batch.logits[:, ahead:], counts)
             total = total + options.hidden_weight * squared + options.token_weight * token
             error = error + squared.detach()
             right = logits.argmax(-1) == batch.logits[:, ahead:].argmax(-1)
-            agreement[ahead - 1] = right.float().mean()
+            agreement[ahead - 1] = mean_over(right.float(), counts)
         count = len(chosen)
         return total / count, {"agreement": agreement, "hidden_error": error / count}
 

@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, soft_cross_entropy
+from paceline.models.heads.base import (
+    Frontier,
+    Head,
+    HeadBatch,
+    HeadTarget,
+    mean_over,
+    soft_cross_entropy,
+)
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
 from paceline.models.ops import Fuse, Output
@@ -136,12 +143,15 @@ class Eagle(Head):
         for step, drafted in enumerate(self(features, batch.token_ids[:, 1:], steps)):
             drafted = drafted[:, step:]
             logits = self.logits(drafted)
+            counts = batch.counts_from(step + 1)
             if step < options.unroll:
-                feature = F.smooth_l1_loss(drafted.float(), batch.hidden[:, step + 1 :].float())
-                token = soft_cross_entropy(logits, batch.logits[:, step + 1 :])
+                wanted = batch.hidden[:, step + 1 :].float()
+                errors = F.smooth_l1_loss(drafted.float(), wanted, reduction="none")
+                feature = mean_over(errors, counts)
+                token = soft_cross_entropy(logits, batch.logits[:, step + 1 :], counts)
                 total = total + options.feature_weight * feature + options.token_weight * token
             right = logits.argmax(-1) == batch.logits[:, step + 1 :].argmax(-1)
-            agreement.append(right.float().mean())
+            agreement.append(mean_over(right.float(), counts))
         return total / options.unroll, {"agreement": torch.stack(agreement)}
 
     # --- drafting ------------------------------------------------------------------------------

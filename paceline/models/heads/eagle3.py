@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import HeadBatch, HeadTarget, soft_cross_entropy
+from paceline.models.heads.base import HeadBatch, HeadTarget, mean_over, soft_cross_entropy
 from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions
 from paceline.models.ops import Output
 from paceline.types import Need
@@ -116,12 +116,12 @@ class Eagle3(Eagle):
         total, agreement = batch.hidden.new_zeros(()), []
         best = batch.logits.argmax(-1)
         for step, drafted in enumerate(self(features, batch.token_ids[:, 1:], steps)):
-            logits = self.some_logits(drafted[:, step:])
+            logits, counts = self.some_logits(drafted[:, step:]), batch.counts_from(step + 1)
             if step < self.options.unroll:
                 wanted = batch.logits[:, step + 1 :, self.vocabulary]
-                total = total + soft_cross_entropy(logits, wanted)
+                total = total + soft_cross_entropy(logits, wanted, counts)
             right = self.vocabulary[logits.argmax(-1)] == best[:, step + 1 :]
-            agreement.append(right.float().mean())
+            agreement.append(mean_over(right.float(), counts))
         return total / self.options.unroll, {"agreement": torch.stack(agreement)}
 
     def prepare(self) -> None:

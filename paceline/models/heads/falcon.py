@@ -27,7 +27,9 @@ from paceline.models.heads.base import (
     HeadBatch,
     HeadTarget,
     draw,
+    mean_over,
     soft_cross_entropy,
+    text_cross_entropy,
 )
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
@@ -171,15 +173,19 @@ class Falcon(Head):
             features, token_ids = self._glance(batch, max(options.glancing_floor, share), phase)
         drafted = self(features, token_ids, phase)
         logits, wanted = self.target.logits(drafted), batch.logits[:, 1:]
-        feature = F.smooth_l1_loss(drafted.float(), batch.hidden[:, 1:].float())
-        best = wanted.argmax(-1)
-        hard = F.cross_entropy(logits.flatten(0, 1).float(), best.flatten())
-        soft = soft_cross_entropy(logits, wanted)
+        best, counts = wanted.argmax(-1), batch.counts_from(1)
+        errors = F.smooth_l1_loss(drafted.float(), batch.hidden[:, 1:].float(), reduction="none")
+        feature = mean_over(errors, counts)
+        hard = text_cross_entropy(logits, best, counts)
+        soft = soft_cross_entropy(logits, wanted, counts)
         token = options.soft_weight * soft + (1 - options.soft_weight) * hard
         total = options.feature_weight * feature + options.token_weight * token
         right = (logits.argmax(-1) == best).float()
         place = (torch.arange(right.shape[1], device=right.device) + phase) % options.block
-        agreement = [right[:, place == i].mean() for i in range(options.block)]
+        agreement = [
+            mean_over(right[:, place == i], None if counts is None else counts[:, place == i])
+            for i in range(options.block)
+        ]
         return total, {"agreement": torch.stack(agreement).nan_to_num()}
 
     @torch.no_grad()

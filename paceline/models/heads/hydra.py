@@ -24,6 +24,7 @@ from paceline.models.heads.base import (
     HeadTarget,
     shifted_agreement,
     soft_cross_entropy,
+    text_cross_entropy,
 )
 from paceline.models.heads.layer import DecoderLayer, LayerStack, ResidualBlock
 from paceline.models.kv_cache import PooledSequence
@@ -156,14 +157,13 @@ class Hydra(Head):
             loss = batch.hidden.new_zeros(())
             if options.text_weight:
                 labels = batch.token_ids[:, i + 1 :]
-                guesses = logits[:, :-1].flatten(0, 1).float()
-                entropy = F.cross_entropy(guesses, labels.flatten())
+                entropy = text_cross_entropy(logits[:, :-1], labels, batch.counts_from(i, -1))
                 loss = loss + options.text_weight * entropy
             if options.teacher_weight:
-                entropy = soft_cross_entropy(logits, batch.logits[:, i:])
+                entropy = soft_cross_entropy(logits, batch.logits[:, i:], batch.counts_from(i))
                 loss = loss + options.teacher_weight * entropy
             total = total + options.decay**i * loss
-            agreement.append(shifted_agreement(logits, batch.logits, i))
+            agreement.append(shifted_agreement(logits, batch.logits, i, batch.counts))
         return total / len(self.heads), {"agreement": torch.stack(agreement)}
 
     # --- drafting ------------------------------------------------------------------------------

@@ -12,10 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import HeadBatch, HeadTarget, shifted_agreement, soft_cross_entropy
+from paceline.models.heads.base import (
+    HeadBatch,
+    HeadTarget,
+    shifted_agreement,
+    soft_cross_entropy,
+    text_cross_entropy,
+)
 from paceline.models.heads.layer import ResidualBlock
 from paceline.models.heads.parallel import ParallelHead
 
@@ -76,11 +81,12 @@ class Medusa(ParallelHead):
             loss = batch.hidden.new_zeros(())
             if options.text_weight:
                 labels = batch.token_ids[:, i + 1 :]
-                guesses = logits[:, : length - i - 1].flatten(0, 1).float()
-                loss = loss + options.text_weight * F.cross_entropy(guesses, labels.flatten())
+                guesses, counts = logits[:, : length - i - 1], batch.counts_from(i, -1)
+                loss = loss + options.text_weight * text_cross_entropy(guesses, labels, counts)
             if options.teacher_weight:
-                entropy = soft_cross_entropy(logits[:, : length - i], batch.logits[:, i:])
+                guesses, counts = logits[:, : length - i], batch.counts_from(i)
+                entropy = soft_cross_entropy(guesses, batch.logits[:, i:], counts)
                 loss = loss + options.teacher_weight * entropy
             total = total + options.decay**i * loss
-            agreement.append(shifted_agreement(logits, batch.logits, i))
+            agreement.append(shifted_agreement(logits, batch.logits, i, batch.counts))
         return total, {"agreement": torch.stack(agreement)}

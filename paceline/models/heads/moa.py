@@ -29,6 +29,7 @@ from paceline.models.heads.base import (
     HeadBatch,
     HeadTarget,
     draw,
+    mean_over,
     soft_cross_entropy,
 )
 from paceline.models.heads.layer import DecoderLayer, LayerStack, TargetLayers, rotate
@@ -224,17 +225,22 @@ class MixtureOfAttentions(Head):
         drafted = self._drafted(states, batch.token_ids[:, 1:], phase)
         features = self._inferred(states, drafted, phase)
         logits, wanted = self.target.logits(features), batch.logits[:, 1:]
+        counts = batch.counts_from(1)
         if self._of_target is None:
-            feature = F.smooth_l1_loss(features.float(), batch.hidden[:, 1:].float())
+            given, true, scale = features.float(), batch.hidden[:, 1:].float(), torch.ones(())
         else:
             true = self._before_target(batch.layer_states)[:, 1:].float()
-            scale = true.square().mean().sqrt()  # no norm has been there yet
-            feature = F.smooth_l1_loss(drafted.float() / scale, true / scale)
-        total = soft_cross_entropy(logits, wanted) + self.options.feature_weight * feature
+            given, scale = drafted.float(), true.square().mean().sqrt()  # no norm was there yet
+        errors = F.smooth_l1_loss(given / scale, true / scale, reduction="none")
+        feature = mean_over(errors, counts)
+        total = soft_cross_entropy(logits, wanted, counts) + self.options.feature_weight * feature
         right = (logits.argmax(-1) == wanted.argmax(-1)).float()
         places = torch.arange(right.shape[1], device=right.device)
         ahead = places - step_starts(right.shape[1], horizon, phase).to(right.device)
-        agreement = [right[:, ahead == i].mean() for i in range(horizon)]
+        agreement = [
+            mean_over(right[:, ahead == i], None if counts is None else counts[:, ahead == i])
+            for i in range(horizon)
+        ]
         return total, {"agreement": torch.stack(agreement).nan_to_num()}
 
     # --- drafting ------------------------------------------------------------------------------

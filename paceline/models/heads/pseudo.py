@@ -167,9 +167,12 @@ class PseudoHead(Head):
             logits.log_softmax(-1), wanted_logits.log_softmax(-1), log_target=True, reduction="none"
         ).sum(-1)
         weights = self.options.decay ** torch.arange(1, count + 1, device=places.device)
-        total = (divergence.mean((0, 1)) * weights).sum()
+        counts = torch.ones_like(divergence) if batch.counts is None else batch.counts[:, ahead]
+        shares = counts / counts.sum((0, 1)).clamp_min(1)  # [batch, num_places, num_guesses]
+        total = ((divergence * shares).sum((0, 1)) * weights).sum()
         best = logits.topk(min(RANKS, logits.shape[-1])).indices
-        right = (best == wanted_logits.argmax(-1, keepdim=True)).float().mean((0, 1))
+        hits = best == wanted_logits.argmax(-1, keepdim=True)
+        right = (hits * shares[..., None]).sum((0, 1))
         if self.training:
             self.accuracy[:, : right.shape[1]].lerp_(right.to(self.accuracy), 1 - _MEMORY)
         return total, {"agreement": right[:, 0]}

@@ -1,4 +1,4 @@
-"""Heads for SmolLM2-135M-Instruct that ship with the package; how they were made: MODEL_CARD.md.
+"""Where heads for SmolLM2-135M-Instruct are: `python -m paceline.train.smollm2` writes them.
 
 Importing this stays light: it names a folder and loads nothing.
 """

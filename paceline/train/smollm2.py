@@ -1,4 +1,4 @@
-"""Make the head for SmolLM2 that ships: `python -m paceline.train.smollm2`.
+"""Make the head for SmolLM2: `python -m paceline.train.smollm2`.
 
 The stages are conversations, features, head, and model card. They keep their state in `--work-dir`:
 after an interruption, even a kill, the same command goes on where it stopped.
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m paceline.train.smollm2",
-        description="Train the head for SmolLM2 that ships. Interrupt it at any moment: the same "
+        description="Train a head for SmolLM2. Interrupt it at any moment: the same "
         "command resumes where it stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

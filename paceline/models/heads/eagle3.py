@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paceline.errors import InvalidArgument
 from paceline.models.heads.base import HeadBatch, HeadTarget, mean_over, soft_cross_entropy
 from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions
+from paceline.models.heads.layer import layer_ops
 from paceline.models.ops import Output
 from paceline.types import Need
 
@@ -77,8 +78,8 @@ class Eagle3(Eagle):
         return computed[..., self._features, :].flatten(-2)
 
     def read(self, features: Tensor) -> Tensor:
-        if self.output is not None:
-            return self.stack.ops.linear(features.contiguous(), self._project)
+        # Not in eight bits: a residual stream has a few enormous numbers, which would leave no
+        # precision for the others.
         projected: Tensor = self.project(features)
         return projected
 
@@ -127,7 +128,8 @@ class Eagle3(Eagle):
     def prepare(self) -> None:
         self.stack = self.new_stack(int8=self.options.int8)
         ops = self.stack.ops
-        self._fc = ops.pack(self.fc.weight.detach().contiguous()), self.fc.bias.detach()
-        self._project = ops.pack(self.project.weight.detach().contiguous())
+        # Nor this one: embeddings are small beside features.
+        wide = layer_ops(self.target.config, self.fc.weight)
+        self._fc = wide.pack(self.fc.weight.detach().contiguous()), self.fc.bias.detach()
         rows = self.target.lm_head[self.vocabulary].contiguous()
         self.output = Output(self.norm.weight.detach(), ops.pack(rows), self.vocabulary)

@@ -174,7 +174,7 @@ class LayerStack:
     ) -> None:
         self.config = config = layers[0].config
         weight = layers[0].out.weight
-        self.ops = _ops(config, weight, int8)
+        self.ops = layer_ops(config, weight, int8=int8)
         self.stack = Stack(
             layers=tuple(_packed(layer, self.ops) for layer in layers),
             hidden_size=config.hidden_size,
@@ -256,7 +256,8 @@ class LayerStack:
         self.pool.free(sequence)
 
 
-def _ops(config: LlamaConfig, weight: Tensor, int8: bool) -> Ops:
+def layer_ops(config: LlamaConfig, weight: Tensor, *, int8: bool = False) -> Ops:
+    """What computes a head's layers with weights like this one; ``int8`` as in LayerStack."""
     widths = config.head_dim, config.hidden_size, config.intermediate_size
     if NativeOps.supports(weight.dtype, weight.device, *widths):
         try:

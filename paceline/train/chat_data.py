@@ -218,7 +218,7 @@ def encode_conversation(
 # --- rows on disk ---------------------------------------------------------------------------------
 
 
-class Rows:
+class TextRows:
     """Rows of a stream of tokens on disk; indexing with row numbers reads them.
 
     Args:
@@ -274,7 +274,7 @@ class Stream:
     Attributes:
         all_tokens, all_mask: of the records, one after the other.  # [num_tokens]
         numbers: of its rows.  # int64 [num_rows]
-        length: see :class:`Rows`.
+        length: see :class:`TextRows`.
     """
 
     all_tokens: npt.NDArray[Any]
@@ -283,14 +283,14 @@ class Stream:
     length: int
 
     @property
-    def tokens(self) -> Rows:
-        """int64"""
-        return Rows(self.all_tokens, self.numbers, self.length, np.int64)
+    def tokens(self) -> TextRows:
+        """The token ids, int64."""
+        return TextRows(self.all_tokens, self.numbers, self.length, np.int64)
 
     @property
-    def mask(self) -> Rows:
-        """bool"""
-        return Rows(self.all_mask, self.numbers, self.length, np.bool_)
+    def mask(self) -> TextRows:
+        """Which tokens have a loss, bool."""
+        return TextRows(self.all_mask, self.numbers, self.length, np.bool_)
 
     def split(self, row: int) -> tuple[Stream, Stream]:
         """The rows before ``row``, and the others."""

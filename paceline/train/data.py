@@ -19,7 +19,7 @@ from paceline.chat import template_of
 from paceline.errors import InvalidArgument
 from paceline.tokenizer import eos_token_ids, load_tokenizer
 from paceline.train import corpus
-from paceline.train.chat_data import Places, Rows, has_conversations, open_stream, tokenize
+from paceline.train.chat_data import Places, TextRows, has_conversations, open_stream, tokenize
 from paceline.types import IntArray
 
 SUFFIXES = (".txt", ".jsonl")
@@ -37,10 +37,10 @@ class TrainingText:
             assistant writes; None: all.  # bool [num_rows, length + 1]
     """
 
-    training: Tensor | Rows
+    training: Tensor | TextRows
     held_out: Tensor
     sources: Sequence[str]
-    training_mask: Rows | None = None
+    training_mask: TextRows | None = None
     held_out_mask: Tensor | None = None
 
     @property
@@ -52,7 +52,7 @@ class TrainingText:
         """A hash of the rows, and of the masks where there are some."""
         digest = hashlib.sha256()
         for part in (self.training, self.held_out, self.training_mask, self.held_out_mask):
-            if isinstance(part, Rows):
+            if isinstance(part, TextRows):
                 for chunk in part.chunks():
                     digest.update(chunk)
             elif part is not None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
@@ -236,7 +235,6 @@ class ChatHeadTrainer:
             np.save(file, choose_vocabulary(training, options.vocabulary or size, size))
         vocabulary: NDArray[np.int64] = np.load(file)
         self.head.vocabulary.copy_(torch.from_numpy(vocabulary))
-        self._rows = target.lm_head[self.head.vocabulary]  # [num_logits, hidden_size]
         self._logit_of = torch.full((target.config.vocab_size,), -1)
         self._logit_of[self.head.vocabulary] = torch.arange(len(vocabulary))
         self._scale = _scale_of(training)
@@ -299,8 +297,8 @@ class ChatHeadTrainer:
         features = head.read(batch.features[:, :-1].float() / self._scale)
         for k, drafted in enumerate(head(features, batch.tokens[:, 1:], steps)):
             seen = batch.places >= k
-            states = head.norm(drafted[batch.rows[seen], batch.places[seen]].float())
-            yield k, F.linear(states, self._rows).float(), seen
+            logits = head.some_logits(drafted[batch.rows[seen], batch.places[seen]].float())
+            yield k, logits.float(), seen
 
     @torch.no_grad()
     def measure(self, talks: Sequence[Talk]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -302,13 +301,3 @@ def write_conversations(
             if have >= tokens:
                 break
     bar.close()
-
-
-def read_questions(files: Sequence[Path]) -> list[str]:
-    """The field ``question`` of each line of JSON Lines files."""
-    return [
-        str(json.loads(line)["question"])
-        for file in files
-        for line in file.read_text("utf-8").splitlines()
-        if line.strip()
-    ]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.environment import describe_environment
-from paceline.errors import ModelNotFound
+from paceline.bench.suites import read_prompts
+from paceline.errors import PacelineError
 from paceline.gguf_folder import model_folder
 from paceline.loading import limit_threads
 from paceline.model_names import resolve_model
@@ -26,7 +27,7 @@ from paceline.train.chat_head import (
     read_talks,
     write_features,
 )
-from paceline.train.conversations import read_questions, write_conversations
+from paceline.train.conversations import write_conversations
 from paceline.train.pretrain import Trainer
 
 MODEL = "smollm2"
@@ -53,7 +54,7 @@ def make(
         out: gets ``heads/eagle3`` and ``MODEL_CARD.md``.
         tokens: of the answers that the target writes.
     """
-    asked = read_questions(questions)
+    asked = [prompt.text for file in questions for prompt in read_prompts(file, "gsm8k")]
     talks = work / "conversations"
     write_conversations(model, talks, tokens=tokens, questions=asked)
     write_features(talks, model, options.features, LENGTH)
@@ -110,13 +111,13 @@ def model_card(
             "## Data",
             "",
             f"{sum(kinds.values()):,} conversations with {answered:,} tokens of answers that the "
-            "target wrote itself: greedily in three of five, else at temperature 0.7 or 1. First "
-            f"questions by kind: {shares}. `own`: the target also wrote the question, after an "
+            "target wrote itself: greedily three times in five, else at temperature 0.7 or 1. "
+            f"First questions by kind: {shares}. `own`: the target also wrote the question, after an "
             "opening. `text`, `passages`: about documentation of Python's standard library or "
             "about earlier answers. `code`: about a function of that library, from its signature "
-            f"and docstring. `file`: from {', '.join(files) or 'no file'}. A third of the "
-            "conversations have a second or third turn, which the target wrote. Nothing was taken "
-            "from Spec-Bench, GSM8K's test part or HumanEval. One conversation in "
+            f"and docstring. `file`: from {', '.join(files) or 'no file'}. Up to three "
+            "conversations in ten have a second or third turn, which the target wrote. Nothing "
+            "was taken from Spec-Bench, GSM8K's test part or HumanEval. One conversation in "
             f"{HELD_OUT} was held out.",
             "",
             "## Training",
@@ -165,15 +166,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.threads is not None:
         limit_threads(args.threads)
-    for path in args.questions:
-        if not path.is_file():
-            parser.error(f"--questions {path}: no such file")
     try:
         make(
             args.out, args.work_dir, questions=args.questions, tokens=args.tokens,
             steps=args.steps, batch_tokens=args.batch_tokens, seed=args.seed,
         )  # fmt: skip
-    except ModelNotFound as error:
+    except PacelineError as error:
         parser.error(str(error))
 
 

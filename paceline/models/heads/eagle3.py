@@ -83,9 +83,15 @@ class Eagle3(Eagle):
         projected: Tensor = self.project(features)
         return projected
 
+    @property
+    def _output_rows(self) -> Tensor:
+        """The target's output layer for the tokens that the head can draft; no copy for all."""
+        lm_head = self.target.lm_head
+        return lm_head if len(self.vocabulary) == len(lm_head) else lm_head[self.vocabulary]
+
     def some_logits(self, drafted: Tensor) -> Tensor:
         """Logits of the tokens in :attr:`vocabulary`.  # [..., hidden_size] -> [..., num_logits]"""
-        return F.linear(self.norm(drafted), self.target.lm_head[self.vocabulary])
+        return F.linear(self.norm(drafted), self._output_rows)
 
     def logits(self, drafted: Tensor) -> Tensor:
         if self.output is None:
@@ -131,5 +137,5 @@ class Eagle3(Eagle):
         # Nor this one: embeddings are small beside features.
         wide = layer_ops(self.target.config, self.fc.weight)
         self._fc = wide.pack(self.fc.weight.detach().contiguous()), self.fc.bias.detach()
-        rows = self.target.lm_head[self.vocabulary].contiguous()
-        self.output = Output(self.norm.weight.detach(), ops.pack(rows), self.vocabulary)
+        weight = ops.pack(self._output_rows.contiguous())
+        self.output = Output(self.norm.weight.detach(), weight, self.vocabulary)

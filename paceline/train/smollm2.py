@@ -112,8 +112,8 @@ def model_card(
             "",
             f"{sum(kinds.values()):,} conversations with {answered:,} tokens of answers that the "
             "target wrote itself: greedily three times in five, else at temperature 0.7 or 1. "
-            f"First questions by kind: {shares}. `own`: the target also wrote the question, after an "
-            "opening. `text`, `passages`: about documentation of Python's standard library or "
+            f"First questions by kind: {shares}. `own`: the target also wrote the question, after "
+            "an opening. `text`, `passages`: about documentation of Python's standard library or "
             "about earlier answers. `code`: about a function of that library, from its signature "
             f"and docstring. `file`: from {', '.join(files) or 'no file'}. Up to three "
             "conversations in ten have a second or third turn, which the target wrote. Nothing "

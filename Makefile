@@ -157,6 +157,7 @@ lint: $(STAMP) ## style, types, import contracts, commit subjects, generated cod
 	@$(BIN)/python -m paceline.methods_table --check
 	@$(BIN)/python -m paceline.deployments.dashboard --check
 	@$(BIN)/python helm/generate.py --check
+	@$(BIN)/python .ci/release.py --check
 	@long=$$(git log --since=2026-11-25 --no-merges --format='%h %s' 2>/dev/null | \
 	  awk '{ subject = $$0; sub(/^[^ ]+ /, "", subject); if (length(subject) > 72) print }'); \
 	if [ -n "$$long" ]; then echo "commit subjects of more than 72 characters:" >&2; \
@@ -185,6 +186,14 @@ wheel: $(STAMP) ## wheels with compiled kernels for x86-64 and Arm, in dist/ (WH
 	  CC=$$cc PACELINE_WHEEL_MACHINE=$$machine $(BIN)/python -m pip --disable-pip-version-check \
 	    --no-input wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .; \
 	done; [ -n "$$failed" ] || ls dist/*.whl; [ -z "$$failed" ]
+
+# The source archive has no chart dependencies or images in it: those need a network (.github/workflows).
+.PHONY: release
+release: $(STAMP) ## everything of a release that needs no network, in dist/: wheels, sources, chart, SBOM, checksums
+	@$(BIN)/python .ci/release.py --check
+	@rm -rf dist; mkdir dist; $(MAKE) wheel
+	@$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' >/dev/null
+	@$(BIN)/python .ci/release.py; cat dist/SHA256SUMS
 
 .PHONY: demo-models
 demo-models: $(STAMP) ## train the demo pair again (DEMO_MODEL_ARGS="--extra-corpus FILE"; resumable)

@@ -2,7 +2,9 @@
 docs/kubernetes.md.
 
 The policy is the real one, called with Serve's own contexts, and Serve's own delays apply to its
-decisions; only the clock, the sessions and the times of rounds and drafts are simulated.
+decisions; the code that spreads sessions over drafters is the real one, too. Only the clock, the
+sessions and the times of rounds and drafts are simulated. What sessions wait that share a drafter
+is that of benchmarks/drafter_pool.py, which compares it with measurements.
 """
 
 from __future__ import annotations
@@ -11,20 +13,25 @@ import argparse
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.drafter_pool import Costs
+from benchmarks.drafter_pool import simulate as simulate_frames
 from paceline.cluster.autoscaling import Policy
+from paceline.rpc.drafter_places import REBALANCE_S, DrafterLoad, DrafterPlaces
 
-# On an idle replica a round takes 40 ms, and 15 ms more for each session beside; a draft takes 8
-# ms, and 2 ms more for each session of the drafter.
+# On an idle replica a round takes 40 ms, and 15 ms more for each session beside; a forward of a
+# drafter takes 8 ms, and 4 ms more for each session in it.
 ROUND_MS = (40.0, 15.0)
-DRAFT_MS = (8.0, 2.0)
+COSTS = Costs(draft_s=0.008, session_s=0.004, verify_s=0.15)
 TOKENS_A_ROUND = 2.2
 """With drafts; without them rounds give one token, and sessions last so much longer."""
 START_S = 45.0
@@ -33,6 +40,8 @@ GOALS = {"sessions_per_target": 8.0, "round_ms": 200.0, "draft_ms": 30.0}
 BOUNDS = {"target": (1, 10), "drafter": (1, 6)}
 UP_S, DOWN_S, LOOK_BACK_S = 10.0, 300.0, 20.0
 STEP_S = 1.0
+SETTLED_S = 20.0
+"""Seconds after which sessions no longer move if nothing else changes."""
 
 
 @dataclass
@@ -61,6 +70,72 @@ class Role:
         ready = [at for at in self.starting if at <= now]
         self.starting = [at for at in self.starting if at > now]
         self.running += len(ready)
+
+
+@cache
+def draft_ms_of(sessions: int) -> float:
+    """The wait of a frame at a drafter with so many sessions, of targets with up to four each."""
+    targets = math.ceil(sessions / 4)
+    return 1000 * simulate_frames(targets, math.ceil(sessions / targets), 1, COSTS, seconds=20.0)
+
+
+class Pools:
+    """The pools of all targets: which session drafts where."""
+
+    def __init__(self) -> None:
+        self._targets: list[tuple[DrafterPlaces, dict[str, DrafterLoad]]] = []
+        self._num_opened = 0
+        self._load: tuple[int, ...] = ()
+        self._changed_at = 0.0
+        self._wait_ms: float | None = None
+
+    def _totals(self) -> Counter[str]:
+        return Counter(a for places, _ in self._targets for a in places.of.values())
+
+    def step(self, now: float, sessions: int, targets: int, drafters: int) -> float | None:
+        """Let a second pass; returns the mean time that a session waits for a draft, in ms."""
+        if self._load != (load := (sessions, targets, drafters)):
+            self._load, self._changed_at = load, now
+        if now - self._changed_at < SETTLED_S:
+            self._wait_ms = self._step(now, sessions, targets, drafters)
+        return self._wait_ms
+
+    def _step(self, now: float, sessions: int, targets: int, drafters: int) -> float | None:
+        while len(self._targets) < targets:
+            self._targets.append((DrafterPlaces((0.618 * len(self._targets)) % 1), {}))
+        del self._targets[targets:]
+        by_load = [places for places, _ in self._targets]
+        while sum(len(places.of) for places in by_load) > sessions:
+            fullest = max(by_load, key=lambda places: len(places.of))
+            del fullest.of[next(iter(fullest.of))]
+        missing = sessions - sum(len(places.of) for places in by_load)
+        for part in range(round(STEP_S / REBALANCE_S)):
+            at = now + part * REBALANCE_S
+            for places, loads in self._targets:
+                for address in set(loads) - {str(d) for d in range(drafters)}:
+                    del loads[address]
+                for d in range(drafters):
+                    loads.setdefault(str(d), DrafterLoad())
+                for address, load in loads.items():
+                    load.sessions = self._totals()[address]
+                for name in list(places.of):
+                    places.place(name, loads, at)
+            for _ in range(missing):
+                self._num_opened += 1
+                places, loads = min(self._targets, key=lambda each: len(each[0].of))
+                places.place(f"s{self._num_opened}", loads, at)
+            missing = 0
+            for places, loads in self._targets:
+                places.rebalance(set(places.of), loads, at)
+            totals = self._totals()
+            for places, loads in self._targets:
+                for address in set(places.of.values()):
+                    loads[address].sessions = totals[address]
+                    for _ in range(4):  # of the frames of half a second
+                        loads[address].observe(draft_ms_of(totals[address]) / 1000, at)
+        shared = self._totals()
+        waits = [(draft_ms_of(count), count) for count in shared.values()]
+        return sum(ms * count for ms, count in waits) / sessions if sessions else None
 
 
 @dataclass(frozen=True)
@@ -105,6 +180,7 @@ def simulate(
     )
     series: dict[str, list[Any]] = {name: [] for name in (*totals, "sessions")}
     moments = []
+    pools = Pools()
     for step in range(int(seconds / STEP_S)):
         now = step * STEP_S
         for role in roles.values():
@@ -113,7 +189,7 @@ def simulate(
         sessions = offered(now) * (TOKENS_A_ROUND if lost else 1.0)
         targets, drafters = roles["target"].running, roles["drafter"].running
         round_ms = ROUND_MS[0] + ROUND_MS[1] * sessions / targets
-        draft_ms = DRAFT_MS[0] + DRAFT_MS[1] * sessions / drafters
+        draft_ms = pools.step(now, round(sessions), targets, drafters) or 0.0
         rounds = sessions * STEP_S * 1000 / (round_ms + (0 if lost else draft_ms))
         totals["rounds"] += rounds
         totals["verify_seconds"] += rounds * round_ms / 1000

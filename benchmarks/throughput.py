@@ -56,7 +56,7 @@ METHODS = {
         "llama_cpp": ["ar"],
     },
     "smollm2": {
-        "paceline": ["ar", LARGE_GOODPUT, "suffix_decoding"],
+        "paceline": ["ar", LARGE_GOODPUT, "suffix_decoding", "eagle3", "suffix_decoding_eagle3"],
         "transformers": ["ar", "prompt_lookup"],
         "vllm": ["ar", "ngram"],
         "llama_cpp": ["ar", "prompt_lookup"],
@@ -473,6 +473,7 @@ def models(
         prompts = [draw.choices(range(shape[-1]), k=16) for _ in range(17)]
         return random_llama(options.cache, shape), None, prompts[:16], prompts[16]
     from paceline.bench.prompts import builtin_prompts
+    from paceline.bench.suites import read_prompts
     from paceline.demo import DRAFTER_DIR, TARGET_DIR
     from paceline.tokenizer import load_tokenizer
 
@@ -482,7 +483,8 @@ def models(
         form = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = load_tokenizer(target)
     by_category: dict[str, list[list[int]]] = {}
-    for prompt in builtin_prompts():
+    file = options.prompts
+    for prompt in builtin_prompts() if file is None else read_prompts(file, "spec-bench"):
         ids = tokenizer.encode(form.format(prompt.text), add_special_tokens=False)
         by_category.setdefault(prompt.category, []).append(ids)
     # The first four are one of each category, the first eight two of each, ...
@@ -961,6 +963,11 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 8, 16])
     parser.add_argument("--repetitions", type=int, default=5, help="at most; at least one is run")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="questions in Spec-Bench's format, of which sixteen are asked, as many of each "
+        "category; default: the built-in prompts",
+    )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=14.0, help="for all of it, about")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds for a system")
@@ -974,6 +981,8 @@ def main() -> None:
     options = parser.parse_args()
     options.max_tokens = {"demo": 96, "large": 20, "smollm2": 64}
     options.sequential = {"demo": 4, "large": 2, "smollm2": 4}  # prompts at concurrency 1
+    if options.prompts:
+        options.sequential |= {"demo": 16, "smollm2": 16}
     if options.quick:
         options.max_tokens = dict.fromkeys(METHODS, 8)
         options.sequential = dict.fromkeys(METHODS, 2)

@@ -125,12 +125,34 @@ class Policy:
         return wanted, {}
 
 
+class DrafterPolicy:
+    """The policy of drafters in an application that has none: their sessions decide.
+
+    Serve's own would count leases, of which each target has one on every drafter.
+
+    Args:
+        sessions: of a drafter, at most.
+    """
+
+    def __init__(self, *, sessions: float = 8.0) -> None:
+        self._sessions = sessions
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """The number of drafters wanted, and the policy's state, which is empty."""
+        sessions = load_of(context.raw_metrics or {}).sessions
+        wanted = sessions / self._sessions
+        now = _replicas(context).wanted
+        if math.ceil(wanted) < now:
+            wanted = min(now, wanted / _SPARE)
+        return max(1, math.ceil(wanted)), {}
+
+
 def _replicas(context: AutoscalingContext) -> Replicas:
     return Replicas(context.target_num_replicas, context.current_num_replicas)
 
 
 def load_of(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> PoolLoad:
-    """The load that target replicas recorded.
+    """The load that replicas recorded.
 
     Args:
         metrics: time series of ``record_autoscaling_stats``, by name and replica.

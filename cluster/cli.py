@@ -21,7 +21,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from paceline.cluster.cli_board import board
 from paceline.cluster.cli_chat import chat
+from paceline.cluster.cli_diffuse import diffuse
 from paceline.cluster.cli_draft import draft
 from paceline.cluster.cli_models import models
 from paceline.cluster.cli_options import (
@@ -37,6 +39,7 @@ from paceline.cluster.cli_options import (
     Key,
     Knobs,
     MaxTokens,
+    MeasuredTarget,
     MinP,
     Numerics,
     NumericsMismatch,
@@ -148,8 +151,8 @@ def generate(
     method: Annotated[
         str | None,
         method_option(
-            "Default: draft_model, or prompt_lookup with `--target` and no `--drafter`; with "
-            "`--server`, the server's own."
+            "Default: auto, the best of what is loaded in each round; with `--set` or `-k`, "
+            "draft_model or prompt_lookup; with `--server`, the server's own."
         ),
     ] = None,
     max_tokens: MaxTokens = 128,
@@ -301,12 +304,15 @@ def generate(
             numerics_mismatch=numerics_mismatch,
         )
     if as_json:
-        print_json(cli_generate.finish(run))
+        result = cli_generate.finish(run)
+        print_json(result)
+        cli_generate.show_note(result)
     else:
         cli_generate.show(run)
 
 
 _command()(draft)
+_command()(diffuse)
 _command()(chat)
 
 
@@ -552,7 +558,7 @@ def bench(
             "for this), or both. Default: colocated; both with `--server`.",
         ),
     ] = None,
-    target: Target = None,
+    target: MeasuredTarget = None,
     drafter: Drafter = None,
     heads: Heads = None,
     dtype: Dtype = "float32",
@@ -628,6 +634,9 @@ def bench(
         print_json(result)
     else:
         render_table(result, out)
+
+
+app.add_typer(board, name="board")
 
 
 @_command()

@@ -134,7 +134,7 @@ def chat(
     dtype: ChatDtype = "auto",
     method: Annotated[
         str | None,
-        method_option("Default: draft_model with a drafter, else suffix_decoding."),
+        method_option("Default: auto, the best of what is loaded in each round."),
     ] = None,
     system: Annotated[
         str, typer.Option(metavar="TEXT", help="Instruction that begins the conversation.")
@@ -164,15 +164,14 @@ def chat(
     )  # fmt: skip
     if target is None and drafter is None and model_to_show() == "smollm2":
         target = "smollm2"
-    paired = target is None or drafter is not None
-    chosen = method or ("draft_model" if paired else "suffix_decoding")
-    if chosen not in METHODS:
-        raise InvalidArgument("method", chosen, f"one of {', '.join(sorted(METHODS))}")
+    if method is not None and method not in METHODS:
+        raise InvalidArgument("method", method, f"one of {', '.join(sorted(METHODS))}")
     with err.status("loading the models ..."):
         from paceline.demo import TARGET_DIR
 
         set_threads(threads, target)
         engine = load_engine(target, drafter, dtype=dtype)
+        chosen = method or "auto"
         template = chat_template(local_model(target) or TARGET_DIR)
     if not template.source:
         err.print(

@@ -22,6 +22,7 @@ from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
+    from paceline.lengths.base import LengthController
     from paceline.rpc.client import Completion
     from paceline.sampling import SamplingParams
     from paceline.tokenizer import Tokenizer
@@ -215,8 +216,10 @@ def run_here(
     from paceline.plan import resolve
     from paceline.request import Request
 
+    # Knobs are one drafter's: with them, and no method, it is the usual drafter's method.
     paired = target is None or drafter is not None
-    config = request.config("draft_model" if paired else "prompt_lookup", METHODS)
+    usual = "draft_model" if paired else "prompt_lookup"
+    config = request.config(usual if request.speculation else "auto", METHODS)
     check_transcript(transcript, config, request.params)
     resolve(config)  # before loading anything: a wrong name is found at once
 
@@ -284,6 +287,8 @@ def run_here(
         "num_prompt_tokens": session.prompt_length,
         **session.stats.as_dict(),
         "finish_reason": session.finish_reason,
+        **_note(config, session.stats.as_dict()),
+        **_explanation(session.length_controller),
         **numerics_of,
     }
 
@@ -361,10 +366,48 @@ def run_on_server(
         "num_prompt_tokens": last.prompt_length,
         **last.statistics.as_dict(),
         "finish_reason": last.finish_reason,
+        **_note(config, last.statistics.as_dict()),
         "target_pid": last.target_pid,
         "drafter_pid": last.drafter_pid,
         "fingerprint": done.fingerprint,
         "numerics_changed": done.numerics_changed,
+    }
+
+
+def _explanation(controller: LengthController) -> dict[str, Any]:
+    """Why method ``auto`` chose what it chose; nothing for other methods."""
+    from paceline.lengths.auto import Auto
+
+    return {"explain": controller.explain()} if isinstance(controller, Auto) else {}
+
+
+def _note(config: SpeculationConfig, statistics: Mapping[str, Any]) -> dict[str, str]:
+    """A ``note`` if a method was mostly AR, since its length controller chose so; else nothing.
+
+    That is: drafts in fewer than half of the rounds. A lookup that finds nothing drafts nothing in
+    any case, so it gets a note only below an eighth.
+    """
+    from paceline.methods import METHODS
+    from paceline.plan import resolve
+
+    if config.method not in METHODS or statistics["drafter_lost"]:
+        return {}
+    plan = resolve(config)
+    by_depth, rounds = statistics["drafted_by_depth"], statistics["num_rounds"]
+    drafted, lookup = by_depth[0] if by_depth else 0, plan.method.shape is None
+    if (
+        plan.method.drafter == "none"
+        or plan.config.length in ("fixed", "auto")  # AR is one of auto's own choices
+        or plan.config.num_speculative_tokens == 0
+        or (8 if lookup else 2) * drafted >= rounds
+    ):
+        return {}
+    why = "drafts do not pay on this machine"
+    if lookup:
+        why = f"the others found nothing to draft, or {why}"
+    return {
+        "note": f"{drafted} of {rounds} rounds drafted: {why}; `--set length=fixed` shows the "
+        "method anyway"
     }
 
 
@@ -452,6 +495,12 @@ def finish(run: Run) -> dict[str, Any]:
             return result
 
 
+def show_note(result: Mapping[str, Any]) -> None:
+    """Print the note of a result, if it has one (on stderr)."""
+    if "note" in result:
+        err.print(result["note"], style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
 def show(run: Run) -> None:
     """Print pieces as they come, then a line of statistics (on stderr: the text can be piped)."""
     started = False
@@ -476,6 +525,7 @@ def show(run: Run) -> None:
         )
     if result.get("drafter_lost"):
         err.print("the drafter was lost on the way; the rest is plain AR", style="yellow")
+    show_note(result)
     seconds = result["num_tokens"] / result["tokens_per_second"] if result["num_tokens"] else 0.0
     parts = [
         f"{result['num_tokens']} tokens in {seconds:.2f} s ({result['tokens_per_second']:.0f}/s)",

@@ -108,6 +108,10 @@ def _show(found: list[ModelEntry]) -> None:
     for entry in found:
         where = Text(entry.problem, "yellow") if entry.problem else Text(str(entry.path), "dim")
         out.print(Text.assemble((entry.name, "bold"), "  ", where), soft_wrap=True)
+        if entry.fits:
+            out.print(Text(f"    fits {', '.join(entry.fits)}"), soft_wrap=True)
+        for misfit in entry.misfits:
+            out.print(Text(f"    not {misfit}", "dim"), soft_wrap=True)
 
 
 def _short(number: int) -> str:

@@ -25,9 +25,9 @@ Json = Annotated[
 _DTYPES = ("float32", "bfloat16", "float16", "q8_0", "q4_0", "int8", "auto")
 
 
-def model_option(text: str) -> Any:
+def model_option(text: str, *names: str) -> Any:
     """An option for a model: a folder, a GGUF file or a name."""
-    return typer.Option(metavar="MODEL", help=text)
+    return typer.Option(*names, metavar="MODEL", help=text)
 
 
 def _dtype_option(default: str) -> Any:
@@ -39,13 +39,12 @@ def _dtype_option(default: str) -> Any:
     )
 
 
-Target = Annotated[
-    str | None,
-    model_option(
-        "Target: a Hugging Face folder, a GGUF file or a name (`paceline models --help`). "
-        "Default: the demo's."
-    ),
-]
+_TARGET = (
+    "Target: a Hugging Face folder, a GGUF file or a name (`paceline models --help`). "
+    "Default: the demo's."
+)
+Target = Annotated[str | None, model_option(_TARGET)]
+MeasuredTarget = Annotated[str | None, model_option(_TARGET, "--target", "--model")]
 Drafter = Annotated[
     str | None,
     model_option(

@@ -420,6 +420,18 @@ def _head_command(kind: str) -> Any:
                 "each row, greedily and at temperature 1.",
             ),
         ] = "corpus",
+        start: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="DIR",
+                help="Another head of this target, of any kind: begin with its weights wherever "
+                "name and shape are equal.",
+            ),
+        ] = None,
+        int8: Annotated[
+            bool,
+            typer.Option("--int8", help="Save matrices in eight bits: half the size."),
+        ] = False,
     ) -> dict[str, Any]:
         from paceline.errors import InvalidArgument
 
@@ -429,7 +441,7 @@ def _head_command(kind: str) -> Any:
             if not separator:
                 raise InvalidArgument("set", item, "NAME=VALUE")
             given[name] = value
-        return {"options": given, "data_source": data_source}
+        return {"options": given, "data_source": data_source, "start": start, "int8": int8}
 
     paper = (sys.modules[HEADS[kind].__module__].__doc__ or kind).splitlines()[0]
     own.__doc__ = f"""Train a head that drafts from the target's states. {paper}
@@ -460,10 +472,26 @@ def length_head(
             "--out", metavar="DIR", help="Folder for the result. Default: `heads` in the target's."
         ),
     ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Train ldlp for a draft head of this kind, into its folder; default: for the "
+            "draft model.",
+        ),
+    ] = None,
     prompts: Annotated[int, typer.Option(metavar="N", help="Prompts to train on.")] = 160,
     max_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens that the target writes for each prompt.")
     ] = 128,
+    draft_cost: Annotated[
+        float,
+        typer.Option(
+            metavar="C",
+            help="Cost of drafting and verifying one more token, in verifications; decides "
+            "thresholds.",
+        ),
+    ] = 0.1,
     seed: TrainSeed = 0,
     as_json: Json = False,
 ) -> None:
@@ -481,7 +509,9 @@ def length_head(
         kind,
         out_folder,
         length_heads.training_prompts(engine, prompts),
+        head=head,
         num_tokens=max_tokens,
+        draft_cost=draft_cost,
         seed=seed,
     )
     if as_json:

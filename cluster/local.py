@@ -339,15 +339,10 @@ def describe(app: str) -> dict[str, Any]:
     }
 
 
-def metrics_addresses() -> list[str]:
-    """HOST:PORT of the Prometheus metrics of each node of the Ray that this process has joined."""
-    import ray
+def _metrics() -> list[str]:
+    from paceline.deployments.scrape import metrics_addresses
 
-    return [
-        f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-        for node in ray.nodes()
-        if node["Alive"] and node.get("MetricsExportPort")
-    ]
+    return metrics_addresses()
 
 
 def write_observability(result: dict[str, Any]) -> dict[str, str]:
@@ -378,7 +373,7 @@ def deployed(
             ray_address = join_ray(address) if address else start_ray(file)
             deploy(file, report, compiling=compiling)
             described = describe(file.name)
-            yield {**described, "ray_address": ray_address, "metrics": metrics_addresses()}
+            yield {**described, "ray_address": ray_address, "metrics": _metrics()}
         finally:
             _take_down(file.name)
 
@@ -520,7 +515,7 @@ def up(
             result = {
                 "config": str(file.path), "app": file.name, "address": address,
                 "ray_address": ray_address, **describe(file.name),
-                "metrics": metrics_addresses(),
+                "metrics": _metrics(),
             }  # fmt: skip
             state.write(**result)
     console = Console(stderr=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from paceline.deployments.config import (
+    DRAFTER_POLICY,
     Autoscaling,
     DeploymentConfig,
     DrafterConfig,
@@ -98,5 +99,17 @@ def _num_replicas(config: DeploymentConfig, role: TargetConfig | DrafterConfig) 
             downscale_delay_s=scaling.downscale_delay_s,
             look_back_period_s=scaling.look_back_s,
             target_ongoing_requests=scaling.target_sessions,
+            policy=_policy(config, role, scaling),
         )
     }
+
+
+def _policy(
+    config: DeploymentConfig, role: TargetConfig | DrafterConfig, scaling: Autoscaling
+) -> AutoscalingPolicy:
+    """What decides if the application has no policy."""
+    if role is not config.drafter:
+        return AutoscalingPolicy()
+    return AutoscalingPolicy(
+        policy_function=DRAFTER_POLICY, policy_kwargs={"sessions": scaling.target_sessions}
+    )

@@ -241,7 +241,7 @@ class Autoscaling(_Block):
         20.0, gt=10, description="Seconds of measurements that a decision looks back on."
     )
     target_sessions: float = Field(
-        8.0, gt=0, description="Sessions per replica that Serve's own policy aims at."
+        8.0, gt=0, description="Sessions per replica to aim at without autoscaling_policy."
     )
 
     @model_validator(mode="after")
@@ -299,6 +299,22 @@ class DrafterConfig(_GpuReplicas):
     )
 
 
+class HttpConfig(_Block):
+    """The OpenAI-compatible API."""
+
+    extra: Literal["forbid", "ignore"] = Field(
+        "forbid", description="Keys of requests that nothing here knows: an error, or dropped."
+    )
+    allow_origins: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description="Origins whose pages may call the API from a browser (CORS), such as "
+        "https://chat.example.com; `*`: all; none by default.",
+    )
+    model_aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="Further names by which requests may call the model."
+    )
+
+
 class GatewayConfig(_Replicas):
     """Where clients connect. There is at most one gateway on a node, because its port is fixed."""
 
@@ -313,11 +329,25 @@ class GatewayConfig(_Replicas):
         le=65535,
         description="Port of the OpenAI-compatible API; 0 picks a free one, null: no HTTP.",
     )
+    http: HttpConfig = HttpConfig()
     open_timeout_s: float = Field(
         30.0, gt=0, description="Seconds that a call waits for a target replica that can take it."
     )
     drain_s: float = Field(
         10.0, ge=0, description="Seconds that running calls get to end when a gateway stops."
+    )
+    max_connection_age_s: float | None = Field(
+        None,
+        ge=1,
+        le=86_400,
+        description="Seconds after which a gRPC connection takes no new calls, so that clients "
+        "connect again and reach gateways that joined; null: never.",
+    )
+    max_connection_age_grace_s: float = Field(
+        600.0,
+        ge=1,
+        le=86_400,
+        description="Seconds that calls on a connection of that age may still run.",
     )
     tls: GatewayTls | None = Field(None, description="null: plain text, on loopback only.")
     insecure: bool = Field(False, description="Allow plain text on other addresses as well.")
@@ -401,7 +431,8 @@ class DeploymentConfig(_Block):
         "replicas.",
     )
     speculation: SpeculationConfig = Field(
-        SpeculationConfig(), description="Default method and knobs of requests that name none."
+        SpeculationConfig(method="auto"),
+        description="Default method and knobs of requests that name none.",
     )
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
@@ -484,6 +515,11 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
             allowed = "one of the keys " + ", ".join(keys_at(DeploymentConfig, first["loc"][:-1]))
         raise InvalidArgument(key, _shown(key, first["input"]), allowed) from None
     config = _with_secure_ports(config)
+    if config.engine == "vllm" and config.speculation.method == "auto":
+        # Method auto reads the costs of Paceline's own engine.
+        own = "draft_model" if config.drafter_folder is not None else "prompt_lookup"
+        speculation = config.speculation.model_copy(update={"method": own})
+        config = config.model_copy(update={"speculation": speculation})
     try:
         method = _default_method(config)
     except InvalidArgument as error:
@@ -516,7 +552,12 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
                 changes[role] = pin_model(name, here=models_here)
             except ModelNotFound as error:
                 raise ModelNotFound(f"model.{role}: {error}") from error
-    if model.heads is not None:
+    if model.heads is not None and model.heads.startswith("hf:"):
+        try:
+            changes["heads"] = pin_model(model.heads, here=models_here)
+        except ModelNotFound as error:
+            raise ModelNotFound(f"model.heads: {error}") from error
+    elif model.heads is not None:
         folder = Path(model.heads).expanduser().resolve()
         if models_here and not folder.is_dir():
             raise ModelNotFound(f"model.heads: folder {str(folder)!r} does not exist")
@@ -538,9 +579,14 @@ def _shown(key: str, value: Any) -> Any:
     return _Hidden() if _SECRET.search(key.lower()) else value
 
 
+def hosted_methods() -> list[str]:
+    """Names of the methods whose drafter a drafter replica can host without a draft model."""
+    return [method.name for method in METHODS.values() if _needs_tokens_alone(method)]
+
+
 def _check_hosted(config: DeploymentConfig, name: str) -> None:
     """Raise InvalidArgument unless drafter replicas can host this method without a draft model."""
-    hosted = [method.name for method in METHODS.values() if _needs_tokens_alone(method)]
+    hosted = hosted_methods()
     if name not in hosted:
         raise InvalidArgument("drafter.method", name, f"one of {', '.join(hosted)}")
     if config.drafter_folder is not None:
@@ -643,6 +689,7 @@ class ConfigFile(BaseModel):
 
 
 POLICY_FUNCTION = "paceline.cluster.autoscaling:Policy"
+DRAFTER_POLICY = "paceline.cluster.autoscaling:DrafterPolicy"
 _APPLICATION_KEYS = {
     "name", "import_path", "route_prefix", "args", "autoscaling_policy", "deployments",
 }  # fmt: skip

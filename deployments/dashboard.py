@@ -87,6 +87,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             ("Time to first token", "s", _quantiles("time_to_first_token_seconds")),
             ("Time per output token", "s", _quantiles("request_time_per_output_token_seconds")),
+            ("Between two outputs", "s", _quantiles("inter_token_latency_seconds")),
             ("Latency", "s", _quantiles("e2e_request_latency_seconds")),
             ("Time in the queue", "s", _quantiles("request_queue_time_seconds")),
             (
@@ -102,6 +103,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Replicas",
         (
             ("Sessions by state", "short", [(_sum("sessions", "state"), "{{state}}")]),
+            (
+                "Requests by model", "short",
+                [(_sum("num_requests_running", "model_name"), "running {{model_name}}"),
+                 (_sum("num_requests_waiting", "model_name"), "waiting {{model_name}}")],
+            ),
             (
                 "KV memory in use", "percentunit",
                 [(f"ray_paceline_kv_cache_usage_perc{_SELECT}", "{{replica}}"),
@@ -123,6 +129,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                  (_sum("gateway_calls", "replica"), "calls from {{replica}}"),
                  (_sum("drafter_sessions", "replica"), "drafting at {{replica}}")],
             ),
+        ),
+    ),
+    (
+        "Tenants",
+        (
+            ("Open sessions", "short", [(_sum("tenant_sessions", "tenant"), "{{tenant}}")]),
+            ("Opens", "ops", [(_rate("tenant_opens", "tenant"), "{{tenant}}")]),
+            ("Tokens a second", "short", [(_rate("tenant_tokens", "tenant"), "{{tenant}}")]),
         ),
     ),
 )  # fmt: skip

@@ -45,7 +45,7 @@ def _load(config: DeploymentConfig) -> tuple[Drafter, int, int | None]:
 class DrafterDeployment:
     """Drafts for the sessions of any number of target replicas.
 
-    When it dies, its sessions go on as AR. Serve starts another one, which new sessions use.
+    When it dies, its sessions draft with another one, or without any until there is one.
     """
 
     async def __init__(self, config: DeploymentConfig) -> None:
@@ -71,7 +71,9 @@ class DrafterDeployment:
             insecure=config.data_plane_insecure,
         )
         self._reporting = report_gauges(
-            lambda: {"drafter_sessions": self._servicer.num_sessions}, self._server.gate
+            config.model.name,
+            lambda: {"drafter_sessions": self._servicer.num_sessions},
+            self._server.gate,
         )
         address = self._server.address
         if tls is None:
@@ -102,6 +104,10 @@ class DrafterDeployment:
             "sessions": self._servicer.num_sessions,
             "leases": self._leases.num_leases,
         }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Measurements for an autoscaling policy of Serve."""
+        return {"sessions": self._servicer.num_sessions}
 
     async def check_health(self) -> None:
         """Raise if targets get no answer from this replica; Serve then replaces it.

@@ -25,6 +25,8 @@ from paceline.deployments.lease import IdleLeases, Lease, open_lease
 from paceline.deployments.metrics import report_gauges
 from paceline.deployments.openai.api import make_app
 from paceline.deployments.openai.server import HttpServer, start_http
+from paceline.deployments.poison import Poison, digest_of
+from paceline.deployments.scrape import application_metrics
 from paceline.deployments.target_calls import (
     Metadata,
     TargetCalls,
@@ -53,8 +55,9 @@ logger = logging.getLogger(__name__)
 GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
 
 MAX_TRIES = 3
-"""Targets that a generation may lose in a row without a token: its request may kill them."""
+"""Targets that a generation may lose in a row without a token."""
 _RETRY_S = 0.2
+_CHARACTERS_PER_TOKEN = 4
 _START_ATTEMPT_S = 60.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -87,6 +90,7 @@ class Relay:
         self._resume_s = resume_s
         self._tracing = tracing
         self._gate = gate
+        self._poison = Poison()
         self._verify = VerifyRelay(
             self._calls, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing
         )
@@ -107,6 +111,8 @@ class Relay:
             GENERATE: {
                 "Generate": grpc.unary_stream_rpc_method_handler(self._generate),
                 "GetModel": grpc.unary_unary_rpc_method_handler(self._get_model),
+                "Tokenize": grpc.unary_unary_rpc_method_handler(self._tokenize),
+                "Detokenize": grpc.unary_unary_rpc_method_handler(self._detokenize),
             },
             VERIFY: self._verify.handlers,
         }
@@ -135,19 +141,33 @@ class Relay:
             PacelineError: the gate or the target refuses, or there is no target.
         """
         with self._gate.call("gateway.generate", self._tracing, traceparent) as admission:
-            pinned = parsed(generate_pb2.GenerateRequest, request).fingerprint
-            whole = Continuation(request, timeout_s, fingerprint=pinned)
+            message = parsed(generate_pb2.GenerateRequest, request)
+            whole = Continuation(request, timeout_s, fingerprint=message.fingerprint)
+            digest = digest_of(message)
+            self._poison.check(digest)
+            admission.reserve(_prompt_tokens(message))
             metadata = metadata_of(admission, admission.span)
+            suspect = self._poison.is_suspect(digest)
             while True:
                 try:
                     attempt = self._generate_once(request, whole, metadata)
+                    if suspect:
+                        attempt = self._in_turn(attempt, digest)
                     async with aclosing(attempt) as replies:
                         async for reply, message in replies:
+                            if message.token_ids:
+                                self._poison.lives(digest)
                             admission.opened()
-                            admission.charge(len(message.token_ids) + message.prompt_length)
+                            if message.prompt_length:
+                                admission.settle(message.prompt_length)
+                            admission.charge(len(message.token_ids))
                             yield reply, message
                     break
                 except (TargetGone, ResourceExhausted, NumericsMismatch) as error:
+                    suspect = suspect and whole.is_silent
+                    if isinstance(error, TargetGone) and error.taken and whole.is_silent:
+                        suspect = True
+                        self._poison.died(digest, error.replica_id)
                     exhausted = isinstance(error, TargetGone) and whole.num_tries >= MAX_TRIES
                     if exhausted or not whole.may_go_on(error, self._resume_s):
                         raise
@@ -155,6 +175,25 @@ class Relay:
                     if not isinstance(error, TargetGone):
                         await asyncio.sleep(_RETRY_S)
                     request = whole.next_request()
+
+    async def _in_turn(
+        self, attempt: AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]], digest: str
+    ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
+        """An attempt that begins when no other suspect waits for its first token."""
+        async with aclosing(attempt) as replies:
+            async with self._poison.turn:
+                self._poison.check(digest)  # the one before may have been the same
+                try:
+                    first = await anext(replies, None)
+                except TargetGone as error:
+                    if error.taken:  # before the next one has its turn
+                        self._poison.died(digest, error.replica_id)
+                    raise
+            if first is None:
+                return
+            yield first
+            async for reply in replies:
+                yield reply
 
     async def _generate_once(
         self, request: bytes, whole: Continuation, metadata: Metadata
@@ -183,9 +222,28 @@ class Relay:
 
         Raises: as :meth:`generate`.
         """
+        return await self._unary("GetModel", request, timeout_s)
+
+    async def tokenize(self, request: bytes, timeout_s: float | None = None) -> bytes:
+        """The Tokens of a TokenizeRequest.
+
+        Raises: as :meth:`generate`.
+        """
+        self._gate.count_open()
+        return await self._unary("Tokenize", request, timeout_s)
+
+    async def detokenize(self, request: bytes, timeout_s: float | None = None) -> bytes:
+        """The Text of a DetokenizeRequest.
+
+        Raises: as :meth:`generate`.
+        """
+        self._gate.count_open()
+        return await self._unary("Detokenize", request, timeout_s)
+
+    async def _unary(self, method: str, request: bytes, timeout_s: float | None) -> bytes:
         lease = await self._calls.open_lease()
         try:
-            return await self._calls.unary(lease, f"/{GENERATE}/GetModel", request, timeout_s)
+            return await self._calls.unary(lease, f"/{GENERATE}/{method}", request, timeout_s)
         finally:
             lease.release()
 
@@ -200,6 +258,12 @@ class Relay:
         self._gate.count_open()
         return await self.get_model(request, context.time_remaining())
 
+    async def _tokenize(self, request: bytes, context: Context) -> bytes:
+        return await self.tokenize(request, context.time_remaining())
+
+    async def _detokenize(self, request: bytes, context: Context) -> bytes:
+        return await self.detokenize(request, context.time_remaining())
+
     def sweep(self) -> None:
         """Forget sessions that their target has closed because they were idle."""
         self._verify.sweep()
@@ -211,6 +275,11 @@ class Relay:
         await self._calls.close()
 
 
+def _prompt_tokens(request: generate_pb2.GenerateRequest) -> int:
+    """Tokens of the prompt; of a text, which only the target encodes, a guess."""
+    return len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
+
+
 def _gate(config: GatewayConfig) -> Gate:
     # The variable may be set on the replica's own node only.
     path = config.tenants or os.environ.get(TENANTS_VARIABLE)
@@ -219,6 +288,10 @@ def _gate(config: GatewayConfig) -> Gate:
         limits=config.limits.call_limits(),
         audit=Audit(config.audit_log),
     )
+
+
+async def _metrics() -> str:
+    return await application_metrics(serve.get_replica_context().app_name)
 
 
 async def _wait_for_target(targets: DeploymentHandle[Any]) -> None:
@@ -257,15 +330,17 @@ class GatewayDeployment:
                 credentials=None if gateway.tls is None else gateway.tls.server().credentials(),
                 insecure=gateway.insecure,
                 gate=gate,
+                max_connection_age_s=gateway.max_connection_age_s,
+                max_connection_age_grace_s=gateway.max_connection_age_grace_s,
             )
         except PortInUse as error:
             raise PortInUse(f"gateway.host, gateway.grpc_port: {error}") from None
-        self._reporting = report_gauges(self._gauges, gate)
+        self._reporting = report_gauges(config.model.name, self._gauges, gate)
         self._http: HttpServer | None = None
         if gateway.http_port is not None:
             try:
                 self._http = await start_http(
-                    make_app(self._relay, gate),
+                    make_app(self._relay, gate, gateway.http, _metrics),
                     host=gateway.host,
                     port=gateway.http_port,
                     tls=None if gateway.tls is None else gateway.tls.server(),

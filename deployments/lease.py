@@ -133,12 +133,18 @@ class LeaseBook:
 
 
 class Lease:
-    """The caller's side of a lease. :func:`open_lease` opens it; release it when done."""
+    """The caller's side of a lease. :func:`open_lease` opens it; release it when done.
+
+    Attributes:
+        lost: the replica has ended the lease, or is dead.
+        ended: the replica lives, or stops in order.
+    """
 
     def __init__(self, endpoint: Endpoint, response: DeploymentResponseGenerator[Endpoint]) -> None:
         self.endpoint = endpoint
         self.opened_at = time.monotonic()
         self.lost = False
+        self.ended = False
         self._response = response
         self._on_lost: set[Callable[[], object]] = set()
         self._watcher = asyncio.create_task(self._watch())
@@ -164,6 +170,7 @@ class Lease:
         # An error means that the replica or its node is gone: this is what the task waits for.
         with suppress(ray.exceptions.RayError, RayServeException):
             await anext(self._response, None)
+            self.ended = True
         self.lost = True
         for callback in list(self._on_lost):
             callback()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ LATENCIES = (
 """Bounds of histogram buckets in seconds."""
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Bounds of histogram buckets in tokens."""
+MAX_TENANTS = 64
+"""Tenants with a label of their own at a gateway; all further ones share :data:`OTHER`."""
+OTHER = "_other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ class Metric:
 
     Attributes:
         name: without the prefix ``ray_paceline_`` and the suffix ``_total``.
-        tags: beyond Serve's own ``deployment``, ``replica`` and ``application``.
+        tags: beyond Serve's own ``deployment``, ``replica`` and ``application``, and
+            ``model_name``, which all have.
     """
 
     name: str
@@ -93,6 +98,10 @@ METRICS = (
         "request_time_per_output_token_seconds", "histogram",
         "Mean of a request's tokens after the first.", _METHOD,
     ),
+    Metric(
+        "inter_token_latency_seconds", "histogram",
+        "Between two outputs of a request; an output is what a round commits.", _METHOD,
+    ),
     Metric("e2e_request_latency_seconds", "histogram", "Submission to the end.", _METHOD),
     Metric("request_prompt_tokens", "histogram", "Length of prompts.", _METHOD, SIZES),
     Metric("request_generation_tokens", "histogram", "Length of answers.", _METHOD, SIZES),
@@ -100,6 +109,8 @@ METRICS = (
     Metric("step_seconds", "histogram", "Seconds of a step: drafts, one forward, acceptance."),
     Metric("num_preemptions", "counter", "Times that a session gave its KV memory back."),
     Metric("sessions", "gauge", "Sessions by state.", ("state",)),
+    Metric("num_requests_running", "gauge", "Sessions that the engine has admitted."),
+    Metric("num_requests_waiting", "gauge", "Sessions that wait for admission."),
     Metric("kv_cache_usage_perc", "gauge", "Share of KV entries in use, 0 to 1."),
     Metric("kv_cache_tokens", "gauge", "KV entries of the replica."),
     Metric("prefix_cache_usage_perc", "gauge", "Share of KV entries that only hold a prefix."),
@@ -109,6 +120,9 @@ METRICS = (
     # The gateway and the drafter.
     Metric("gateway_calls", "gauge", "Open calls to targets."),
     Metric("gateway_sessions", "gauge", "Open sessions and generations of clients."),
+    Metric("tenant_sessions", "gauge", "Open sessions of a tenant.", ("tenant",)),
+    Metric("tenant_opens", "counter", "Sessions and calls that a tenant opened.", ("tenant",)),
+    Metric("tenant_tokens", "counter", "Tokens that a tenant used, prompts included.", ("tenant",)),
     Metric("drafter_sessions", "gauge", "Sessions for which the drafter keeps state."),
 )  # fmt: skip
 SERIES = frozenset(name for metric in METRICS for name in metric.series)
@@ -121,19 +135,22 @@ class Exporter:
     Callers give counters as totals: the exporter knows what it told before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         from ray.serve import metrics  # its metrics know their replica
 
         kinds: dict[str, Any] = {"counter": metrics.Counter, "gauge": metrics.Gauge}
         self._metrics: dict[str, Any] = {}
         for row in METRICS:
             name = f"paceline_{row.name}"
+            tags = (*row.tags, "model_name")
             if row.kind == "histogram":
-                metric = metrics.Histogram(name, row.description, list(row.bounds), row.tags)
+                metric = metrics.Histogram(name, row.description, list(row.bounds), tags)
             else:
-                metric = kinds[row.kind](name, row.description, row.tags)
+                metric = kinds[row.kind](name, row.description, tags)
+            metric.set_default_tags({"model_name": model})
             self._metrics[row.name] = metric
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._tenants: set[str] = set()
 
     def total(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter to ``value``."""
@@ -185,6 +202,11 @@ class Exporter:
             self.observe("request_generation_tokens", ended.output_tokens, **tags)
         for seconds in counters.steps:
             self.observe("step_seconds", seconds)
+        for method, seconds in counters.gaps:
+            self.observe("inter_token_latency_seconds", seconds, method=method)
+        waiting = counters.states[SessionState.WAITING.value]
+        self.set("num_requests_waiting", waiting)
+        self.set("num_requests_running", counters.states.total() - waiting)
         for state in SessionState:
             if state is not SessionState.FINISHED:
                 self.set("sessions", counters.states[state.value], state=state.value)
@@ -199,6 +221,23 @@ class Exporter:
         """Export how many calls and rounds a gate has refused."""
         for reason, count in gate.num_refusals.items():
             self.total("refusals", count, reason=reason)
+        sums: dict[str, Counter[str]] = {}
+        for tenant, used in gate.usage().items():
+            label = self._tenant(tenant)
+            sums.setdefault(label, Counter()).update(
+                dict(zip(("sessions", "opens", "tokens"), used, strict=True))
+            )
+        for label, used_by in sums.items():
+            self.set("tenant_sessions", used_by["sessions"], tenant=label)
+            self.total("tenant_opens", used_by["opens"], tenant=label)
+            self.total("tenant_tokens", used_by["tokens"], tenant=label)
+
+    def _tenant(self, name: str) -> str:
+        """The label of a tenant. The first ones keep theirs, so that no series jumps."""
+        if name not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+            return OTHER
+        self._tenants.add(name)
+        return name
 
 
 def _of_method(exporter: Exporter, method: str) -> Callable[..., None]:
@@ -211,9 +250,9 @@ def _of_method(exporter: Exporter, method: str) -> Callable[..., None]:
 class Reporting:
     """Calls ``export`` every INTERVAL_S seconds on the replica's event loop, and at the end."""
 
-    def __init__(self, export: Callable[[Exporter], Awaitable[None]]) -> None:
+    def __init__(self, model: str, export: Callable[[Exporter], Awaitable[None]]) -> None:
         self._export = export
-        self._exporter = Exporter()
+        self._exporter = Exporter(model)
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -231,17 +270,19 @@ class Reporting:
             await self._export(self._exporter)
 
 
-def report_engine(thread: Serving, gate: Gate) -> Reporting:
+def report_engine(model: str, thread: Serving, gate: Gate) -> Reporting:
     """Export the metrics of an engine, and what its server refuses."""
 
     async def export(exporter: Exporter) -> None:
         exporter.engine(await on_engine(thread, lambda engine: engine.take_counters()))
         exporter.refusals(gate)
 
-    return Reporting(export)
+    return Reporting(model, export)
 
 
-def report_gauges(gauges: Callable[[], Mapping[str, float]], gate: Gate | None = None) -> Reporting:
+def report_gauges(
+    model: str, gauges: Callable[[], Mapping[str, float]], gate: Gate | None = None
+) -> Reporting:
     """Export gauges, given by name, and what a server refuses."""
 
     async def export(exporter: Exporter) -> None:
@@ -250,4 +291,4 @@ def report_gauges(gauges: Callable[[], Mapping[str, float]], gate: Gate | None =
         if gate is not None:
             exporter.refusals(gate)
 
-    return Reporting(export)
+    return Reporting(model, export)

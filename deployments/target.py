@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from paceline.deployments.config import DeploymentConfig
-from paceline.deployments.lease import Endpoint, Holder, Lease, LeaseBook, data_host, open_lease
+from paceline.deployments.drafter_leases import DrafterLeases
+from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_engine
 from paceline.rpc.access import Gate
 from paceline.rpc.bridge import on_engine
+from paceline.rpc.drafter_pool import DrafterPool
 from paceline.rpc.generate_service import ModelInfo
-from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.server import start_server
 from paceline.tokenizer import chat_template
 
@@ -28,12 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAFTER_TIMEOUT_S = 30.0
-"""Seconds that a new target waits for its drafter, and for the lease of one."""
+"""Seconds that a new target waits for a drafter."""
 HEALTH_TIMEOUT_S = 20.0
 SWITCH_S = 0.0005
 """Seconds that a thread waits for the interpreter: a tenth of Python's default."""
-POOL_INTERVAL_S = 1.0
-"""Seconds between two looks at the drafter replicas of vLLM's worker."""
 
 
 def _load(config: DeploymentConfig) -> Engine:
@@ -58,7 +57,7 @@ def _load(config: DeploymentConfig) -> Engine:
 
 @serve.deployment
 class TargetDeployment:
-    """Verifies drafts and runs the loop; the drafter is in its process or in another replica.
+    """Verifies drafts and runs the loop; drafters are in its process or in other replicas.
 
     Args:
         drafters: the drafter deployment in topology ``actors``, else None.
@@ -67,15 +66,13 @@ class TargetDeployment:
     async def __init__(
         self, config: DeploymentConfig, drafters: DeploymentHandle[Any] | None = None
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         # A forward releases the interpreter, and all wait until the engine has it again.
         sys.setswitchinterval(SWITCH_S)
         self._drafters = drafters
-        self._drafter_lease: Lease | None = None
-        self._remote: RemoteDrafter | None = None
+        self._pool: DrafterPool | None = None
+        self._leasing: asyncio.Task[None] | None = None
         tls = config.data_plane_tls
         self._tracing = config.tracing.start("paceline-target")
-        self._pool: asyncio.Task[None] | None = None
         self._engine: Serving
         config = await asyncio.to_thread(config.with_local_models)
         if config.engine == "vllm":
@@ -102,11 +99,11 @@ class TargetDeployment:
             tracing=self._tracing,
             numerics_mismatch=config.target.numerics_mismatch,
         )
-        self._reporting = report_engine(self._engine, self._server.gate)
+        self._reporting = report_engine(config.model.name, self._engine, self._server.gate)
         self._fingerprint = str(self._engine.engine.target.fingerprint)
         self._leases = LeaseBook(self._server.address, self._fingerprint)
-        if self._remote is not None:
-            ready = await asyncio.to_thread(self._remote.wait_ready, DRAFTER_TIMEOUT_S)
+        if self._pool is not None:
+            ready = await asyncio.to_thread(self._pool.wait_ready, DRAFTER_TIMEOUT_S)
             if not ready:
                 logger.warning("no drafter answers yet: sessions run as AR until one does")
 
@@ -120,18 +117,23 @@ class TargetDeployment:
 
         if self._drafters is not None:
             tls = config.data_plane_tls
-            self._remote = RemoteDrafter(
-                self._find_drafter,
+            pool = self._pool = DrafterPool(
                 vocab_size=engine.target.vocab_size,
                 deadline_s=config.drafter.deadline_s,
                 tls=None if tls is None else tls.client(),
             )
             for method in engine.catalogue.values():
                 if served_with(method, config.hosted_drafter):
-                    engine.drafters[method.drafter] = self._remote
+                    engine.drafters[method.drafter] = pool
             measured = config.hosted_drafter == "draft_model"  # rounds measure the others
             if measured and isinstance(engine.length_context.measure, LoadCosts):
-                engine.length_context.measure.remote = self._remote
+                engine.length_context.measure.remote = pool
+
+            async def use(addresses: list[str]) -> Collection[str]:
+                await asyncio.to_thread(pool.use, addresses)
+                return pool.connected
+
+            self._lease_drafters(config, use)
         return EngineThread(engine).start()
 
     async def _start_vllm(self, config: DeploymentConfig) -> VllmEngine:
@@ -141,9 +143,15 @@ class TargetDeployment:
         engine = VllmEngine(config, None if self._drafters is None else ())
         await engine.start()
         if self._drafters is not None:
-            pool = DrafterPool(engine, self._drafters, config.drafter.max_replicas)
-            self._pool = asyncio.create_task(pool.run())
+            self._lease_drafters(config, engine.use_drafters)
         return engine
+
+    def _lease_drafters(
+        self, config: DeploymentConfig, use: Callable[[list[str]], Awaitable[Collection[str]]]
+    ) -> None:
+        assert self._drafters is not None
+        leases = DrafterLeases(self._drafters, config.drafter.max_replicas, use)
+        self._leasing = asyncio.create_task(leases.run())
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
         """The lease of one session: yields this replica's endpoint and stays open until it ends."""
@@ -175,13 +183,12 @@ class TargetDeployment:
             "leases": self._leases.num_leases,
             **await on_engine(self._engine, counters),
         }
-        remote = self._remote
-        if remote is not None:
-            status["drafter_address"] = remote.address if remote.connected else None
-            status["drafter_pid"] = remote.pid if remote.connected else None
-            status["draft_frames"] = remote.counters.num_frames
-            status["draft_wait_seconds"] = remote.counters.wait_seconds
-            status["draft_compute_seconds"] = remote.counters.draft_seconds
+        if self._pool is not None:
+            drafts = self._pool.counters
+            status["drafters"] = self._pool.describe()
+            status["draft_frames"] = drafts.num_frames
+            status["draft_wait_seconds"] = drafts.wait_seconds
+            status["draft_compute_seconds"] = drafts.draft_seconds
         return status
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -197,8 +204,8 @@ class TargetDeployment:
             }
 
         stats = await on_engine(self._engine, measure)
-        if self._remote is not None:
-            counters = self._remote.counters
+        if self._pool is not None:
+            counters = self._pool.counters
             stats["draft_frames"] = counters.num_frames
             stats["draft_wait_seconds"] = counters.wait_seconds
             stats["drafts_lost"] = counters.num_late + counters.num_refused
@@ -211,19 +218,6 @@ class TargetDeployment:
         if check is not None:
             await check()
 
-    def _find_drafter(self) -> str:
-        """The address of a drafter replica; the remote drafter calls it on a thread of its own."""
-        future = asyncio.run_coroutine_threadsafe(self._lease_drafter(), self._loop)
-        return future.result(DRAFTER_TIMEOUT_S + 5)
-
-    async def _lease_drafter(self) -> str:
-        assert self._drafters is not None
-        if self._drafter_lease is not None:
-            self._drafter_lease.release()
-            self._drafter_lease = None
-        self._drafter_lease = await open_lease(self._drafters, "drafter", DRAFTER_TIMEOUT_S)
-        return self._drafter_lease.endpoint.address
-
     async def __del__(self) -> None:
         # Serve awaits this once, after draining. The constructor may have failed half-way.
         if hasattr(self, "_leases"):
@@ -232,54 +226,10 @@ class TargetDeployment:
             await self._reporting.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.stop)
-        if self._pool is not None:
-            self._pool.cancel()
-            await asyncio.gather(self._pool, return_exceptions=True)
+        if self._leasing is not None:
+            self._leasing.cancel()
+            await asyncio.gather(self._leasing, return_exceptions=True)
         if hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.stop)
-        if self._drafter_lease is not None:
-            self._drafter_lease.release()
-        if self._remote is not None:
-            await asyncio.to_thread(self._remote.stop)
-
-
-class DrafterPool:
-    """Tells vLLM's proposer the addresses of the drafter replicas that live.
-
-    Args:
-        size: most replicas that it leases.
-    """
-
-    def __init__(self, engine: VllmEngine, drafters: DeploymentHandle[Any], size: int) -> None:
-        self._engine = engine
-        self._drafters = drafters
-        self._size = size
-        self._leases: dict[str, Lease] = {}
-        self._silent: set[str] = set()  # addresses that did not answer at the last look
-
-    async def run(self) -> None:
-        """Look every POOL_INTERVAL_S seconds, until cancelled; then release the leases."""
-        try:
-            while True:
-                try:
-                    await self._look()
-                except Exception:
-                    logger.exception("cannot find drafter replicas for vLLM; trying again")
-                await asyncio.sleep(POOL_INTERVAL_S)
-        finally:
-            for lease in self._leases.values():
-                lease.release()
-
-    async def _look(self) -> None:
-        answering = set(await self._engine.use_drafters(list(self._leases)))
-        silent = self._leases.keys() - answering
-        for address in silent & self._silent:  # a new one gets time to connect
-            self._leases.pop(address).release()
-        self._silent = set(silent)
-        if len(self._leases) < self._size:
-            lease = await open_lease(self._drafters, "drafter", DRAFTER_TIMEOUT_S)
-            if lease.endpoint.address in self._leases:
-                lease.release()
-            else:
-                self._leases[lease.endpoint.address] = lease
-                await self._engine.use_drafters(list(self._leases))
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.stop)

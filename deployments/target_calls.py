@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -27,12 +27,24 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),  # gRPC would repeat a session behind the client's back
 )
 
+_State = grpc.ChannelConnectivity
+
 M = TypeVar("M", bound=Message)
 Metadata = tuple[tuple[str, str], ...]
 
 
 class TargetGone(ServerUnavailable):
-    """The target of a call has gone."""
+    """The target of a call has gone.
+
+    Attributes:
+        taken: it was there when the call began, and did not stop in order: it died with the call.
+        stopped: it said that it stops.
+        replica_id: of the target.
+    """
+
+    taken = False
+    stopped = False
+    replica_id = ""
 
 
 class TargetCalls:
@@ -117,11 +129,16 @@ class TargetCalls:
         self, lease: Lease, path: str, request: bytes, timeout_s: float | None, metadata: Metadata
     ) -> AsyncGenerator[bytes]:
         """The replies to a call with one request; see :meth:`replies`."""
+        connected = await _is_connected(self._channel(lease))
         method: Any = self._channel(lease).unary_stream(path)
         call = method(request, timeout=timeout_s, metadata=metadata)
-        async with aclosing(self.replies(call, lease)) as replies:
-            async for reply in replies:
-                yield reply
+        try:
+            async with aclosing(self.replies(call, lease)) as replies:
+                async for reply in replies:
+                    yield reply
+        except TargetGone as error:
+            error.taken = connected and not error.stopped and not lease.ended
+            raise
 
     async def replies(self, call: Any, lease: Lease) -> AsyncGenerator[bytes]:
         """What the target answers; the call ends with this generator.
@@ -155,7 +172,9 @@ class TargetCalls:
     async def _failure(self, error: grpc.RpcError, lease: Lease) -> Exception:
         failure = from_rpc_error(error)
         if isinstance(failure, Cancelled):  # the replica has done it: it is stopping
-            return gone(lease)
+            stopped = gone(lease)
+            stopped.stopped = True
+            return stopped
         if isinstance(failure, ServerUnavailable):
             channel = self._channels.pop(lease.endpoint.address, None)
             if channel is not None:
@@ -168,6 +187,17 @@ class TargetCalls:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+
+
+async def _is_connected(channel: grpc.aio.Channel) -> bool:
+    """Whether a connection stands, after waiting for one that is being made."""
+    with suppress(grpc.aio.UsageError):  # another call has lost the target, and closed it
+        while (state := channel.get_state(try_to_connect=True)) is not _State.READY:
+            if state in (_State.TRANSIENT_FAILURE, _State.SHUTDOWN):
+                return False
+            await channel.wait_for_state_change(state)
+        return True
+    return False
 
 
 def _client_left() -> bool:
@@ -211,7 +241,9 @@ def parsed(message: type[M], data: bytes) -> M:
 def gone(lease: Lease) -> TargetGone:
     """The error of a call whose target has gone."""
     endpoint = lease.endpoint
-    return TargetGone(
+    error = TargetGone(
         f"target replica {endpoint.replica_id} at {endpoint.address} (process {endpoint.pid}) is "
         "gone, and the session with it; send the request again"
     )
+    error.replica_id = endpoint.replica_id
+    return error

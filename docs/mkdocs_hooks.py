@@ -8,6 +8,7 @@ checkout. What a page links to outside of `docs/` comes along, and so does what 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # Paceline is not installed where the site is built
+
+from paceline.bench.board_page import render_board  # noqa: E402
+from paceline.bench.board_rows import read_rows  # noqa: E402
+
+BOARD = "docs/board"
 HOME = "README.md"
 LANGUAGES = {".py": "python", ".proto": "protobuf", ".yaml": "yaml"}
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
@@ -24,7 +31,10 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Put the pages where they are in the repository, with all that they link to."""
+    """Put the pages where they are in the repository, with all that they link to.
+
+    The board's page is made of its rows here, so that it shows those that are there now.
+    """
     site = Files([file for file in files if file.src_dir != config.docs_dir])
     waiting = [f"docs/{file.src_uri}" for file in files if file.src_dir == config.docs_dir]
     waiting = [HOME, *(uri for uri in waiting if not uri.endswith(".py"))]
@@ -50,6 +60,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             site.append(
                 File.generated(config, f"{uri}.md", content=f"{UNSEARCHED}# {uri}\n\n{code}\n")
             )
+    board = render_board(read_rows([ROOT / BOARD]))
+    site.append(File.generated(config, f"{BOARD}/index.html", content=board))
     return site
 
 

@@ -23,7 +23,8 @@ if __name__ == "__main__":  # as a script, its own folder would come first on th
 
 import yaml
 
-from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.config import DeploymentConfig, hosted_methods
+from paceline.methods import METHODS, VLLM_METHODS
 
 HERE = Path(__file__).parent
 CHART = HERE / "paceline"
@@ -56,9 +57,12 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
 
 def schema() -> dict[str, Any]:
     """The JSON schema of the chart's values."""
-    result: dict[str, Any] = yaml.safe_load((HERE / "schema.yaml").read_text())
+    loaded = yaml.safe_load((HERE / "schema.yaml").read_text())
+    # A copy of each anchor where it is used, so that each gets its own description.
+    result: dict[str, Any] = json.loads(json.dumps(loaded))
     del result["$defs"]  # it only holds anchors
     config = _inlined(DeploymentConfig.model_json_schema(mode="validation"))
+    _narrow(config["properties"])
     blocks: dict[str, Any] = copy.deepcopy(config["properties"])
     for name in DECIDED[""]:
         del blocks[name]
@@ -71,6 +75,18 @@ def schema() -> dict[str, Any]:
     for value in values():
         _describe(result, value)
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values", **result}
+
+
+def _narrow(blocks: dict[str, Any]) -> None:
+    """Say in the schema what otherwise only Paceline knows, when a pod has already started."""
+    blocks["speculation"]["properties"]["method"]["enum"] = [*METHODS, *VLLM_METHODS]
+    blocks["drafter"]["properties"]["method"] = {"enum": [*hosted_methods(), None]}
+    device = {"type": "string", "pattern": "^(auto|cpu|cuda(:[0-9]+)?)$"}
+    blocks["model"]["properties"]["device"] = device
+    blocks["model"]["properties"]["drafter_device"] = {**device, "type": ["string", "null"]}
+    gateway = blocks["gateway"]["properties"]
+    gateway["grpc_port"]["minimum"] = 1  # a Service needs to know it
+    gateway["http_port"]["anyOf"][0]["minimum"] = 1
 
 
 def _applications(config: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +206,7 @@ _README = """\
 {description}
 
 ```console
-$ helm install paceline helm/paceline --dependency-update
+$ helm install paceline helm/paceline --dependency-update --set kuberay-operator.enabled=true
 ```
 
 starts the demo pair on a cluster: Ray's head, a target, a drafter and a gateway, with TLS on every

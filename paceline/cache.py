@@ -16,17 +16,19 @@ def cache_folder(name: str) -> Path:
 class locked:
     """Lock a file: one process enters, the others wait.
 
-    On file systems without locks, all of them enter.
+    On file systems without locks, all of them enter; the block gets whether it is alone.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file.open("w")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
         with suppress(ImportError, OSError):
             import fcntl
 
             fcntl.flock(self._file, fcntl.LOCK_EX)
+            return True
+        return False
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

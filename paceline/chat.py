@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -32,6 +33,12 @@ Assistant:
 {%- endif -%}
 """
 """For models without a chat template: one line for each message, then ``Assistant:``."""
+
+
+RESERVED = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "source")
+)
+"""Variables of a template that a request cannot set by their names."""
 
 
 def template_of(target: str | Path, chat: bool | None) -> ChatTemplate | None:
@@ -55,12 +62,14 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
     """The prompt of a conversation.
 
     Args:
         source: the template's text; empty takes :data:`DEFAULT_TEMPLATE`.
+        tools: for templates that read them (:func:`reads_tools`).
         variables: further variables that the template may use.
 
     Raises:
@@ -69,7 +78,7 @@ def render_chat(
     try:
         return _compiled(source or DEFAULT_TEMPLATE).render(
             messages=messages,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **variables,
@@ -130,14 +139,28 @@ class _Generation(jinja2.ext.Extension):
 
 
 @lru_cache(maxsize=8)
+def reads_tools(source: str) -> bool:
+    """Whether a template reads ``tools``; False for one that is no template."""
+    try:
+        parsed = _environment().parse(source or DEFAULT_TEMPLATE)
+    except jinja2.TemplateError:
+        return False
+    return "tools" in jinja2.meta.find_undeclared_variables(parsed)
+
+
+@lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    return environment
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -3,50 +3,73 @@
 llguidance (https://github.com/guidance-ai/llguidance) provides the grammars; the first constraint
 imports it. Acceptance asks for a mask at each position that it visits, after exactly the tokens
 that AR would have there, so a constrained request gets AR's tokens with any draft.
+
+A constraint from outside may be made to hurt. It is looked at before anything compiles it
+(:mod:`paceline.constraint_check`), compiled and tried out in a process of its own
+(:mod:`paceline.constraint_process`), and its masks have a budget of processor time: one that
+exceeds it ends its own session.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.constraint_check import check_constraint
+from paceline.constraint_process import (
+    BURST_S,
+    MASK_S,
+    STEP_S,
+    ConstraintProcess,
+    Refused,
+    new_matcher,
+)
 from paceline.errors import InvalidArgument, ResourceExhausted
 
 if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
     from paceline.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Mask = npt.NDArray[np.bool_]  # [vocab_size], True where a token is allowed
 
+_MASK_THREADS = 8
+_LOOK_S = 0.005
 _CACHED = 64
-# Without this limit, a small model may write blanks for ever where JSON allows them. A schema with
-# options of its own (`x-guidance`) keeps them.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+_REFUSED, _REFUSED_S = 1024, 600.0  # how many are remembered, and for how long
+MAX_WAITING, MAX_WAITING_OF_ONE = 32, 4
+"""Constraints that may wait to be compiled: of all callers, and of one tenant."""
 
 
 class Constraint:
     """Which tokens may come next in one session, from its first generated token on.
 
     Attributes:
-        error: why it cannot continue (it reached a limit of llguidance); None: it can.
+        error: why it cannot continue (it reached a limit of llguidance, or its masks took more than
+            ``STEP_S`` of a processor for each committed token); None: it can.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._ahead: list[int] = []  # tokens that the matcher has seen beyond the committed ones
+        self._masks: dict[tuple[int, ...], Mask] = {}  # behind the committed tokens and these
+        self._spent = 0.0  # processor seconds that committed tokens have not paid for
         self.error: Exception | None = None
 
     @property
     def complete(self) -> bool:
         """Whether the output must end after the committed tokens."""
-        self._go_to(())
-        return bool(self._matcher.is_stopped())
+        return self._go_to(()) and bool(self._matcher.is_stopped())
 
     def allowed(self, path_tokens: Sequence[int]) -> Mask | None:
         """Mask of the tokens that may follow the committed tokens and ``path_tokens``.
@@ -54,18 +77,35 @@ class Constraint:
         None if one of ``path_tokens`` is itself not allowed or the constraint failed; only then
         :attr:`error` is set.
         """
-        if not self._go_to(path_tokens):
+        return self._mask() if self._go_to(path_tokens) else None
+
+    def _mask(self) -> Mask | None:
+        """The mask where the matcher is; None if it takes too long."""
+        place = tuple(self._ahead)
+        if place in self._masks:
+            return self._masks[place]
+        found = _within(MASK_S, self._matcher.compute_bitmask)
+        if found is None:  # the matcher is still at it, and is left to that
+            self._too_slow()
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
+        data, seconds = found
+        self._spend(seconds)
+        if self.error is None and self._matcher.is_error():
             self._fail()
+        if self.error is not None:
             return None
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        bits = np.frombuffer(data, np.uint8)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        self._masks[place] = mask
+        return mask
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """Length of the longest beginning of ``tokens`` that may follow the committed ones."""
-        self._go_to(())
-        return int(self._matcher.validate_tokens(list(tokens)))
+        for count, token in enumerate(tokens):
+            mask = self.allowed(tokens[:count])
+            if mask is None or not mask[token]:
+                return count
+        return len(tokens)
 
     def commit(self, token: int) -> None:
         """Advance by a committed token."""
@@ -73,19 +113,52 @@ class Constraint:
             self._fail()
         else:
             del self._ahead[0]
+        behind = {place[1:]: m for place, m in self._masks.items() if place[:1] == (token,)}
+        self._masks = behind
+        self._spent = max(0.0, self._spent - STEP_S)
 
     def rewind(self, count: int) -> None:
         """Forget the last ``count`` committed tokens."""
-        self._go_to(())
-        self._matcher.rollback(count)
+        if self._go_to(()):
+            self._matcher.rollback(count)
+        self._masks.clear()
 
     def _fail(self) -> None:
         if self.error is None:
             reason = self._matcher.get_error() or "a token that it does not allow"
             self.error = ResourceExhausted(f"the constraint cannot go on: {reason}", 0.0)
 
+    def _timed(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of a call of the matcher, whose processor time counts.
+
+        The time of this thread alone: what other threads and processes do must end no session.
+        """
+        started = time.thread_time()
+        result = work(*arguments)
+        self._spend(time.thread_time() - started)
+        return result
+
+    def _spend(self, seconds: float) -> None:
+        self._spent += seconds
+        if self._spent > BURST_S:
+            self._too_slow()
+
+    def _too_slow(self) -> None:
+        if self.error is None:
+            self.error = ResourceExhausted(
+                f"the constraint takes more than {1e3 * STEP_S:g} ms of a processor for each token "
+                "to find out what may follow: use one with fewer alternatives for the same text",
+                0.0,
+            )
+
     def _go_to(self, path_tokens: Sequence[int]) -> bool:
-        """Move the matcher behind the committed tokens and ``path_tokens``; False if refused."""
+        """Move the matcher behind the committed tokens and ``path_tokens``; False if refused.
+
+        A constraint with an error stays where it is: another thread may still use its matcher. The
+        matcher gets a token only after the mask of its place: the mask bounds the time of both.
+        """
+        if self.error is not None:
+            return False
         shared = 0
         for ours, theirs in zip(self._ahead, path_tokens, strict=False):
             if ours != theirs:
@@ -95,12 +168,43 @@ class Constraint:
             self._matcher.rollback(len(self._ahead) - shared)
             del self._ahead[shared:]
         for token in path_tokens[shared:]:
-            if self._matcher.try_consume_tokens([token]) != 1:
+            mask = self._mask()
+            if mask is None or not mask[token]:
+                return False
+            if self._timed(self._matcher.try_consume_tokens, [token]) != 1:
                 if self._matcher.is_error():
                     self._fail()
                 return False
             self._ahead.append(token)
         return True
+
+
+@cache
+def _mask_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MASK_THREADS, "paceline-masks")
+
+
+def _within(limit_s: float, work: Callable[[], T]) -> tuple[T, float] | None:
+    """The result of ``work`` and its processor seconds; None if it takes more than ``limit_s``.
+
+    It runs on another thread, which goes on with it after that: nothing can stop llguidance in the
+    middle of a mask, but no other session has to wait for it.
+    """
+    began: list[tuple[int, float]] = []  # the thread's clock, and what it showed
+
+    def timed() -> tuple[T, float]:
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        began.append((clock, time.clock_gettime(clock)))
+        result = work()
+        return result, time.clock_gettime(clock) - began[0][1]
+
+    future = _mask_threads().submit(timed)
+    while True:
+        try:
+            return future.result(_LOOK_S)
+        except TimeoutError:
+            if began and time.clock_gettime(began[0][0]) - began[0][1] > limit_s:
+                return None
 
 
 class ConstraintCompiler:
@@ -115,31 +219,117 @@ class ConstraintCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept
+        self._compiling = threading.Lock()  # one at a time
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: Counter[str] = Counter()  # by tenant
         self._ll_tokenizer: Any = None
-        self._matchers: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self.process: ConstraintProcess | None = None
+        self._matchers: OrderedDict[bytes, Any] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and until when
 
     def compile(self, params: SamplingParams) -> Constraint | None:
         """A new constraint for the parameters; None if they set none.
 
+        May take seconds; a thread that has better things to do uses :meth:`submit`.
+
         Raises:
-            InvalidArgument: the grammar is invalid, the target has no tokenizer, or llguidance is
-                not installed.
+            InvalidArgument: the constraint is invalid or exceeds a bound, the target has no
+                tokenizer, or llguidance is not installed.
         """
-        given = params.constraint
-        if given is None:
+        if params.constraint is None:
             return None
+        kind, text = params.constraint
+        key = _digest(kind, text)
+        found = self._kept(key, kind, text)
+        if found is None:
+            with self._compiling:
+                # Another thread may have compiled the same one.
+                found = self._kept(key, kind, text) or self._new(key, kind, text)
+        return found
+
+    def submit(self, params: SamplingParams, scope: str = "") -> Future[Constraint | None]:
+        """:meth:`compile` on a thread of its own.
+
+        Args:
+            scope: whose constraint it is; "" is unknown.
+
+        Raises:
+            InvalidArgument: as :meth:`compile`, if the constraint has been refused before.
+            ResourceExhausted: too many constraints wait to be compiled.
+        """
+        found = self._known(params)
+        if params.constraint is None or found is not None:
+            done: Future[Constraint | None] = Future()
+            done.set_result(found)
+            return done
         with self._lock:
-            matcher = self._matchers.pop(given, None)
-        if matcher is None:  # outside the lock: compiling may take a second
-            matcher = self._new(*given)
+            of_one = bool(scope) and self._waiting[scope] >= MAX_WAITING_OF_ONE
+            if of_one or self._waiting.total() >= MAX_WAITING:
+                whose = "of one tenant " if of_one else ""
+                raise ResourceExhausted(
+                    f"{self._waiting[scope] if of_one else MAX_WAITING} constraints {whose}wait to "
+                    "be compiled"
+                )
+            self._waiting[scope] += 1
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, "paceline-constraints")
+            future = self._pool.submit(self.compile, params)
+
+        def ended(_: object) -> None:
+            with self._lock:
+                self._waiting[scope] -= 1
+                if not self._waiting[scope]:
+                    del self._waiting[scope]
+
+        future.add_done_callback(ended)
+        return future
+
+    def _known(self, params: SamplingParams) -> Constraint | None:
+        if params.constraint is None:
+            return None
+        kind, text = params.constraint
+        return self._kept(_digest(kind, text), kind, text)
+
+    def _kept(self, key: bytes, kind: str, text: str) -> Constraint | None:
+        """A constraint that has been compiled before.
+
+        Raises:
+            InvalidArgument: it has been refused before.
+        """
         with self._lock:
-            self._matchers[given] = matcher  # last in the dictionary: the most recently used
+            reason, until = self._refused.get(key, ("", 0.0))
+            if until > time.monotonic():
+                raise InvalidArgument(kind, _start(text), reason)
+            matcher = self._matchers.get(key)
+            if matcher is None:
+                return None
+            self._matchers.move_to_end(key)
+            return Constraint(matcher.deep_copy(), self._vocab_size)
+
+    def _new(self, key: bytes, kind: str, text: str) -> Constraint:
+        check_constraint(kind, text)
+        self._prepare(kind, text)
+        assert self.process is not None
+        try:
+            # The helper has compiled it within its budget, and with less stack than this thread's.
+            matcher = new_matcher(self.process.compile(kind, text), self._ll_tokenizer)
+        except Refused as error:
+            with self._lock:
+                self._refused[key] = (str(error), time.monotonic() + _REFUSED_S)
+                if len(self._refused) > _REFUSED:
+                    self._refused.popitem(last=False)
+            raise InvalidArgument(kind, _start(text), str(error)) from None
+        with self._lock:
+            self._matchers[key] = matcher
             if len(self._matchers) > _CACHED:
                 self._matchers.popitem(last=False)
             return Constraint(matcher.deep_copy(), self._vocab_size)
 
-    def _new(self, kind: Any, text: str) -> Any:
+    def _prepare(self, kind: str, text: str) -> None:
+        """Load the tokenizer, here and in the helper."""
+        if self._ll_tokenizer is not None:
+            return
         try:
             import llguidance
         except ImportError:
@@ -147,36 +337,21 @@ class ConstraintCompiler:
                 kind, _start(text), "none: constraints need the package llguidance "
                 "(pip install 'paceline[constraints]')",
             ) from None  # fmt: skip
-        if self._ll_tokenizer is None:
-            self._ll_tokenizer = self._load(llguidance, kind, text)
-        try:
-            if kind == "json_schema" and '"x-guidance"' not in text:
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(text, _JSON_OPTIONS)
-            else:
-                grammar = llguidance.grammar_from(kind, text)
-        except ValueError as error:
-            raise InvalidArgument(kind, _start(text), f"a valid one ({error})") from None
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-            grammar, self._ll_tokenizer
-        )
-        matcher = None if failed else llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
-        if matcher is None or matcher.is_error():
-            reason = messages[0] if matcher is None else matcher.get_error()
-            raise InvalidArgument(kind, _start(text), f"a valid one ({reason.strip()})")
-        return matcher
-
-    def _load(self, llguidance: Any, kind: str, text: str) -> Any:
         source = self._tokenizer.to_json() if self._tokenizer is not None else None
         if source is None:
             raise InvalidArgument(
                 kind, _start(text), "none: constraints need a tokenizer with a tokenizer.json"
             )
         known = self._tokenizer.vocab_size if self._tokenizer is not None else 0
-        return llguidance.LLTokenizer(
-            source,
-            n_vocab=max(self._vocab_size, known),
-            eos_token=self._eos_token_ids or None,
-        )
+        options: dict[str, Any] = {
+            "n_vocab": max(self._vocab_size, known), "eos_token": self._eos_token_ids or None,
+        }  # fmt: skip
+        self.process = ConstraintProcess(source, options)
+        self._ll_tokenizer = llguidance.LLTokenizer(source, **options)
+
+
+def _digest(kind: str, text: str) -> bytes:
+    return hashlib.sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
 
 
 def _start(text: str) -> str:

@@ -125,7 +125,7 @@ class EndedRequest:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the engine started; ``requests`` and ``steps`` only since the last reading.
+    """Totals since the engine started; of ``requests``, ``steps``, ``gaps`` what is new.
 
     Attributes:
         methods: totals by the method that sessions asked for.
@@ -139,6 +139,7 @@ class EngineCounters:
         finished: sessions by finish reason.
         requests: the requests that have ended.
         steps: seconds of each step that computed something.
+        gaps: method, and seconds between two outputs of a request (a round commits one output).
     """
 
     methods: dict[str, MethodCounters] = field(default_factory=dict)
@@ -154,6 +155,7 @@ class EngineCounters:
     finished: Counter[str] = field(default_factory=Counter)
     requests: list[EndedRequest] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
+    gaps: list[tuple[str, float]] = field(default_factory=list)
 
 
 class CounterBook:
@@ -166,12 +168,18 @@ class CounterBook:
         self._methods: dict[str, MethodCounters] = {}
         self._finished: Counter[str] = Counter()
         self._requests: deque[EndedRequest] = deque(maxlen=MAX_KEPT)
+        self._gaps: deque[tuple[str, float]] = deque(maxlen=MAX_KEPT)
 
     def ended(self, session: Session) -> None:
         """Count a session that has ended."""
         self._finished[session.finish_reason or ""] += 1
         self._requests.append(EndedRequest.of(session))
+        self._take_gaps(session)
         self._methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
+
+    def _take_gaps(self, session: Session) -> None:
+        self._gaps.extend((session.method_name, gap) for gap in session.gaps)
+        session.gaps.clear()
 
     def rounds(self, running: Iterable[Session]) -> tuple[int, float]:
         """Number of rounds of all sessions so far, and the seconds that they spent verifying."""
@@ -185,7 +193,7 @@ class CounterBook:
         return total.num_rounds, total.verify_seconds
 
     def take(self, running: list[Session], target: Target | None = None) -> EngineCounters:
-        """The counters, running sessions included; empties ``requests`` and ``steps``.
+        """The counters, running sessions included; empties ``requests``, ``steps``, ``gaps``.
 
         Args:
             target: its KV memory is counted if the target is in this process.
@@ -193,6 +201,7 @@ class CounterBook:
         methods = {name: counters.copy() for name, counters in self._methods.items()}
         for session in running:
             methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
+            self._take_gaps(session)
         result = EngineCounters(
             methods=methods,
             states=Counter(session.state.value for session in running),
@@ -201,6 +210,7 @@ class CounterBook:
             finished=Counter(self._finished),
             requests=list(self._requests),
             steps=list(self.steps),
+            gaps=list(self._gaps),
         )
         from paceline.target import ModelTarget
 
@@ -214,4 +224,5 @@ class CounterBook:
                 result.prefix_evicted = target.prefixes.num_evicted
         self._requests.clear()
         self.steps.clear()
+        self._gaps.clear()
         return result

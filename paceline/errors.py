@@ -5,6 +5,8 @@ The gRPC layer maps these classes to status codes in one table (``rpc/errors.py`
 
 from __future__ import annotations
 
+_MOST_SHOWN = 100
+
 
 class PacelineError(Exception):
     """Base of all errors that Paceline raises on purpose."""
@@ -19,10 +21,19 @@ class InvalidArgument(PacelineError, ValueError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}: got {value!r}, expected {allowed}")
+        super().__init__(f"{field}: got {shown(value)}, expected {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
+
+
+def shown(value: object) -> str:
+    """A value for an error, or what there is of it: writing millions of entries takes seconds."""
+    if isinstance(value, (list, tuple, dict, set)) and len(value) > _MOST_SHOWN:
+        return f"{len(value)} entries"
+    if isinstance(value, (str, bytes)) and len(value) > 10 * _MOST_SHOWN:
+        return f"{value[: 10 * _MOST_SHOWN]!r}..."
+    return repr(value)
 
 
 class ModelNotFound(PacelineError, FileNotFoundError):

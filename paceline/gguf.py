@@ -105,8 +105,9 @@ class GgufTokenizer:
         assert count >= 0, f"{-count} tokens of {len(raw)} bytes"
         return list(tokens[:count])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text = b"".join(self._piece(token) for token in token_ids)
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = not skip_special_tokens
+        text = b"".join(self._piece(token, special) for token in token_ids)
         # SentencePiece puts a space before the first word, too; the text does not have it.
         if text.startswith(b" ") and self._drops_space:
             text = text[1:]
@@ -116,12 +117,12 @@ class GgufTokenizer:
     def _drops_space(self) -> bool:
         return bool(self._lib.llama_vocab_type(self._vocab) == self._lib.LLAMA_VOCAB_TYPE_SPM)
 
-    def _piece(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; none for a special token."""
+    def _piece(self, token_id: int, special: bool = False) -> bytes:
+        """The bytes that a token adds to a text; a special one has some only with ``special``."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            count = self._lib.llama_token_to_piece(self._vocab, token_id, buffer, size, 0, False)
+            count = self._lib.llama_token_to_piece(self._vocab, token_id, buffer, size, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             size = -count

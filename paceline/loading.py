@@ -12,12 +12,12 @@ from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
-from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.errors import InvalidArgument
 from paceline.gguf_folder import is_foreign, model_folder
 from paceline.lengths.base import LengthContext
 from paceline.memory import give_back
 from paceline.methods import DRAFTERS
-from paceline.model_names import resolve_model
+from paceline.model_names import resolve_heads, resolve_model
 from paceline.models import kernels
 from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
@@ -225,8 +225,9 @@ def load_engine(
         target, drafter: folders or names of models (:mod:`paceline.model_names`).
         translate: take a drafter with another tokenizer, too; the method `omnidraft` uses it.
         drafter_device: where the drafter runs; None: where the target does.
-        heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`);
-            default: the folder ``heads`` in the target's, or those that ship for it.
+        heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`),
+            or a published drafter's folder or ``hf:`` name; default: the folder ``heads`` in
+            the target's, or those that ship for it.
         numerics: the target's; see :func:`load_runner`.
 
     Raises:
@@ -258,9 +259,7 @@ def load_engine(
             drafters["draft_model"] = load_drafter(
                 drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
-    if heads and not Path(heads).is_dir():
-        raise ModelNotFound(f"folder of heads {str(heads)!r} does not exist")
-    heads = Path(heads) if heads else heads_folder(target)
+    heads = resolve_heads(heads) if heads else heads_folder(target)
     draft_model = drafters.get("draft_model")
     costs = LoadCosts(
         lambda: profile_key(target, drafter, dtype, pick_device(device), numerics),

@@ -1,9 +1,11 @@
-"""How much memory this process may still take, and whether a model fits into it."""
+"""How much memory this process may still take, whether a model fits into it, and what it took."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -39,6 +41,24 @@ def give_back() -> None:
     """Return freed memory to the kernel; glibc would keep it, after a load tens of megabytes."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def reset_peak_memory() -> None:
+    """Reset the peak, if the system can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Bytes: the peak of this process's resident memory, plus that of its GPU memory."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = 1024 * _numbers(Path("/proc/self/status")).get("VmHWM:", peak // 1024)
+    import torch
+
+    if torch.cuda.is_available():
+        peak += torch.cuda.max_memory_allocated()
+    return peak
 
 
 def _gb(count: int) -> str:

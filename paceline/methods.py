@@ -20,6 +20,7 @@ from paceline.acceptance.tolerance import Tolerance
 from paceline.acceptance.typical import Typical
 from paceline.drafters.aded import ADED
 from paceline.drafters.aggressive import AGGRESSIVE
+from paceline.drafters.auto import AUTO as AUTO_PART
 from paceline.drafters.base import Drafter, DrafterContext, DrafterPart
 from paceline.drafters.combined import COMBINED
 from paceline.drafters.copyspec import COPYSPEC, COPYSPEC_OR_DRAFT_MODEL
@@ -36,9 +37,10 @@ from paceline.drafters.sam import SAM, SAM_OR_TOKEN_RECYCLING
 from paceline.drafters.self_drafter import EARLY_EXIT, FEWER_LAYERS
 from paceline.drafters.staged import STAGED
 from paceline.drafters.stand import STAND
-from paceline.drafters.suffix import SUFFIX, SUFFIX_OR_DRAFT_MODEL
+from paceline.drafters.suffix import SUFFIX, SUFFIX_OR_DRAFT_MODEL, SUFFIX_OR_EAGLE3
 from paceline.knobs import HasKnobs, Knob, Knobs
 from paceline.lengths.adl import ADL
+from paceline.lengths.auto import AUTO
 from paceline.lengths.base import LengthPart
 from paceline.lengths.bass import BASS
 from paceline.lengths.confidence import CONFIDENCE
@@ -54,6 +56,7 @@ from paceline.lengths.specdecpp import SPECDECPP
 from paceline.lengths.tapout import TAPOUT
 from paceline.models.exits import D3_PART, SKIPDECODE, UNIFIED, PolicyPart
 from paceline.shapes.base import BRANCHING, DRAFT_SUPPORT, ShapePart
+from paceline.shapes.confidence import BEST_FIRST
 from paceline.shapes.confidence import CONFIDENCE as CONFIDENCE_TREE
 from paceline.shapes.dyspec import DYSPEC
 from paceline.shapes.iid import IID
@@ -160,6 +163,7 @@ SHAPES: Mapping[str, ShapePart] = {
     "kary": KARY,
     "template": TEMPLATE,
     "confidence": CONFIDENCE_TREE,
+    "best_first": BEST_FIRST,
     "sequoia": ShapePart(
         make=lambda knobs: Template(
             sequoia_paths(
@@ -189,6 +193,7 @@ LENGTHS: Mapping[str, LengthPart] = {
     "pearl": PEARL,
     "del": DEL,
     "tapout": TAPOUT,
+    "auto": AUTO,
 }
 
 # Which layers compute a token, by its place among the generated ones.
@@ -240,6 +245,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "prompt_lookup": PROMPT_LOOKUP,
     "suffix": SUFFIX,
     "suffix_or_draft_model": SUFFIX_OR_DRAFT_MODEL,
+    "suffix_or_eagle3": SUFFIX_OR_EAGLE3,
     "sam": SAM,
     "sam_or_token_recycling": SAM_OR_TOKEN_RECYCLING,
     "copyspec": COPYSPEC,
@@ -260,6 +266,8 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "hydra_pp": _with_head("hydra_pp"),
     "eagle": _with_head("eagle"),
     "eagle3": _with_head("eagle3"),
+    "dflash": _with_head("dflash"),
+    "dspark": _with_head("dspark"),
     "chimera": _with_head("chimera"),
     "fspad": _with_head("fspad"),
     "falcon": _with_head("falcon"),
@@ -273,6 +281,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "rasd": RASD,
     "s2d": S2D_PART,
     "combined": COMBINED,
+    "auto": AUTO_PART,
     # Wraps a draft model with the target's tokenizer; the caller gives the engine any other.
     "omnidraft": DrafterPart(make=_omnidraft),
 }
@@ -317,6 +326,16 @@ def _collect(knobs: Iterable[Knob[Any]]) -> Mapping[str, Knob[Any]]:
             )
     return found
 
+
+AUTO_CHOICES = (
+    ("predicted_outputs",),
+    ("suffix_decoding",),
+    ("copyspec",),
+    ("prompt_lookup",),
+    ("eagle3", "eagle"),
+    ("draft_model",),
+)
+"""Methods among whose drafters ``auto`` chooses: of each group, the first that can draft here."""
 
 KNOBS: Mapping[str, Knob[Any]] = _collect(_all_knobs())
 """The knobs of all parts; those that every method has are fields of :class:`Knobs`."""
@@ -518,6 +537,19 @@ METHODS: Mapping[str, Method] = {
             length="goodput",
             defaults={"num_speculative_tokens": 24},
             uses=("draft_model",),
+        ),
+        Method(
+            name="suffix_decoding_eagle3",
+            paper="Oliaro et al.: SuffixDecoding, 2024, arXiv 2411.04975",
+            summary="Suffix decoding where its match promises much, else EAGLE-3's chain.",
+            drafter="suffix_or_eagle3",
+            shape="chain",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 16},
+            needs=frozenset({Need.LAYER_STATES}),
+            uses=("eagle3",),
+            head="eagle3",
         ),
         Method(
             name="sam_decoding",
@@ -746,6 +778,17 @@ METHODS: Mapping[str, Method] = {
             uses=("prompt_lookup", "draft_model"),
         ),
         Method(
+            name="auto",
+            paper="Paceline: the best drafter and length for each round, after Liu et al.: Not a "
+            "Bandit: Provably No-Regret Drafter Selection, 2025, arXiv 2510.20064",
+            summary="Chooses among the drafters that are loaded, and AR, in every round.",
+            drafter="auto",
+            shape="chain",
+            acceptance="coupled",
+            length="auto",
+            defaults={"num_speculative_tokens": 16, "min_match": 6},
+        ),
+        Method(
             name="layer_skip",
             paper="Elhoushi et al.: LayerSkip, 2024, arXiv 2404.16710",
             summary="The target's first layers draft a chain; verification continues from them.",
@@ -945,6 +988,42 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 5},
             needs=frozenset({Need.LAYER_STATES}),
             head="eagle3",
+        ),
+        Method(
+            name="dflash",
+            paper="Chen et al.: DFlash, 2026, arXiv 2602.06036",
+            summary="A diffusion model over the target's layers drafts a block in one pass.",
+            drafter="dflash",
+            shape="chain",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 15},
+            needs=frozenset({Need.LAYER_STATES}),
+            head="dflash",
+        ),
+        Method(
+            name="ddtree",
+            paper="Ringel, Romano: DDTree, 2026, arXiv 2604.12989",
+            summary="DFlash's block drafts the tree of its most probable paths.",
+            drafter="dflash",
+            shape="best_first",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 15, "node_budget": 24},
+            needs=frozenset({Need.LAYER_STATES}),
+            head="dflash",
+        ),
+        Method(
+            name="dspark",
+            paper="Cheng et al.: DSpark, 2026, arXiv 2607.05147",
+            summary="DFlash's block, whose tokens depend on the one before; ends when unsure.",
+            drafter="dspark",
+            shape="chain",
+            acceptance="coupled",
+            length="confidence",
+            defaults={"num_speculative_tokens": 7},
+            needs=frozenset({Need.LAYER_STATES}),
+            head="dspark",
         ),
         Method(
             name="fspad",

@@ -13,13 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import gguf_folder
 from paceline.errors import ModelNotFound, PacelineError
 from paceline.gguf_folder import folder_of, is_gguf
 from paceline.model_names import DEMO_MODELS, PACKAGED_MODELS, SHIPPED_HEADS
+from paceline.models.layouts import read_config
 from paceline.tokenizer import vocabulary_fingerprint
+
+if TYPE_CHECKING:
+    from paceline.models.heads.published import Published
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _LANGUAGE_MODEL = re.compile("CausalLM|LMHead|ConditionalGeneration")
@@ -40,6 +44,8 @@ class ModelEntry:
         drafters: names of smaller models with the same tokenizer.
         heads: kinds of the trained heads that are there for it and have its sizes.
         problem: why it cannot be used and what to do; empty if it can.
+        fits: of a published drafter, names of the targets that have its sizes.
+        misfits: of a published drafter, the other targets, with the reason.
     """
 
     name: str
@@ -53,12 +59,15 @@ class ModelEntry:
     drafters: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     problem: str = ""
+    fits: tuple[str, ...] = ()
+    misfits: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         path = None if self.path is None else str(self.path)
-        return {**fields, "path": path, "drafters": list(self.drafters), "heads": list(self.heads)}
+        names = ("drafters", "heads", "fits", "misfits")
+        return {**fields, "path": path, **{name: list(getattr(self, name)) for name in names}}
 
 
 def list_models(folder: Path | None = None) -> list[ModelEntry]:
@@ -76,8 +85,13 @@ def list_models(folder: Path | None = None) -> list[ModelEntry]:
     if folder is not None:
         if not folder.is_dir():
             raise ModelNotFound(f"folder {str(folder)!r} does not exist")
-        inside = sorted(path for path in folder.iterdir() if is_gguf(path) or _is_model(path))
+        from paceline.models.heads.published import published_in
+
+        published = list(published_in(folder))
+        others = set(folder.iterdir()) - {drafter.folder for drafter in published}
+        inside = sorted(path for path in others if is_gguf(path) or _is_model(path))
         found += [_entry(str(path), path) for path in inside]
+        found += [_published_entry(drafter, found) for drafter in published]
     return [replace(entry, drafters=_drafters_of(entry, found)) for entry in found]
 
 
@@ -93,11 +107,12 @@ def _drafters_of(target: ModelEntry, models: list[ModelEntry]) -> tuple[str, ...
 
 def _hub_cache() -> Iterator[tuple[str, Path]]:
     """Names and folders of language models in the cache of the hub's client."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        # Its own default is what the constant was when its module was first imported.
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
@@ -134,6 +149,31 @@ def _entry(name: str, path: Path) -> ModelEntry:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, struct.error) as error:
         reason = f"its files are damaged: {type(error).__name__}: {error}"
         return ModelEntry(name=name, path=path, problem=reason)
+
+
+def _published_entry(drafter: Published, models: list[ModelEntry]) -> ModelEntry:
+    """A published drafter, and which of the models that are here it drafts for."""
+    from paceline.models.heads.published import problem_with
+
+    fits, misfits = [], []
+    for model in models:
+        if model.path is None or model.problem or not model.num_parameters:
+            continue
+        folder = folder_of(model.path) if is_gguf(model.path) else model.path
+        reason = problem_with(drafter, read_config(folder))
+        if reason:
+            misfits.append(f"{model.name}: {reason}")
+        else:
+            fits.append(model.name)
+    files = [file for file in drafter.folder.iterdir() if file.is_file()]
+    return ModelEntry(
+        name=str(drafter.folder),
+        path=drafter.folder,
+        model_type=f"{drafter.kind} head",
+        num_bytes=sum(file.stat().st_size for file in files),
+        fits=tuple(fits),
+        misfits=tuple(misfits),
+    )
 
 
 def _gguf_entry(name: str, file: Path) -> ModelEntry:

@@ -42,8 +42,9 @@ _TIMEOUT_S = 5.0
 """After this time without an answer, the hub counts as unreachable."""
 _CHUNK = 1 << 20
 
-_LIGHT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # configuration and tokenizer
-_WEIGHTS = "*.safetensors"
+LIGHT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+"""Names of files with a model's configuration and tokenizer."""
+WEIGHTS = "*.safetensors"
 # Subfolders hold other formats (onnx, original); consolidated files repeat the weights.
 _UNUSED_FILES = ["*/*", "consolidated*"]
 
@@ -111,7 +112,7 @@ class HubName:
 _PART = r"[A-Za-z0-9_][\w.-]*"
 
 
-def _hub_name(name: str) -> HubName | None:
+def parse_hub_name(name: str) -> HubName | None:
     """``name`` parsed as ``hf:...`` or ``ORG/NAME``; None if it has neither form."""
     organisation = f"(?:{_PART}/)?" if name.startswith("hf:") else f"{_PART}/"
     match = re.fullmatch(f"(?:hf:)?({organisation}{_PART})(?:@([^@\\s]+))?", name)
@@ -139,7 +140,7 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
         if name in PACKAGED_MODELS:
             return _find_packaged(name)
         if name.startswith("hf:"):
-            hub = _hub_name(name)
+            hub = parse_hub_name(name)
             if hub is None:
                 raise ModelNotFound(f"model {name!r}: expected hf:ORG/NAME or hf:ORG/NAME@REVISION")
             return _from_hub(hub, weights)
@@ -151,7 +152,7 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
             raise ModelNotFound(f"{text!r} is a file, and neither a model folder nor a GGUF file")
         return path
     if isinstance(name, str):
-        hub = _hub_name(name)
+        hub = parse_hub_name(name)
         if hub is not None:
             try:
                 return _from_hub(hub, weights)
@@ -161,6 +162,20 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
             raise ModelNotFound(_unknown(name))
     kind = "GGUF file" if is_gguf(path) else "model folder"
     raise ModelNotFound(f"{kind} {text!r} does not exist")
+
+
+def resolve_heads(name: str | Path) -> Path:
+    """A folder of heads, or of one published drafter: a path, or ``hf:ORG/NAME`` from the hub.
+
+    Raises:
+        ModelNotFound: there is no such folder, here or on the hub.
+    """
+    if str(name).startswith("hf:"):
+        return resolve_model(str(name))
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise ModelNotFound(f"folder of heads {str(name)!r} does not exist")
+    return folder
 
 
 def _unknown(name: str) -> str:
@@ -187,7 +202,7 @@ def pin_model(name: str | Path, *, here: bool = True) -> str:
     path = Path(name).expanduser()
     known = isinstance(name, str) and name in KNOWN_NAMES
     local = isinstance(name, Path) or (not str(name).startswith("hf:") and path.exists())
-    hub = None if known or local else _hub_name(str(name))
+    hub = None if known or local else parse_hub_name(str(name))
     if not here:
         return str(name) if known else f"hf:{hub}" if hub else str(path.resolve())
     found = resolve_model(name, weights=False)
@@ -302,7 +317,7 @@ def _from_hub(name: HubName, weights: bool) -> Path:
         raise
     # The hub's client has other errors from version to version.
     except Exception as error:
-        raise ModelNotFound(_hub_problem(name, error)) from error
+        raise ModelNotFound(hub_problem(name, error)) from error
 
 
 def _snapshot(name: HubName, weights: bool) -> Path:
@@ -310,7 +325,7 @@ def _snapshot(name: HubName, weights: bool) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
 
     options: dict[str, Any] = {
-        "allow_patterns": [*_LIGHT_FILES, _WEIGHTS] if weights else _LIGHT_FILES,
+        "allow_patterns": [*LIGHT_FILES, WEIGHTS] if weights else LIGHT_FILES,
         "ignore_patterns": _UNUSED_FILES,
         "library_name": "paceline",
     }
@@ -344,7 +359,8 @@ def _snapshot(name: HubName, weights: bool) -> Path:
     return folder
 
 
-def _hub_problem(name: HubName, error: Exception) -> str:
+def hub_problem(name: HubName, error: Exception) -> str:
+    """What an error of the hub's client means, and what to do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -382,6 +398,6 @@ def _has_weights(folder: Path) -> bool:
     """Whether there are safetensors files, and all that the index names if there is one."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return any(folder.glob(_WEIGHTS))
+        return any(folder.glob(WEIGHTS))
     names = set(json.loads(index.read_text())["weight_map"].values())
     return all((folder / name).is_file() for name in names)

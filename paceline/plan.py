@@ -261,18 +261,19 @@ def _check_rule(
 def _parts(
     method: Method, given: Mapping[str, Any], catalogue: Mapping[str, Method]
 ) -> tuple[Method, ...]:
-    """The methods of the drafters that a method merges; () for a method without the knob."""
+    """The methods of the drafters that a method consists of; () for a method without the knob."""
     defaults = method.knob_defaults
     if "drafters" not in defaults:
         return ()
-    names = tuple(given.get("drafters", defaults["drafters"]))
+    names = tuple(given.get("drafters") or defaults["drafters"] or ())
+    takes_heads = DRAFTER_PARTS[method.drafter].passes_on
     by_drafter: dict[str, Method] = {}
     for each in catalogue.values():  # a drafter's first method says which knobs it has
-        # A head reads the states of its own draft, so it cannot be part of another one.
+        # A head reads the states of its own draft, so it cannot be part of a merged one.
         if (
             each.drafter not in ("none", "client")
             and "drafters" not in each.knob_defaults
-            and not each.head
+            and (not each.makes_trees if takes_heads else not each.head)
         ):
             by_drafter.setdefault(each.drafter, each)
     for i, name in enumerate(names):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.config import SpeculationConfig
+from paceline.constraints import Constraint
 from paceline.sampling import SamplingParams
 
 
@@ -24,6 +25,7 @@ class Request:
         prediction: token ids of the expected output, for methods that draft them.
         committed: the output's first token ids, which another engine has committed; events report
             only the tokens after them.
+        constraint: the constraint of ``params``, if the engine's compiler has made it already.
     """
 
     prompt_ids: Sequence[int]
@@ -34,3 +36,4 @@ class Request:
     cache_scope: str = ""
     prediction: Sequence[int] = ()
     committed: Sequence[int] = ()
+    constraint: Constraint | None = None

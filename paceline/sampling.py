@@ -18,7 +18,7 @@ computed beside it, and uses operations that give the same bits on every process
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline import exact_math
+from paceline import bounds, exact_math
 from paceline.errors import InvalidArgument
 from paceline.exact_math import in_chunks, log64, log_of, log_of_normal, weights64
 
@@ -38,8 +38,11 @@ Probs = npt.NDArray[np.float64]  # [vocab_size]
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
-MAX_CONSTRAINT = 65_536
 CONSTRAINTS = ("json_schema", "regex", "grammar")
+
+
+_TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
 class Salt:
@@ -82,13 +85,21 @@ class SamplingParams:
             already has the token, in [-2, 2]; a negative penalty raises the logit.
         presence_penalty: subtracted once if the output already has the token, in [-2, 2].
         logit_bias: token id -> number to add to its logit.
+        allowed_token_ids: only these tokens may be generated; empty: all. Not beside a constraint.
+        min_tokens: before this many generated tokens, end-of-sequence and stop tokens are never
+            chosen, unless a constraint allows nothing else, and stop strings are not looked for.
         stop: strings that end the generation; the text ends before the first of them.
         stop_token_ids: tokens that end the generation; the token itself stays in the ids.
         seed: seed for the noise of coupled sampling; equal seeds give equal tokens.
         max_tokens: most tokens to generate.
         ignore_eos: continue after the model's end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text, where stop strings are looked
+            for.
+        include_stop_str_in_output: the text keeps the stop string, or the text of the token, that
+            ended the generation.
         logprobs: also return the log-probability of each token and those of this many most likely
             tokens, from the target's logits before any of the parameters above; None: return none.
+        prompt_logprobs: the same for the prompt's tokens; the first one has no log-probability.
         json_schema, regex, grammar: at most one of them, which the output must match: a JSON
             schema, a regular expression, or a grammar in Lark's or GBNF's notation
             (:mod:`paceline.constraints`). The generation ends when nothing may follow.
@@ -107,7 +118,12 @@ class SamplingParams:
     seed: int = 0
     max_tokens: int = 128
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -127,33 +143,48 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         _is("stop", self.stop, (list, tuple), "a string or a list of strings")
-        _is("stop_token_ids", self.stop_token_ids, (list, tuple), "a list of token ids")
         _is("logit_bias", self.logit_bias, (Mapping,), "a mapping from token ids to numbers")
-        _is("ignore_eos", self.ignore_eos, (bool,), "true or false")
+        for name in _FLAGS:
+            _is(name, getattr(self, name), (bool,), "true or false")
+        for name in _TOKEN_LISTS:
+            _is(name, getattr(self, name), (list, tuple), "a list of token ids")
+        bounds.STOP_STRINGS.check(len(self.stop))
+        bounds.STOP_TOKEN_IDS.check(len(self.stop_token_ids))
+        bounds.ALLOWED_TOKEN_IDS.check(len(self.allowed_token_ids))
+        bounds.LOGIT_BIASES.check(len(self.logit_bias))
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in _TOKEN_LISTS:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            for token in getattr(self, name):
+                _integer(name, token, 0, 2**31 - 1, "token ids >= 0")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", text, "non-empty strings")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1, "token ids >= 0")
+        # A character is at least a byte and at most four: do not encode what is too long anyway.
+        bounds.STOP_BYTES.check(sum(map(len, self.stop)))
+        bounds.STOP_BYTES.check(sum(len(text.encode("utf-8", "replace")) for text in self.stop))
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1, "token ids >= 0 as keys")
             _finite(f"logit_bias[{token}]", bias, -1e6, 1e6, "a finite number in [-1e6, 1e6]")
 
-        if self.logprobs is not None:
-            allowed = f"an integer in [0, {MAX_LOGPROBS}]"
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, allowed)
+        allowed = f"an integer in [0, {self.max_tokens}], at most max_tokens"
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                allowed = f"an integer in [0, {MAX_LOGPROBS}]"
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS, allowed)
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         for name in given:
             text = getattr(self, name)
             _is(name, text, (str,), "a text")
-            if not 0 < len(text) <= MAX_CONSTRAINT:
-                size = f"{len(text)} characters"
-                raise InvalidArgument(name, size, f"1 to {MAX_CONSTRAINT} characters")
+            if not text:
+                raise InvalidArgument(name, text, "at least one character")
+            bounds.CONSTRAINT_BYTES.check(len(text), name)
         if len(given) > 1:
             raise InvalidArgument(given[1], "set", f"nothing beside {given[0]}")
+        if given and self.allowed_token_ids:
+            raise InvalidArgument("allowed_token_ids", "set", f"nothing beside {given[0]}")
 
     @property
     def constraint(self) -> tuple[str, str] | None:
@@ -162,25 +193,31 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidArgument when a token id of these parameters is not in the vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            for token in ids:
+        for name in ("logit_bias", *_TOKEN_LISTS):
+            for token in getattr(self, name):
                 if token >= vocab_size:
                     raise InvalidArgument(name, token, f"token ids in [0, {vocab_size})")
 
     @property
     def depends_on_history(self) -> bool:
         """True if processing a row of logits needs the tokens before it."""
-        return self.repetition_penalty != 1.0 or self.penalizes_output
+        return self.repetition_penalty != 1.0 or self.counts_output
+
+    @property
+    def counts_output(self) -> bool:
+        """True if processing a row of logits needs to know where the output begins."""
+        return self.penalizes_output or self.min_tokens > 0
 
     @property
     def penalizes_output(self) -> bool:
-        """True if processing a row of logits needs to know where the output begins."""
+        """True if processing a row of logits needs the tokens of the output."""
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def is_plain_argmax(self) -> bool:
         """True if each token is the argmax of the raw logits."""
-        plain = not self.logit_bias and not self.depends_on_history and self.constraint is None
+        limited = self.allowed_token_ids or self.constraint is not None
+        plain = not self.logit_bias and not self.depends_on_history and not limited
         return self.temperature == 0 and plain
 
     @property
@@ -199,17 +236,25 @@ class SamplingParams:
 
 
 def process_logits(
-    logits: Row, params: SamplingParams, history: list[int], prompt_length: int = 0
+    logits: Row,
+    params: SamplingParams,
+    history: list[int],
+    prompt_length: int = 0,
+    stop_ids: Iterable[int] = (),
 ) -> Row:
-    """Apply penalties and bias, which can change the argmax.  # [vocab_size] float32
+    """Apply what can change the argmax: penalties, bias, forbidden tokens.
+
+    # [vocab_size] float32
 
     Args:
         logits: raw logits of one position; not modified.
         params: the request's parameters.
         history: every token before this position, prompt included.
         prompt_length: how many tokens of ``history`` are the prompt.
+        stop_ids: the tokens that end the generation, which ``min_tokens`` forbids at first.
     """
-    if not params.depends_on_history and not params.logit_bias:
+    changed = params.logit_bias or params.allowed_token_ids
+    if not params.depends_on_history and not changed:
         return logits
     logits = logits.copy()
     if params.repetition_penalty != 1.0:
@@ -224,16 +269,34 @@ def process_logits(
         logits[used] -= penalties.astype(np.float32)
     for token, bias in params.logit_bias.items():
         logits[token] += np.float32(bias)
+    if params.allowed_token_ids:
+        allowed = _ids(params.allowed_token_ids)
+        values = logits[allowed]
+        logits.fill(-np.inf)
+        logits[allowed] = values
+    if len(history) - prompt_length < params.min_tokens:
+        logits[np.fromiter(stop_ids, np.int64)] = -np.inf
     return logits
+
+
+@lru_cache(maxsize=64)
+def _ids(token_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.asarray(token_ids, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of a token, and the most likely tokens at its position, best first."""
+    """The log-probability of a token, and the most likely tokens at its position, best first.
+
+    Attributes:
+        logprob: None for the first token of a prompt, before which there is nothing.
+        rank: how many tokens are at least as likely at its position, itself included; 0: not known.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
@@ -252,7 +315,8 @@ def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
         best = _at_least_kth(scores, min(count, len(scores)))
         best = best[np.argsort(-scores[best], kind="stable")][:count]
         top = tuple((int(t), float(scores[t])) for t in best)
-    return TokenLogprobs(token_id, float(scores[token_id]), top)
+    own = scores[token_id]
+    return TokenLogprobs(token_id, float(own), top, int(np.count_nonzero(scores >= own)))
 
 
 def scaled_scores(logits: Row, params: SamplingParams) -> Probs:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import depth_ahead
-from paceline.sampling import SamplingParams
+from paceline.sampling import SamplingParams, TokenLogprobs, token_logprobs
 from paceline.tokenizer import IncrementalDecoder
 from paceline.tree import height
 from paceline.types import DepthPolicy, Draws, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.constraints import Constraint
     from paceline.knobs import Knobs
     from paceline.lengths.base import LengthContext, LengthController
@@ -33,6 +36,10 @@ class SessionState(enum.Enum):
     READY = "ready"  # the next step can verify a draft
     VERIFYING = "verifying"
     FINISHED = "finished"
+
+
+MAX_GAPS = 1024
+"""How many gaps between outputs a session keeps until they are read."""
 
 
 @dataclass(slots=True)
@@ -128,10 +135,14 @@ class Session:
         plan: how drafts are made, accepted and sized for this session.
         prediction: tokens that the client expects as the output.
         constraint: the output's constraint, advanced past the committed tokens.
+        stop_ids: the tokens that end the generation.
+        prompt_logprobs: of the prompt tokens that are read, if the request wants them.
         method_name: the method that the session began with; losing the drafter changes the plan.
         traceparent: W3C trace context for a drafter in another process; "" is none.
         cache_scope: the session uses cached entries only of sessions with the same scope.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
+        stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
+            something else did.
     """
 
     def __init__(
@@ -161,19 +172,34 @@ class Session:
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()
+        # Seconds between outputs, until CounterBook takes them, which not every process does.
+        self.gaps: deque[float] = deque(maxlen=MAX_GAPS)
+        self._output_at: float | None = None
         self.finish_reason: str | None = None
+        self.stop_cause: int | str | None = None
         self.error: Exception | None = None  # why finish_reason is "error"
         limit = self.prompt_length + params.max_tokens
         self.max_length = limit if max_length is None else min(limit, max_length)
-        self._stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            self._stop_ids.update(eos_token_ids)
-        self._decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
+        eos = () if params.ignore_eos else eos_token_ids
+        self.stop_ids = frozenset((*params.stop_token_ids, *eos))
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None))
+        self._decoder = None
+        if tokenizer is not None:
+            self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens)
         self._text = ""
         self._longest_stop = max((len(s) for s in params.stop), default=0)
 
     def __repr__(self) -> str:
         return f"Session({self.session_id}, {self.length} tokens, {self.state.value})"
+
+    def note_output(self) -> None:
+        """Note the time of an output, which ends a gap after the one before."""
+        now = time.perf_counter()
+        if self._output_at is not None:
+            self.gaps.append(now - self._output_at)
+        self._output_at = now
 
     @property
     def length(self) -> int:
@@ -243,7 +269,22 @@ class Session:
 
     def stops_at(self, token: int) -> bool:
         """Whether this token would end the generation."""
-        return token in self._stop_ids
+        return token in self.stop_ids
+
+    def read_prompt(self, end: int, logits: torch.Tensor) -> None:
+        """Note the log-probabilities of prompt tokens, if the request wants them.
+
+        Args:
+            end: number of tokens whose KV entries exist now; the rows of ``logits`` are of the last
+                of them.  # [num_rows, vocab_size]
+        """
+        count, known = self.params.prompt_logprobs, self.prompt_logprobs
+        if count is None:
+            return
+        for place, row in enumerate(logits, end - len(logits) + 1):
+            if len(known) == place < self.prompt_length:  # else read before, or output
+                values = row.float().cpu().numpy()
+                known.append(token_logprobs(values, self.token_ids[place], count))
 
     def commit(self, token_ids: Iterable[int]) -> tuple[int, ...]:
         """Append tokens one by one, as AR would, up to the first stop condition.
@@ -304,6 +345,10 @@ class Session:
 
         self.plan = AR_PLAN
         self.length_controller = AR_PLAN.new_length_controller()
+        self.miss_draft()
+
+    def miss_draft(self) -> None:
+        """Record that a round goes without a draft because the drafter failed."""
         self.stats.drafter_failures += 1
         self.stats.drafter_lost = True
 
@@ -320,19 +365,21 @@ class Session:
         if self.constraint is not None and self.constraint.error is not None:
             self.error = self.constraint.error
             return "error"
-        if token in self._stop_ids:
+        keeps_stop = self.params.include_stop_str_in_output
+        if token in self.stop_ids:
+            self.stop_cause = token if token in self.params.stop_token_ids else None
             if self._decoder is not None:
+                self._text += self._decoder.push(token) if keeps_stop else ""
                 self._text += self._decoder.flush()
             return "stop"
         if self._decoder is not None:
             piece = self._decoder.push(token)
             if piece:
-                start = max(0, len(self._text) - self._longest_stop)
+                known = len(self._text)
                 self._text += piece
-                places = [self._text.find(s, start) for s in self.params.stop]
-                found = [place for place in places if place >= 0]
-                if found:
-                    self._text = self._text[: min(found)]
+                cut = self._stop_string_from(known)
+                if cut is not None:
+                    self._text = self._text[:cut]
                     return "stop"
         if self.constraint is not None and self.constraint.complete:
             if self._decoder is not None:
@@ -341,3 +388,19 @@ class Session:
         if self.length >= self.max_length:
             return "length"
         return None
+
+    def _stop_string_from(self, known: int) -> int | None:
+        """Where the text ends because of a stop string; None: there is none.
+
+        Args:
+            known: number of characters in which there is none.
+        """
+        if self.length - self.prompt_length <= self.params.min_tokens:
+            return None
+        places = ((self._text.find(s, max(0, known - len(s) + 1)), s) for s in self.params.stop)
+        found = [(place, stop) for place, stop in places if place >= 0]
+        if not found:
+            return None
+        place, stop = min(found)
+        self.stop_cause = stop
+        return place + len(stop) * self.params.include_stop_str_in_output

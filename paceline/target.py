@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -74,6 +74,10 @@ def _shareable(session: SessionView) -> bool:
     return session.target_depth is None
 
 
+def _scores_prompt(session: SessionView) -> bool:
+    return session.params.prompt_logprobs is not None
+
+
 class ModelTarget:
     """Verifies drafts with one packed forward for all sessions of a step.
 
@@ -138,8 +142,9 @@ class ModelTarget:
     def open(self, session: SessionView) -> None:
         """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
         sequence = self._sequences[session.session_id] = self.runner.new_sequence()
-        # A drafter that reads the target's states for the prompt must see them for all of it.
-        if self.prefixes is not None and _shareable(session) and not session.needs & _STATES:
+        # What reads the target's states or logits for the prompt must see them for all of it.
+        whole = session.needs & _STATES or _scores_prompt(session)
+        if self.prefixes is not None and _shareable(session) and not whole:
             assert isinstance(self.runner, LlamaRunner)
             self.runner.adopt(sequence, session.token_ids[:-1], session.cache_scope)
 
@@ -191,14 +196,16 @@ class ModelTarget:
                 :class:`paceline.drafters.base.PseudoDrafter`).
 
         Returns:
-            One verification for each session, then one for each entry of ``prefill``: without
-            logits, with the extras of its prompt tokens.
+            One verification for each session, then one for each entry of ``prefill``, with the
+            extras of its prompt tokens, and their logits if the request asks for the prompt's
+            log-probabilities.
         """
         segments = []
         for session, count in prefill:
             sequence = self._sequences[session.session_id]
             chunk = session.token_ids[sequence.length : sequence.length + count]
-            segments.append(Segment(sequence, np.asarray(chunk, np.int64), logits="none"))
+            scored: Literal["all", "none"] = "all" if _scores_prompt(session) else "none"
+            segments.append(Segment(sequence, np.asarray(chunk, np.int64), logits=scored))
         orders: list[list[int] | None] = []
         guesses = pseudo or [None] * len(sessions)
         for session, draft, guess in zip(sessions, drafts, guesses, strict=True):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from paceline.errors import ModelNotFound, TokenizerMismatch
 from paceline.gguf import GgufTokenizer
 from paceline.gguf_folder import is_foreign, model_folder
 from paceline.model_names import resolve_model
+
+_LONG_TEXT = 2000  # characters
 
 
 class Tokenizer(Protocol):
@@ -29,7 +31,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def vocabulary(self) -> dict[str, int]: ...
 
@@ -53,10 +55,13 @@ class _FastTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > _LONG_TEXT:  # a batch lets other threads run in the meantime
+            encoded = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            return list(encoded[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
@@ -85,8 +90,8 @@ class _AutoTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
@@ -244,8 +249,8 @@ class IncrementalDecoder:
 
     _KEPT, _LONGEST = 6, 24  # tokens of context after it was cut, and before
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self.reset()
 
     def reset(self) -> None:
@@ -256,14 +261,14 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; may be empty."""
         self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode(self._ids)
         if text.endswith("\ufffd") or len(text) <= len(self._known):
             return ""
         return self._advance(text)
 
     def flush(self) -> str:
         """The text still held back, with replacement characters where bytes are missing."""
-        return self._advance(self._tokenizer.decode(self._ids))
+        return self._advance(self._decode(self._ids))
 
     def _advance(self, text: str) -> str:
         piece = text[len(self._known) :]
@@ -271,5 +276,5 @@ class IncrementalDecoder:
         if len(self._ids) > self._LONGEST:
             # The first token of a context may decode differently, so decode it again.
             self._ids = self._ids[-self._KEPT :]
-            self._known = self._tokenizer.decode(self._ids)
+            self._known = self._decode(self._ids)
         return piece

@@ -59,7 +59,8 @@ class Transcript:
             InvalidArgument: the file cannot be written.
         """
         sampling = asdict(self.params)
-        del sampling["logprobs"]  # does not influence the tokens
+        for name in ("logprobs", "prompt_logprobs"):  # do not influence the tokens
+            del sampling[name]
         values = {
             "format": FORMAT,
             "model": self.model,

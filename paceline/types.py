@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -291,18 +291,72 @@ class ShadowDraft:
             self.draft = future.result()
 
 
+class Pick(NamedTuple):
+    """What a round verifies: a draft of this depth by this drafter; None: no draft.
+
+    Attributes:
+        probe: another drafter that drafts beside it, unverified, to be judged by what is committed.
+    """
+
+    drafter: str | None
+    depth: int
+    probe: tuple[str, int] | None = None
+
+
+class Asked(NamedTuple):
+    """What a drafter was asked for: a draft of ``depth`` tokens after ``length`` committed ones."""
+
+    length: int
+    depth: int
+
+
+class Portfolio(Protocol):
+    """One session's choice among several drafters, round by round (method ``auto``)."""
+
+    def asks(self, drafter: str) -> int:
+        """Depth of the draft to ask a quick drafter for; 0: none in this round."""
+        ...
+
+    def found(self, drafter: str, draft: Draft, seconds: float) -> None:
+        """Take a quick drafter's draft, and what it cost."""
+        ...
+
+    def pick(self, drafters: Sequence[str]) -> Pick:
+        """Choose among the drafts found and what each of ``drafters`` would draft."""
+        ...
+
+    def drafted(self, drafter: str, draft: Draft, seconds: float, asked: Asked) -> int:
+        """Take the draft of a drafter, and what it cost: 0 if another session has counted that.
+
+        It may be that of an earlier round.
+
+        Returns:
+            How many looked-up tokens may follow it.
+        """
+        ...
+
+    def extended(self, draft: Draft, behind: list[int]) -> int:
+        """How many of the looked-up tokens after a draft to verify."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """How much to draft in a round. Depth 0 means plain AR for that round.
 
     Attributes:
         shadow: (at depth 0) a draft to make beside the round.
+        portfolio: chooses among the drafters of method ``auto``, within depth and nodes.
+        patience_s: seconds to wait for a draft of another process, before the round begins without
+            one; None: as long as the drafter takes or until it fails.
     """
 
     depth: int
     nodes: int
     exit_layer: int | None = None
     shadow: ShadowDraft | None = None
+    portfolio: Portfolio | None = None
+    patience_s: float | None = None
 
     @property
     def asked(self) -> Budget:
@@ -334,12 +388,15 @@ class DraftStep:
             argmax unless it was drawn from q.  # [k]
         hidden: the draft model's last hidden state that gave ``scores``, where
             the controller asks for it with ``wants_hidden``.  # [hidden_size] or None
+        acceptance: the drafter's own estimate, where it makes one, of how likely the target accepts
+            the token.
     """
 
     depth: int
     token_id: int
     scores: npt.NDArray[np.floating[Any]]
     hidden: torch.Tensor | None = None
+    acceptance: float | None = None
 
 
 class StopRule(ABC):

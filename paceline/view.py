@@ -107,6 +107,11 @@ class SessionView(TokensView, Protocol):
         """What all of its drafters together need from the target."""
         ...
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end the generation."""
+        ...
+
     def stops_at(self, token: int) -> bool:
         """Whether this token would end the generation."""
         ...

@@ -11,7 +11,8 @@ import asyncio
 import inspect
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +23,21 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from paceline.config import MAX_NODES
-from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
+from paceline.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    SessionNotFound,
+)
 from paceline.rpc.audit import Audit
-from paceline.rpc.errors import EpochFenced, PermissionDenied, Unauthenticated, entry_of, shape_of
+from paceline.rpc.errors import (
+    EpochFenced,
+    PermissionDenied,
+    PoisonRequest,
+    Unauthenticated,
+    entry_of,
+    shape_of,
+)
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
 from paceline.rpc.streams import within
 from paceline.rpc.tenants import Quotas, Tenant, Tenants, digest_of
@@ -37,6 +50,8 @@ REFUSALS_PER_SECOND = 50.0
 """Refusals (and answers without a token) that one tenant, or one host, gets without a wait."""
 
 LONGEST_PAUSE_S = 5.0
+MAX_PUBLIC_CALLS = 64
+"""Calls without a token, as those of the health service, that one host may have open."""
 _MAX_HOSTS = 4096  # whose refusals a gate remembers
 
 
@@ -125,6 +140,8 @@ class _Account:
     def __init__(self, who: str, quotas: Quotas) -> None:
         self.who = who
         self.num_sessions = 0
+        self.num_opens = 0
+        self.num_tokens = 0
         self.set(quotas)
 
     def set(self, quotas: Quotas) -> None:
@@ -145,6 +162,7 @@ class _Account:
 
     def count_open(self, session: bool) -> None:
         self.num_sessions += session
+        self.num_opens += 1
         if self._opens is not None:
             self._opens.take(1.0)
 
@@ -157,6 +175,7 @@ class _Account:
             self._rounds.take(1.0)
 
     def count_tokens(self, tokens: int) -> None:
+        self.num_tokens += tokens
         if self._tokens is not None:
             self._tokens.take(tokens)
 
@@ -197,11 +216,19 @@ class Gate:
         self._accounts: dict[str, _Account] = {}
         self.num_refusals: Counter[str] = Counter()  # by reason
         self._refusals: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
+        self._public: Counter[str] = Counter()  # open calls without a token, by host
 
     @property
     def num_sessions(self) -> int:
         """Admissions that have not been released."""
         return self._replica.num_sessions
+
+    def usage(self) -> dict[str, tuple[int, int, int]]:
+        """Open sessions, opens and tokens so far of each tenant that has called."""
+        return {
+            name: (account.num_sessions, account.num_opens, account.num_tokens)
+            for name, account in self._accounts.items()
+        }
 
     def admit(self) -> CallAdmission:
         """Admit one more session of the caller.
@@ -301,6 +328,28 @@ class Gate:
         if pause:
             await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
 
+    @contextmanager
+    def public_call(self) -> Iterator[None]:
+        """Around a call that needs no token.
+
+        Raises:
+            QuotaExceeded: the host has too many open.
+        """
+        host = _caller.get().host
+        if self._public[host] >= MAX_PUBLIC_CALLS:
+            error = QuotaExceeded(
+                f"this host has {MAX_PUBLIC_CALLS} calls without a token open", "public_calls"
+            )
+            self.record_refusal(error)
+            raise error
+        self._public[host] += 1
+        try:
+            yield
+        finally:
+            self._public[host] -= 1
+            if not self._public[host]:
+                del self._public[host]
+
     def check_caller(self) -> Caller:
         """The caller, if the token is still good.
 
@@ -327,8 +376,10 @@ class Gate:
         reason = entry.reason if entry is not None else type(error).__name__
         if isinstance(error, QuotaExceeded):
             reason = error.quota
+        if isinstance(error, PoisonRequest):
+            reason = f"{reason} {error.digest}"
         if entry is not None:  # a caller that left was not refused
-            self.num_refusals[reason] += 1
+            self.num_refusals[reason.partition(" ")[0]] += 1
         if self._audit is None:
             return
         self._audit.refused(
@@ -377,7 +428,7 @@ class CallAdmission:
         span: of the session; None: it is not traced.
     """
 
-    __slots__ = ("_accounts", "_gate", "_kept", "_open", "_released", "owner", "span")
+    __slots__ = ("_accounts", "_gate", "_kept", "_open", "_released", "_reserved", "owner", "span")
 
     def __init__(self, gate: Gate, caller: Caller, accounts: list[_Account]) -> None:
         self.owner = caller.name
@@ -386,6 +437,7 @@ class CallAdmission:
         self._kept = False
         self._open = False
         self._released = False
+        self._reserved: int | None = None  # prompt tokens, until their number is known
         self.span: Span | None = None
 
     def __enter__(self) -> Self:
@@ -438,6 +490,8 @@ class CallAdmission:
         """``error`` has kept the session from beginning, or ended it: release the admission."""
         if not self._open and not self._released:
             self._gate.record_refusal(error)
+            if isinstance(error, _UNREAD) and not isinstance(error, PoisonRequest):
+                self.settle(0)
         self.release()
 
     def round(self, num_nodes: int = 0) -> None:
@@ -473,9 +527,27 @@ class CallAdmission:
         Raises:
             Unauthenticated, PermissionDenied: the operator has withdrawn the token.
         """
+        self._count(num_tokens)
+        self._gate.check_caller()
+
+    def reserve(self, num_tokens: int) -> None:
+        """Count a prompt before it is read: whoever leaves before the first reply pays for it.
+
+        Args:
+            num_tokens: of the prompt, or a guess until :meth:`settle`.
+        """
+        self._reserved = num_tokens
+        self._count(num_tokens)
+
+    def settle(self, num_tokens: int) -> None:
+        """Put the prompt's length in the place of what was reserved; only the first time counts."""
+        if self._reserved is not None:
+            self._count(num_tokens - self._reserved)
+            self._reserved = None
+
+    def _count(self, num_tokens: int) -> None:
         for account in self._accounts:
             account.count_tokens(num_tokens)
-        self._gate.check_caller()
 
     def release(self) -> None:
         """The session is over. More than once is harmless."""
@@ -483,6 +555,10 @@ class CallAdmission:
             self._released = True
             for account in self._accounts:
                 account.num_sessions -= 1
+
+
+# Refusals of a request whose prompt has not been read: it costs nothing.
+_UNREAD = (InvalidArgument, ResourceExhausted, FailedPrecondition)
 
 
 def _token(headers: Iterable[tuple[str, Any]]) -> str:
@@ -551,8 +627,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     def _call(self, behavior: Any, method: str, read: _Read) -> Any:
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
             try:
-                await self._let_in(context, method)
-                return await behavior(await read(requests), context)
+                with await self._let_in(context, method):
+                    return await behavior(await read(requests), context)
             except CHEAP:
                 await self._gate.slow_down()
                 raise
@@ -563,10 +639,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         async def generate(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             replies: Any = None
             try:
-                await self._let_in(context, method)
-                replies = behavior(await read(requests), context)
-                async for reply in replies:
-                    yield reply
+                with await self._let_in(context, method):
+                    replies = behavior(await read(requests), context)
+                    async for reply in replies:
+                        yield reply
             except CHEAP:
                 await self._gate.slow_down()
                 raise
@@ -586,12 +662,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    async def _let_in(self, context: Context, method: str) -> None:
+    async def _let_in(self, context: Context, method: str) -> AbstractContextManager[None]:
+        """Authenticate the call; returns what to hold while it runs."""
         public = method.startswith(_PUBLIC_SERVICE)
         headers = context.invocation_metadata() or ()
         self._gate.authenticate(context.peer(), method, headers, public=public)
-        if public:
-            await self._gate.slow_down()
+        if not public:
+            return nullcontext()
+        await self._gate.slow_down()
+        return self._gate.public_call()
 
 
 async def _each(parse: _Parse | None, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import time
+from collections import OrderedDict
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -22,7 +23,10 @@ from paceline.errors import InvalidArgument
 
 _MAX_BYTES = 64 * 1024 * 1024
 _NUM_OLD_FILES = 4
-_REPEAT_S = 1.0
+_REPEAT_S, _STRANGER_S = 1.0, 60.0
+_STRANGERS = frozenset(("UNAUTHENTICATED", "public_calls"))  # reasons without a tenant
+_MAX_KNOWN = 4096  # refusals that may repeat
+_LONGEST = 100
 
 logger = logging.getLogger("paceline.audit")
 
@@ -39,7 +43,9 @@ class Audit:
     """Writes the lines, to a file (at most 5 of 64 MB) or to the logger ``paceline.audit``.
 
     Of equal refusals (tenant, method, reason) it writes one line a second, which counts the others
-    in ``repeated``: a flood of bad calls must not become a flood of lines.
+    in ``repeated``: a flood of bad calls must not become a flood of lines. Of callers without a
+    tenant's token it writes one a minute for each host and reason, because they make up methods.
+    What a caller chooses is cut after 100 characters.
 
     Raises:
         InvalidArgument: the file cannot be written.
@@ -47,7 +53,7 @@ class Audit:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._handler: logging.Handler | None = None
-        self._refusals: dict[tuple[str | None, str, str], tuple[float, int]] = {}
+        self._refusals: OrderedDict[tuple[str, str, str], tuple[float, int]] = OrderedDict()
         if path is not None:
             try:
                 self._handler = _PrivateFile(
@@ -72,13 +78,18 @@ class Audit:
         reason: str,
     ) -> None:
         """The server refused a call; ``outcome`` is the status code, and ``reason`` says more."""
-        key = (tenant, method, reason)
+        stranger = reason in _STRANGERS
+        host = peer.rpartition(":")[0] if stranger else ""
+        key = (tenant or "", host or method[:_LONGEST], reason)
+        interval = _STRANGER_S if stranger else _REPEAT_S
         now = time.monotonic()
-        written_at, repeated = self._refusals.get(key, (now - _REPEAT_S, 0))
-        if now - written_at < _REPEAT_S:
+        written_at, repeated = self._refusals.pop(key, (now - interval, 0))
+        if now - written_at < interval:
             self._refusals[key] = (written_at, repeated + 1)
             return
         self._refusals[key] = (now, 0)
+        if len(self._refusals) > _MAX_KNOWN:
+            self._refusals.popitem(last=False)
         self._write("refused", tenant, peer, method, session_id, outcome, reason, repeated)
 
     def _write(
@@ -97,8 +108,8 @@ class Audit:
             "time": now,
             "event": event,
             "tenant": tenant,
-            "peer": peer,
-            "method": method,
+            "peer": peer[:_LONGEST],
+            "method": method[:_LONGEST],
             "session_id": session_id,
             "outcome": outcome,
             "reason": reason,

@@ -189,7 +189,8 @@ class Round:
 
     Only the last round has the fields from ``finish_reason`` to ``num_predicted``, and
     ``prompt_token_ids`` if the request asks for it. The first round of each server has its
-    ``fingerprint``, and ``numerics_changed`` if the rounds before have another one.
+    ``fingerprint``, and ``numerics_changed`` if the rounds before have another one. Where the
+    request asks for ``prompt_logprobs``, they come in rounds 0 without tokens, before the first.
     """
 
     round: int
@@ -209,6 +210,7 @@ class Round:
     numerics_changed: bool = False
     prompt_token_ids: tuple[int, ...] = ()
     draft: generate_pb2.RoundDraft | None = None  # if the request asks for it
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +297,15 @@ def _open_request(
     return request
 
 
+def _token_logprobs(entry: generate_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        entry.token_id,
+        entry.logprob if entry.HasField("logprob") else None,
+        tuple((other.token_id, other.logprob) for other in entry.top),
+        entry.rank,
+    )
+
+
 def _round(reply: generate_pb2.GenerateReply) -> Round:
     last = bool(reply.finish_reason)
     return Round(
@@ -302,10 +313,8 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         token_ids=tuple(reply.token_ids),
         num_accepted=reply.num_accepted,
         text=reply.text,
-        logprobs=tuple(
-            TokenLogprobs(token, entry.logprob, tuple((t.token_id, t.logprob) for t in entry.top))
-            for token, entry in zip(reply.token_ids, reply.logprobs, strict=False)
-        ),
+        logprobs=tuple(map(_token_logprobs, reply.logprobs)),
+        prompt_logprobs=tuple(map(_token_logprobs, reply.prompt_logprobs)),
         finish_reason=reply.finish_reason or None,
         statistics=statistics_from_message(reply.statistics) if last else None,
         target_pid=reply.target_pid,

@@ -49,6 +49,11 @@ class Continuation:
         return len(self._tokens)
 
     @property
+    def is_silent(self) -> bool:
+        """Whether the server asked last has sent no token."""
+        return len(self._tokens) == self._base_tokens
+
+    @property
     def timeout_s(self) -> float | None:
         """What is left of the time."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from paceline.errors import DrafterUnavailable, PacelineError, SessionNotFound
+from paceline.rpc.drafter_places import DrafterLoad
 from paceline.rpc.errors import PrefixDiverged, from_status
 from paceline.rpc.gen.paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.rpc.messages import (
@@ -83,11 +84,12 @@ class Frame:
         sent_at: ``time.perf_counter``.
         retried: it asks once more, with whole contexts.
         expired: it is past its deadline.
+        opens: it opens a session, whose tokens the drafter has to read first.
     """
 
-    __slots__ = ("asks", "drafts", "expired", "lengths", "retried", "sent_at", "waited")
+    __slots__ = ("asks", "drafts", "expired", "lengths", "opens", "retried", "sent_at", "waited")
 
-    def __init__(self, asks: AskList, retried: bool) -> None:
+    def __init__(self, asks: AskList, retried: bool, opens: bool = False) -> None:
         self.asks = asks
         self.lengths = [session.length for session, _, _ in asks]
         self.drafts: list[Draft] = []
@@ -95,6 +97,7 @@ class Frame:
         self.sent_at = time.perf_counter()
         self.retried = retried
         self.expired = False
+        self.opens = opens
 
 
 class DraftConnection:
@@ -103,6 +106,7 @@ class DraftConnection:
     Args:
         tls: None is plain text.
         vocab_size: of the target; a draft with other tokens counts as a failure.
+        load: learns what replies tell of the drafter's load.
         lock: guards what both the engine's thread and the reader of replies touch. Its owner holds
             it when it calls :meth:`ask`, :meth:`close_session` or :meth:`greet`.
 
@@ -120,6 +124,7 @@ class DraftConnection:
         *,
         vocab_size: int,
         counters: RemoteDrafterCounters,
+        load: DrafterLoad,
         lock: threading.Lock,
     ) -> None:
         self.address = address
@@ -134,6 +139,7 @@ class DraftConnection:
         self.pid = 0
         self._vocab_size = vocab_size
         self._counters = counters
+        self._load = load
         self._lock = lock
         self._outbox: queue.SimpleQueue[draft_pb2.ProposeFrame | None] = queue.SimpleQueue()
         self._answered: tuple[int, Frame] | None = None  # the last frame
@@ -154,7 +160,9 @@ class DraftConnection:
 
     def unavailable(self, error: Exception) -> DrafterUnavailable:
         """An error of the drafter, with its address."""
-        return DrafterUnavailable(f"drafter at {self.address}: {error}")
+        failure = DrafterUnavailable(f"drafter at {self.address}: {error}")
+        failure.__cause__ = error
+        return failure
 
     # --- frames there ---------------------------------------------------------------------------
 
@@ -177,7 +185,8 @@ class DraftConnection:
         frame = draft_pb2.ProposeFrame(wants_ahead=verified)
         for session, budget, _ in asks:
             self._add_item(frame, session, budget)
-        self._use_what_is_here(self._send(frame, asks, retried))
+        opens = any(item.HasField("open") for item in frame.items)
+        self._use_what_is_here(self._send(frame, asks, retried, opens))
 
     def _add_item(
         self,
@@ -206,11 +215,12 @@ class DraftConnection:
         frame: draft_pb2.ProposeFrame,
         asks: AskList,
         retried: bool = False,
+        opens: bool = False,
     ) -> Frame:
         """Under the lock, so that frames leave in the order in which ``told`` advances."""
         self._num_frames += 1
         frame.round = self._num_frames
-        sent = self.pending[frame.round] = Frame(asks, retried)
+        sent = self.pending[frame.round] = Frame(asks, retried, opens)
         self._outbox.put(frame)
         return sent
 
@@ -224,7 +234,7 @@ class DraftConnection:
             if ahead is not None:
                 draft, nodes = ahead.after(session), min(budget.depth, budget.nodes)
                 if draft.num_nodes >= nodes > 0:
-                    _succeed(future, clip(draft, budget.depth, budget.nodes))
+                    succeed(future, clip(draft, budget.depth, budget.nodes))
                     self._counters.num_ahead += 1
         frame.waited = any(not future.done() for _, _, future in frame.asks)
 
@@ -241,6 +251,7 @@ class DraftConnection:
             return []
         with self._lock:
             frame = self.pending.pop(reply.round, None)
+        self._load.sessions = reply.num_sessions
         if frame is None or not frame.asks:
             return []
         self._answered = reply.round, frame
@@ -250,9 +261,12 @@ class DraftConnection:
             fail(frame.asks, self.unavailable(error))
             raise
         if frame.waited:
+            waited = time.perf_counter() - frame.sent_at
             self._counters.num_frames += 1
-            self._counters.wait_seconds += time.perf_counter() - frame.sent_at
+            self._counters.wait_seconds += waited
             self._counters.draft_seconds += reply.draft_seconds
+            if not frame.opens:
+                self._load.observe(waited, time.monotonic())
         self._counters.num_reopened += len(again)
         return again
 
@@ -298,7 +312,7 @@ class DraftConnection:
             frame.drafts.append(draft)
         # Back to back, so that the engine, which wakes at the first, finds them all.
         for future, draft in drafts:
-            _succeed(future, draft)
+            succeed(future, draft)
         for asks, failure in failures:
             fail(asks, failure)
         return [ask for ask in again if not ask[2].done()]
@@ -311,14 +325,17 @@ class DraftConnection:
         return draft
 
 
-def _succeed(future: Future[Draft], draft: Draft) -> None:
+def succeed(future: Future[Draft], draft: Draft) -> None:
+    """Complete a future, unless it is complete or cancelled."""
     with suppress(InvalidStateError):  # cancelled or late
         future.set_result(draft)
 
 
 def _drafted_with(params: SamplingParams) -> SamplingParams:
     """What a drafter has to know; the rest is for the target alone."""
-    return replace(params, logprobs=None, json_schema=None, regex=None, grammar=None)
+    return replace(
+        params, logprobs=None, prompt_logprobs=None, json_schema=None, regex=None, grammar=None
+    )
 
 
 def fail(asks: AskList, error: Exception) -> None:

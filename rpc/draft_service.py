@@ -1,7 +1,8 @@
-"""DraftService over a local drafter: one batch for each frame of a target's sessions.
+"""DraftService over a local drafter: one batch for all frames of all targets that wait.
 
-``Drafter.propose`` runs in the handler itself, on the event loop: a drafter replica has nothing
-else to do, and a hop to a worker thread and back costs about as much as the whole round trip.
+``Drafter.propose`` runs on the event loop: a drafter replica has nothing else to do, and a hop to a
+worker thread and back costs about as much as the whole round trip. Frames that arrive while it
+computes share the next forward.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ import grpc
 from paceline.drafters.base import Drafter
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS, Method
+from paceline.rpc.draft_batches import Begun, DraftBatches, FrameReader
 from paceline.rpc.errors import to_status
 from paceline.rpc.gen.paceline.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from paceline.rpc.messages import fill_draft
@@ -67,6 +70,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             max_sessions=max_sessions,
             tracing=tracing,
         )
+        self._batches = DraftBatches(self._host)
         self._idle_timeout_s = idle_timeout_s
         self._unary = Mirrors(self._host, "unary")
 
@@ -83,23 +87,32 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         mirrors = Mirrors(self._host, secrets.token_hex(4))
         try:
             # A target sends a first frame at once; between its sessions it may be silent for hours.
-            async for frame in within(request_iterator, self._idle_timeout_s, later_s=None):
-                started = time.perf_counter()
-                reply = draft_pb2.ProposeReply(round=frame.round, drafter_pid=os.getpid())
-                for draft in mirrors.answer(frame.items):
-                    result = reply.results.add()
-                    if isinstance(draft, Draft):
-                        fill_draft(draft, result.draft)
-                        result.draft.SetInParent()
-                    else:
-                        result.error.CopyFrom(to_status(draft))
-                reply.draft_seconds = time.perf_counter() - started
-                yield reply
-                mirrors.draft_ahead(item.session_id for item in frame.items if not item.shadow)
-                if frame.wants_ahead:
-                    yield mirrors.ahead_of(frame)
+            frames = within(request_iterator, self._idle_timeout_s, later_s=None)
+            async with aclosing(FrameReader(mirrors, self._batches).read(frames)) as begun:
+                async for each in begun:
+                    yield self._reply(each, mirrors)
+                    # A guess may be wrong: frames that wait come first.
+                    if not self._batches.busy:
+                        items = each.frame.items
+                        mirrors.draft_ahead(item.session_id for item in items if not item.shadow)
+                    if each.frame.wants_ahead:
+                        yield mirrors.ahead_of(each.frame)
         finally:
             mirrors.close()
+
+    def _reply(self, begun: Begun, mirrors: Mirrors) -> draft_pb2.ProposeReply:
+        reply = draft_pb2.ProposeReply(
+            round=begun.frame.round, drafter_pid=os.getpid(),
+            draft_seconds=begun.drafted.result(), num_sessions=self.num_sessions,
+        )  # fmt: skip
+        for draft in mirrors.answer(begun.step):
+            result = reply.results.add()
+            if isinstance(draft, Draft):
+                fill_draft(draft, result.draft)
+                result.draft.SetInParent()
+            else:
+                result.error.CopyFrom(to_status(draft))
+        return reply
 
     # --- unary calls ------------------------------------------------------------------------------
 
@@ -122,7 +135,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.ProposeItem, context: Context
     ) -> common_pb2.Draft:
         self._unary_session(request)
-        (draft,) = self._unary.answer([request])
+        draft = self._answer(request)
         if isinstance(draft, Exception):
             raise draft
         message = common_pb2.Draft()
@@ -136,7 +149,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         item = draft_pb2.ProposeItem()
         item.CopyFrom(request)
         item.max_depth = 0
-        (result,) = self._unary.answer([item])
+        result = self._answer(item)
         if isinstance(result, Exception):
             raise result
         mirror = self._unary_session(request)  # it may be another one, or be gone after a failure
@@ -147,6 +160,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> draft_pb2.CloseDraftResult:
         self._unary.drop(request.session_id)
         return draft_pb2.CloseDraftResult()
+
+    def _answer(self, item: draft_pb2.ProposeItem) -> Draft | Exception:
+        step = self._unary.begin([item])
+        self._host.draft([step])
+        (result,) = self._unary.answer(step)
+        return result
 
     def _unary_session(self, request: draft_pb2.ProposeItem) -> Mirror:
         """The session of a unary call: Open has opened it, and this server has named it."""

@@ -31,6 +31,7 @@ from paceline.errors import (
     ResourceExhausted,
     SessionNotFound,
     TokenizerMismatch,
+    shown,
 )
 
 DOMAIN = "paceline"
@@ -67,6 +68,18 @@ class RoundOutOfOrder(FailedPrecondition):
 
 class EpochFenced(FailedPrecondition):
     """Another call has resumed the session; this stream no longer owns it."""
+
+
+class PoisonRequest(FailedPrecondition):
+    """Target processes died as they served this request; it is refused for a while.
+
+    Attributes:
+        digest: 32 hex digits of the request.
+    """
+
+    def __init__(self, message: str, digest: str = "") -> None:
+        super().__init__(message)
+        self.digest = digest
 
 
 class Unauthenticated(PacelineError, PermissionError):
@@ -154,7 +167,7 @@ ERRORS: tuple[ErrorEntry, ...] = (
         ),
         lambda e: {
             "field": _shortened(e.field, _MAX_VALUE),
-            "value": _shortened(repr(e.value), _MAX_VALUE),
+            "value": _shortened(shown(e.value), _MAX_VALUE),
             "allowed": _shortened(e.allowed, _MAX_MESSAGE),
         },
     ),
@@ -185,6 +198,13 @@ ERRORS: tuple[ErrorEntry, ...] = (
         lambda e: {"expected_round": str(e.expected_round)},
     ),
     ErrorEntry(EpochFenced, _CODE.FAILED_PRECONDITION, "EPOCH_FENCED", _message_only(EpochFenced)),
+    ErrorEntry(
+        PoisonRequest,
+        _CODE.FAILED_PRECONDITION,
+        "POISON_REQUEST",
+        lambda d: PoisonRequest(d.message, d.metadata.get("digest", "")),
+        lambda e: {"digest": e.digest},
+    ),
     ErrorEntry(
         NumericsMismatch,
         _CODE.FAILED_PRECONDITION,

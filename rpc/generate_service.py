@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from paceline.bounds import LONGEST_TOKEN
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.errors import InvalidArgument
@@ -20,14 +21,18 @@ from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
 from paceline.rpc.access import CallAdmission, Gate
 from paceline.rpc.bridge import hand_over
+from paceline.rpc.drafter_pool import DrafterPool
 from paceline.rpc.errors import InternalError
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from paceline.rpc.messages import (
+    check_size,
     numerics_differ,
     sampling_from_message,
     speculation_from_message,
     statistics_to_message,
+    tokens_from_message,
 )
+from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.round_drafts import RoundDrafts
 from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.sampling import TokenLogprobs
@@ -40,7 +45,8 @@ if TYPE_CHECKING:
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # Characters. To encode more text takes long enough to hold up the other streams.
-_LONG_TEXT = 20_000
+_LONG_TEXT = 2_000
+_LOGPROBS_A_REPLY = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self._tracing = tracing
         self._gate = gate or Gate()
         self._model = model
+        self._longest = 0
 
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: Context
@@ -101,6 +108,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self, request: generate_pb2.GenerateRequest, admission: CallAdmission, scope: str
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         span = admission.span
+        self._check_sizes(request)
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         prompt_ids = await self._prompt_ids(request)
         prediction = await self._prediction(request)
@@ -113,14 +121,15 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             raise InvalidArgument(
                 "speculation.method", "client", "another one: drafts of yours go to VerifyService"
             )
-        if params.constraint is not None:
-            # A grammar may take a second to compile; this way the engine does not wait for it.
-            await asyncio.to_thread(self._thread.engine.constraints.compile, params)
+        # A constraint may take a second to compile; neither the loop nor the engine waits for it.
+        compiling = self._thread.engine.constraints.submit(params, scope)
+        constraint = await asyncio.wrap_future(compiling)
         # Chosen here, so that a call that is cancelled before submit returns can be undone, too.
         session_id = secrets.token_urlsafe(16)
         events: asyncio.Queue[RoundEvent] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        first, finished = True, False
+        first, finished, resumed = True, False, bool(request.committed_token_ids)
+        admission.reserve(len(prompt_ids))
         submitted = self._thread.submit(
             Request(
                 prompt_ids,
@@ -131,6 +140,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 cache_scope=scope,
                 prediction=prediction,
                 committed=request.committed_token_ids,
+                constraint=constraint,
             ),
             on_event=hand_over(loop, events.put_nowait),
         )
@@ -143,7 +153,6 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             if span is not None:
                 span.session = session
             admission.opened(session_id)
-            admission.charge(session.prompt_length)
             drafter_name = session.plan.method.drafter  # also when the drafter is lost later
             while not finished:
                 event = await events.get()
@@ -153,7 +162,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 admission.charge(len(event.token_ids))
                 reply = self._reply(event, drafter_name)
                 if first:
+                    for part in self._prompt_logprobs(session, resumed):
+                        yield part
                     reply.fingerprint, reply.numerics_changed = str(self._fingerprint), changed
+                    reply.prompt_length = session.prompt_length
                     first = False
                 if finished and request.return_prompt_token_ids:
                     reply.prompt_token_ids.extend(prompt_ids)
@@ -199,6 +211,38 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             ),
         )
 
+    async def Tokenize(
+        self, request: generate_pb2.TokenizeRequest, context: Context
+    ) -> generate_pb2.Tokens:
+        self._gate.count_open()
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        token_ids = await self._encoded("text", request.text, special)
+        reply = generate_pb2.Tokens(token_ids=token_ids)
+        tokenizer = self._thread.engine.tokenizer
+        if request.return_texts and tokenizer is not None:
+            reply.texts.extend(map(tokenizer.token_bytes, token_ids))
+        return reply
+
+    async def Detokenize(
+        self, request: generate_pb2.DetokenizeRequest, context: Context
+    ) -> generate_pb2.Text:
+        self._gate.count_open()
+        engine = self._thread.engine
+        if engine.tokenizer is None:
+            raise InvalidArgument("token_ids", "set", "nothing: this server has no tokenizer")
+        check_size("token_ids", request.token_ids, engine.target.context_length)
+        token_ids = tokens_from_message("token_ids", request.token_ids, engine.target.vocab_size)
+        text = await asyncio.to_thread(
+            engine.tokenizer.decode, token_ids, request.skip_special_tokens
+        )
+        return generate_pb2.Text(text=text)
+
+    def _check_sizes(self, request: generate_pb2.GenerateRequest) -> None:
+        context = self._thread.engine.target.context_length
+        check_size("prompt_token_ids", request.token_ids.token_ids, context)
+        check_size("committed_token_ids", request.committed_token_ids, context)
+        check_size("prediction_token_ids", request.prediction_token_ids.token_ids, context)
+
     async def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
@@ -221,9 +265,27 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             raise InvalidArgument(field, text[:40], "token_ids: this server has no tokenizer")
         if not text:
             raise InvalidArgument(field, "", "at least one character")
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(tokenizer.encode, text, special)
-        return tokenizer.encode(text, special)
+        if len(text) <= _LONG_TEXT:
+            return tokenizer.encode(text, special)
+        context = self._thread.engine.target.context_length
+        # Only what is long makes it worth knowing the vocabulary's longest token.
+        if len(text) > context * LONGEST_TOKEN:
+            longest = await asyncio.to_thread(self._longest_token)
+            if len(text) > context * longest:
+                raise InvalidArgument(
+                    field, f"{len(text)} characters",
+                    f"a text of less than the context's {context} tokens, of which none has more "
+                    f"than {longest} bytes",
+                )  # fmt: skip
+        return await asyncio.to_thread(tokenizer.encode, text, special)
+
+    def _longest_token(self) -> int:
+        """Bytes of the longest token, counted once."""
+        if not self._longest:
+            tokenizer: Tokenizer = self._thread.engine.tokenizer
+            lengths = (len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+            self._longest = max(LONGEST_TOKEN, *lengths)
+        return self._longest
 
     def _methods(self) -> list[str]:
         """The methods that the engine can run."""
@@ -249,11 +311,22 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             self._finish(reply, session, drafter_name)
         return reply
 
+    def _prompt_logprobs(
+        self, session: Session, resumed: bool
+    ) -> Iterator[generate_pb2.GenerateReply]:
+        """Replies with the prompt's log-probabilities, none larger than a message may be."""
+        entries = () if resumed else session.prompt_logprobs  # the first server has sent them
+        for start in range(0, len(entries), _LOGPROBS_A_REPLY):
+            part = entries[start : start + _LOGPROBS_A_REPLY]
+            yield generate_pb2.GenerateReply(prompt_logprobs=map(self._logprobs, part))
+
     def _logprobs(self, entry: TokenLogprobs) -> generate_pb2.TokenLogprobs:
         tokenizer = self._thread.engine.tokenizer
         text = tokenizer.token_bytes if tokenizer is not None else lambda token_id: b""
         return generate_pb2.TokenLogprobs(
+            token_id=entry.token_id,
             logprob=entry.logprob,
+            rank=entry.rank,
             text=text(entry.token_id),
             top=[
                 generate_pb2.TopLogprob(token_id=token_id, logprob=logprob, text=text(token_id))
@@ -274,6 +347,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         reply.finish_reason = session.finish_reason or ""
         reply.statistics.CopyFrom(statistics_to_message(session.stats))
         reply.prompt_length = session.prompt_length
+        if isinstance(session.stop_cause, str):
+            reply.stop_string = session.stop_cause
+        elif session.stop_cause is not None:
+            reply.stop_token_id = session.stop_cause
         if session.prediction:
             follower = Follower(session.prediction)
             follower.extend(session.output_ids)
@@ -282,5 +359,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         reply.target_pid = os.getpid()
         if drafter_name != "none":
             drafter = self._thread.engine.drafters[drafter_name]
-            reply.drafter_pid = getattr(drafter, "pid", os.getpid())
-            reply.drafter_address = getattr(drafter, "address", "")  # of a remote one
+            if isinstance(drafter, (DrafterPool, RemoteDrafter)):
+                reply.drafter_address, reply.drafter_pid = drafter.location(session.session_id)
+            else:
+                reply.drafter_pid = os.getpid()

@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from paceline import bounds
 from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
 from paceline.knobs import Knobs
@@ -68,8 +69,16 @@ def build(message: type[M], prefix: str, **values: Any) -> M:
         raise
 
 
+_LISTS = {"stop": bounds.STOP_STRINGS, "stop_token_ids": bounds.STOP_TOKEN_IDS,
+          "logit_bias": bounds.LOGIT_BIASES}  # fmt: skip
+
+
 def _given(message: Message, prefix: str) -> dict[str, Any]:
-    """The fields that are set, as keyword arguments."""
+    """The fields that are set, as keyword arguments.
+
+    Raises:
+        InvalidArgument: an unknown field, or one with more entries than its bound.
+    """
     entries: Any = UnknownFieldSet(message)
     unknown = [entry.field_number for entry in entries]
     if unknown:
@@ -79,7 +88,9 @@ def _given(message: Message, prefix: str) -> dict[str, Any]:
         )
     result: dict[str, Any] = {}
     for descriptor, value in message.ListFields():
+        field = f"{prefix}.{descriptor.name}"
         if descriptor.is_repeated:
+            _LISTS.get(descriptor.name, bounds.SPECULATION_LIST).check(len(value), field)
             entry = descriptor.message_type
             is_map = entry is not None and entry.GetOptions().map_entry
             result[descriptor.name] = dict(value) if is_map else tuple(value)
@@ -115,6 +126,9 @@ def speculation_from_message(message: common_pb2.Speculation) -> SpeculationConf
         InvalidArgument: a value is not allowed; names the field as ``speculation.<name>``.
     """
     values = _given(message, "speculation")
+    for name, value in values.items():
+        if isinstance(value, str):
+            bounds.SPECULATION_TEXT.check(len(value), f"speculation.{name}")
     return parse_speculation({name: _list_in(value) for name, value in values.items()})
 
 
@@ -154,8 +168,19 @@ def draft_from_message(message: Any, vocab_size: int, *, max_nodes: int = MAX_NO
         return EMPTY_DRAFT
     if count > max_nodes:
         raise InvalidArgument("token_ids", f"{count} nodes", f"at most {max_nodes} nodes")
+    given = len(message.parent_indices)
+    if given > count:
+        raise InvalidArgument(
+            "parent_indices", f"{given} entries", f"one for each of {count} nodes"
+        )
     probs = None
     if message.HasField("probs"):
+        given = max(len(message.probs.token_ids), len(message.probs.probs))
+        if len(message.probs.offsets) > count + 1 or given > count * vocab_size:
+            raise InvalidArgument(
+                "probs", f"{len(message.probs.offsets)} offsets and {given} tokens",
+                f"{count + 1} offsets and at most {vocab_size} tokens for each node",
+            )  # fmt: skip
         probs = DraftProbs(
             np.asarray(message.probs.offsets, np.int32),
             np.asarray(message.probs.token_ids, np.int64),
@@ -175,6 +200,20 @@ def fill_draft(draft: Draft, message: Any) -> None:
         message.probs.offsets.extend(draft.probs.offsets.tolist())
         message.probs.token_ids.extend(draft.probs.token_ids.tolist())
         message.probs.probs.extend(draft.probs.probs.tolist())
+
+
+def check_size(field: str, token_ids: Sequence[int], context_length: int) -> None:
+    """Refuse more tokens than a context has before anything looks at them.
+
+    Raises:
+        InvalidArgument: names the field and both numbers.
+    """
+    if len(token_ids) > context_length:
+        raise InvalidArgument(
+            field,
+            f"{len(token_ids)} tokens",
+            f"at most as many as the context has, {context_length}",
+        )
 
 
 def tokens_from_message(field: str, token_ids: Sequence[int], vocab_size: int) -> list[int]:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeVar
 
@@ -87,6 +88,31 @@ class Mirror:
         return outcome
 
 
+@dataclass(slots=True, eq=False)
+class Step:
+    """A frame whose tokens the mirrors have, and what its sessions still need from their drafters.
+
+    Attributes:
+        results: for each item of the frame; those in ``asking`` are still missing.
+        asking: place of the item, its mirror, and the budget of the draft that it wants.
+        observed: sessions with the outcomes of their last drafts.
+    """
+
+    mirrors: Mirrors
+    results: list[Draft | Exception]
+    asking: list[tuple[int, Mirror, Budget]] = field(default_factory=list)
+    observed: list[tuple[Session, Outcome]] = field(default_factory=list)
+
+    def fail(self, error: Exception) -> None:
+        """Forget the sessions, whose state at the drafter is unknown now.
+
+        The target opens them again if it still wants drafts.
+        """
+        for i, _, _ in self.asking:
+            self.results[i] = error
+        self.mirrors.forget([s for s, _ in self.observed] + [m.session for _, m, _ in self.asking])
+
+
 class DraftHost:
     """The drafters of a replica, and what all streams share.
 
@@ -141,6 +167,30 @@ class DraftHost:
             groups.setdefault(id(drafter), (drafter, []))[1].append(item)
         return list(groups.values())
 
+    def draft(self, steps: Sequence[Step]) -> bool:
+        """One propose of each drafter for all sessions of these frames that ask.
+
+        The frames may come from several targets. Returns False if a drafter failed.
+        """
+        observed = [told for step in steps for told in step.observed]
+        asking = [(step, *ask) for step in steps for ask in step.asking]
+        try:
+            for drafter, told in self.by_drafter(observed, lambda item: item[0]):
+                drafter.observe([s for s, _ in told], [o for _, o in told])
+            for drafter, members in self.by_drafter(asking, lambda item: item[2].session):
+                sessions = [mirror.session for _, _, mirror, _ in members]
+                drafts = at_once(drafter.propose(sessions, [b for *_, b in members]))
+                for (step, i, mirror, budget), draft in zip(members, drafts, strict=True):
+                    mirror.draft, mirror.asked = draft, budget
+                    step.results[i] = draft
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                logger.exception("a drafter failed")
+            for step in steps:
+                step.fail(error)
+            return False
+        return True
+
     def tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
         """Token ids from a message.
 
@@ -192,11 +242,9 @@ class Mirrors:
             raise SessionNotFound(session_id)
         return mirror
 
-    def answer(self, items: Sequence[draft_pb2.ProposeItem]) -> list[Draft | Exception]:
-        """Answer a frame: a draft or an error for each item, from one propose for all that ask."""
-        results: list[Draft | Exception] = [EMPTY_DRAFT] * len(items)
-        asking: list[tuple[int, Mirror, Budget]] = []
-        observed: list[tuple[Session, Outcome]] = []
+    def begin(self, items: Sequence[draft_pb2.ProposeItem]) -> Step:
+        """Bring the mirrors up to a frame's tokens; :meth:`DraftHost.draft` does the rest."""
+        step = Step(self, [EMPTY_DRAFT] * len(items))
         named: set[str] = set()
         for i, item in enumerate(items):
             try:
@@ -207,45 +255,36 @@ class Mirrors:
                     self.drop(item.session_id)
                     continue
                 named.add(item.session_id)
-                mirror = self.apply(item, observed)
+                mirror = self.apply(item, step.observed)
                 budget = self._budget(item, mirror)
                 if budget.depth <= 0:
                     continue
                 mirror.num_drafts += 1
                 if mirror.asked == budget:
-                    results[i] = mirror.draft  # asked again: the answer is lost
+                    step.results[i] = mirror.draft  # asked again: the answer is lost
                     continue
                 if mirror.ready.num_nodes >= min(budget.depth, budget.nodes):
                     mirror.draft = clip(mirror.ready, budget.depth, budget.nodes)
                     mirror.asked = budget
-                    results[i] = mirror.draft
+                    step.results[i] = mirror.draft
                     continue
                 if mirror.asked is not None:  # drafters draft once after a token
                     mirror = self._reopen(item.session_id, mirror.session.length)
-                asking.append((i, mirror, budget))
+                step.asking.append((i, mirror, budget))
             except PacelineError as error:
-                results[i] = error
-        try:
-            for drafter, told in self._host.by_drafter(observed, lambda item: item[0]):
-                drafter.observe([s for s, _ in told], [o for _, o in told])
-            for drafter, members in self._host.by_drafter(asking, lambda item: item[1].session):
-                sessions = [mirror.session for _, mirror, _ in members]
-                drafts = at_once(drafter.propose(sessions, [b for _, _, b in members]))
-                for (i, mirror, budget), draft in zip(members, drafts, strict=True):
-                    mirror.draft, mirror.asked = draft, budget
-                    results[i] = draft
-        except Exception as error:
-            # The drafter's state for these sessions is unknown now: forget them. The target opens
-            # them again if it still wants drafts.
-            if not isinstance(error, PacelineError):
-                logger.exception("a drafter failed")
-            for i, _, _ in asking:
-                results[i] = error
-            touched = {id(s) for s, _ in observed} | {id(m.session) for _, m, _ in asking}
-            for session_id, mirror in list(self._mirrors.items()):
-                if id(mirror.session) in touched:
-                    self.drop(session_id)
-        return results
+                step.results[i] = error
+        return step
+
+    def answer(self, step: Step) -> list[Draft | Exception]:
+        """A draft or an error for each item of a frame, when its drafts are made."""
+        return step.results
+
+    def forget(self, sessions: Iterable[Session]) -> None:
+        """Close these sessions."""
+        gone = {id(session) for session in sessions}
+        for session_id, mirror in list(self._mirrors.items()):
+            if id(mirror.session) in gone:
+                self.drop(session_id)
 
     def draft_ahead(self, session_ids: Iterable[str]) -> None:
         """While the target verifies, draft what follows if it accepts everything.
@@ -281,7 +320,10 @@ class Mirrors:
 
     def ahead_of(self, frame: draft_pb2.ProposeFrame) -> draft_pb2.ProposeReply:
         """The second reply to a frame: the drafts ahead of its sessions."""
-        reply = draft_pb2.ProposeReply(round=frame.round, drafter_pid=os.getpid(), ahead=True)
+        reply = draft_pb2.ProposeReply(
+            round=frame.round, drafter_pid=os.getpid(), ahead=True,
+            num_sessions=self._host.num_sessions,
+        )  # fmt: skip
         for item in frame.items:
             mirror = self._mirrors.get(item.session_id)
             draft = EMPTY_DRAFT if mirror is None else mirror.ahead

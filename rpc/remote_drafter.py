@@ -24,6 +24,7 @@ import grpc
 from paceline.drafters.base import Drafter
 from paceline.errors import DrafterUnavailable
 from paceline.rpc.draft_connection import AskList, DraftConnection, RemoteDrafterCounters, fail
+from paceline.rpc.drafter_places import DrafterLoad
 from paceline.rpc.errors import from_rpc_error
 from paceline.rpc.gen.paceline.v1 import draft_pb2
 from paceline.rpc.tls import ClientTls
@@ -52,6 +53,9 @@ class RemoteDrafter(Drafter):
         deadline_s: seconds until a draft counts as failed.
         max_backoff_s: longest pause between two attempts to connect.
         tls: each connection reads its files; None is plain text, for loopback and trusted networks.
+
+    Attributes:
+        load: how long frames wait at the drafter, and how many sessions it has.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -78,6 +82,7 @@ class RemoteDrafter(Drafter):
         self._ready = threading.Event()
         self._stopped = threading.Event()
         self.counters = RemoteDrafterCounters()
+        self.load = DrafterLoad()
         self.address = ""
         self.pid = 0
         self._threads = [
@@ -93,6 +98,24 @@ class RemoteDrafter(Drafter):
     def connected(self) -> bool:
         """Whether a drafter answers."""
         return self._ready.is_set()
+
+    @property
+    def usable(self) -> bool:
+        """Whether a drafter answers, and in time."""
+        with self._lock:
+            connection = self._connection
+            return self.connected and connection is not None and not connection.overdue
+
+    def location(self, session_id: str) -> tuple[str, int]:
+        """Address and process of the drafter that answered last."""
+        return self.address, self.pid
+
+    def probe(self) -> None:
+        """Ask a drafter that owes no answer for its load, which is then in :attr:`load`."""
+        with self._lock:
+            connection = self._connection
+            if connection is not None and connection.pid and not connection.pending:
+                connection.greet()
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until a drafter answers; False: none did within ``timeout`` seconds."""
@@ -184,6 +207,7 @@ class RemoteDrafter(Drafter):
                 self._tls,
                 vocab_size=self._vocab_size,
                 counters=self.counters,
+                load=self.load,
                 lock=self._lock,
             )
         except Exception as error:  # `resolve` is the caller's: whatever it raises, try again
@@ -230,7 +254,7 @@ class RemoteDrafter(Drafter):
             for frame in frames:
                 if now - frame.sent_at > self._deadline_s and not frame.expired:
                     frame.expired = True
-                    self.counters.num_late += 1
+                    self.counters.num_late += bool(frame.asks)
                     error = TimeoutError(f"no draft within {self._deadline_s} s")
                     fail(frame.asks, connection.unavailable(error))
             patience = self._deadline_s * (_STUCK_AFTER if connection.pid else 1)

@@ -52,6 +52,15 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
+def _connection_age(age_s: float | None, grace_s: float) -> tuple[tuple[str, Any], ...]:
+    if age_s is None:
+        return ()
+    return (
+        ("grpc.max_connection_age_ms", int(age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(grace_s * 1000)),
+    )
+
+
 class PortInUse(PacelineError, OSError):
     """The server cannot listen at its address."""
 
@@ -114,6 +123,8 @@ async def start_server(
     register: Callable[[grpc.aio.Server], list[str]] | None = None,
     tracing: Tracing | None = None,
     numerics_mismatch: str = "refuse",
+    max_connection_age_s: float | None = None,
+    max_connection_age_grace_s: float = 600.0,
 ) -> RpcServer:
     """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
 
@@ -132,6 +143,9 @@ async def start_server(
         tracing: for the services over an engine; the caller stops it.
         numerics_mismatch: "refuse" or "allow" a session whose tokens come from other numerics than
             the engine's, for requests that say neither.
+        max_connection_age_s: seconds (within 10 %) after which a connection takes no new calls,
+            so that its client connects again; None: never.
+        max_connection_age_grace_s: seconds that calls on such a connection may still run.
 
     Raises:
         InvalidArgument: nothing to serve, a port outside the range, or plain text on an address
@@ -151,6 +165,7 @@ async def start_server(
             *SERVER_OPTIONS,
             ("grpc.max_concurrent_streams", gate.limits.max_calls_per_connection),
             ("grpc.max_receive_message_length", gate.limits.max_message_bytes),
+            *_connection_age(max_connection_age_s, max_connection_age_grace_s),
         ),
     )
     names = [health.SERVICE_NAME, reflection.SERVICE_NAME]

@@ -379,7 +379,11 @@ def fence(
 
 def open_request(session: SessionView) -> verify_pb2.OpenRequest:
     """Opens a verify session that goes on after the session's committed tokens."""
-    params = replace(session.params, stop=(), max_tokens=max(1, session.remaining))
+    left = max(0, session.params.min_tokens - len(session.output_ids))
+    params = replace(
+        session.params, stop=(), max_tokens=max(1, session.remaining),
+        min_tokens=min(left, max(1, session.remaining)),
+    )  # fmt: skip
     config = session.config
     depth = max(config.num_speculative_tokens or 0, config[LENGTH_MAX] or 0)
     limits = SpeculationConfig(

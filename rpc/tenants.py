@@ -51,8 +51,8 @@ class Quotas(_Block):
     tokens_per_minute: float | None = Field(
         None,
         gt=0,
-        description="Prompt and committed tokens. What runs is not cut off; the next open or round "
-        "waits until the minute has room again.",
+        description="Tokens of prompts, from their admission on, and committed ones. What runs is "
+        "not cut off; the next open or round waits until the minute has room again.",
     )
 
 

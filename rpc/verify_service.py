@@ -31,6 +31,7 @@ from paceline.rpc.errors import (
 )
 from paceline.rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
 from paceline.rpc.messages import (
+    check_size,
     draft_from_message,
     numerics_differ,
     sampling_from_message,
@@ -54,7 +55,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # output begins; a verdict has no log-probabilities.
 _GENERATE_ONLY = {
     name: getattr(SamplingParams(), name)
-    for name in ("frequency_penalty", "presence_penalty", "logprobs", *CONSTRAINTS)
+    for name in (
+        "frequency_penalty",
+        "presence_penalty",
+        "logprobs",
+        "prompt_logprobs",
+        *CONSTRAINTS,
+    )
 }
 
 
@@ -320,6 +327,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 raise InvalidArgument(
                     f"sampling.{name}", getattr(params, name), f"{off}: only Generate has this"
                 )
+        check_size("token_ids", request.token_ids, self._thread.engine.target.context_length)
         session_id = secrets.token_urlsafe(16)
         prompt_ids = list(request.token_ids)
         loop = asyncio.get_running_loop()

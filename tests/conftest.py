@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,12 @@ def chromium() -> Iterator[Any]:
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where random checkpoints are written, once for each kind (tests/modelzoo.py)."""
     return tmp_path_factory.mktemp("zoo")
+
+
+def pytest_configure() -> None:
+    """SIGUSR1 prints where every thread is (tests/run.py sends it to a part that hangs)."""
+    # A copy, since tests' own standard error is caught.
+    faulthandler.register(signal.SIGUSR1, file=os.fdopen(os.dup(2), "w"), all_threads=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not nightly"` is looked at

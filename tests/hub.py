@@ -34,17 +34,23 @@ def hub(models: dict[str, Path], gated: tuple[str, ...] = ()) -> Iterator[FakeHu
 
 
 class FakeHub(ThreadingHTTPServer):
-    """The server; ``requests`` are the paths that were asked for."""
+    """The server; ``requests`` are the paths that were asked for.
+
+    Files whose name is in ``stalled`` stop in the middle until ``go_on`` is set.
+    """
 
     def __init__(self, models: dict[str, Path], gated: tuple[str, ...]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.models = models
         self.gated = gated
         self.requests: list[str] = []
+        self.scheme = "http"
+        self.stalled: set[str] = set()
+        self.go_on = threading.Event()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"{self.scheme}://127.0.0.1:{self.server_address[1]}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -82,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
             return
         headers = {"X-Repo-Commit": commit_of(folder), "ETag": f'"{_digest(file)}"'}
-        self._reply(200, file.read_bytes(), headers)
+        self._reply(200, file.read_bytes(), headers, stalls=file.name in self.server.stalled)
 
     def _json(self, value: Any) -> None:
         self._reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -90,13 +96,21 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str) -> None:
         self._reply(status, b"", {"X-Error-Code": code})
 
-    def _reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _reply(
+        self, status: int, body: bytes, headers: dict[str, str], stalls: bool = False
+    ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):  # a client that was killed
+                if stalls:
+                    self.wfile.write(body[: len(body) // 2])
+                    self.wfile.flush()
+                    self.server.go_on.wait(60)
+                    body = body[len(body) // 2 :]
+                self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None:
         pass

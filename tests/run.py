@@ -4,7 +4,9 @@ Tests with a Ray come one by one and wait for much of their time: for processes 
 Ray to notice things. The others, in several processes, use what that leaves of the machine, at a
 lower priority, so that Ray's own limits on time are kept. Those that compare times come last, with
 nothing beside them. The output of each part is shown when it has ended, that of the largest while
-it runs.
+it runs. A part that has not ended after ``PACELINE_TEST_LIMIT`` seconds (default 1,500; with
+`--slow` twice that) is stopped, after every thread of it has said where it is: pytest's own timeout
+does not see what hangs between tests or after the last one.
 
     python tests/run.py [--slow] [pytest's arguments, for all of them]
 """
@@ -12,6 +14,7 @@ it runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
 NO_FILES = ["--collect-only", "tests/run.py"]
 NOTHING_COLLECTED = 5  # pytest's status; no error where the arguments name a file of another part
+TOO_LONG = 124  # the status of a part that was stopped, as `timeout` has it
 BACKGROUND = 10  # niceness of the tests without a Ray
 # Ray's own limits are meant for a machine that does nothing else.
 PATIENT = {"RAY_raylet_start_wait_time_s": "180", "RAY_worker_niceness": "0"}
@@ -57,15 +61,35 @@ def step_back() -> None:
         Path("/proc/self/autogroup").write_text(str(BACKGROUND))
 
 
-def wait(part: subprocess.Popen[Any], *others: subprocess.Popen[Any]) -> int:
-    """Its status; Ctrl-C is passed on to all, since they have sessions of their own."""
+def wait(
+    part: subprocess.Popen[Any], *others: subprocess.Popen[Any], until: float = math.inf
+) -> int:
+    """Its status; Ctrl-C is passed on to all, since they have sessions of their own.
+
+    `until` is the time (of ``time.monotonic``) at which it is stopped.
+    """
     try:
-        return part.wait()
+        return part.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        stop(part)
+        return TOO_LONG
     except KeyboardInterrupt:
         for one in (part, *others):
             with suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGINT)
         return part.wait()
+
+
+def stop(part: subprocess.Popen[Any]) -> None:
+    """Let it print all threads' stacks (tests/conftest.py) and which processes run; then kill."""
+    print(f"a part of the tests did not end in time and is stopped (process {part.pid})")
+    with suppress(ProcessLookupError):
+        part.send_signal(signal.SIGUSR1)
+        time.sleep(2)
+        tree = ["ps", "-eo", "pid,ppid,pgid,stat,etimes,time,args", "--forest"]
+        print(subprocess.run(tree, capture_output=True, text=True, check=False).stdout, flush=True)
+        os.killpg(part.pid, signal.SIGKILL)
+    part.wait()
 
 
 def show(output: IO[str]) -> None:
@@ -76,6 +100,7 @@ def show(output: IO[str]) -> None:
 def main(arguments: Sequence[str], *, slow: bool = False) -> int:
     """Run all parts; the status of the worst."""
     begun = time.monotonic()
+    until = begun + float(os.environ.get("PACELINE_TEST_LIMIT") or (3000 if slow else 1500))
     which = "slow and not nightly" if slow else "not slow and not nightly"
     marks = ("slow",) if slow else ()
     # More than there are cores: many tests wait for processes, or for a network that is slow. Each
@@ -98,7 +123,7 @@ def main(arguments: Sequence[str], *, slow: bool = False) -> int:
             cwd=ROOT, env={**PATIENT, **environment}, start_new_session=True,
             stdout=held, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        codes = [wait(serve, many)]
+        codes = [wait(serve, many, until=until)]
         ready, start = os.pipe()
         # It imports and collects while the rest of the others run, and then waits (conftest.py).
         alone = subprocess.Popen(
@@ -106,11 +131,11 @@ def main(arguments: Sequence[str], *, slow: bool = False) -> int:
             cwd=ROOT, env={**environment, "PACELINE_TEST_START": str(ready)}, pass_fds=[ready],
             start_new_session=True, stdout=held_last, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        codes.append(wait(many, alone))
+        codes.append(wait(many, alone, until=until))
         show(held)
         if pytest_ended(codes):
             os.close(start)
-            codes.append(wait(alone))
+            codes.append(wait(alone, until=until))
             show(held_last)
         else:
             alone.kill()

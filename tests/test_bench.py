@@ -22,6 +22,7 @@ from paceline.bench import (
     BatchRun,
     BenchOptions,
     LocalBackend,
+    SequenceRun,
     parse_methods,
     render_csv,
     render_page,
@@ -55,6 +56,7 @@ ROW_FIELDS = {
     "workload_speedup_vs_ar": float,
     "speedup_p25": float,
     "speedup_p75": float,
+    "speedup_bound": float | None,
     "decode_tokens_per_second": float | None,
     "mean_accepted_length": float,
     "acceptance_rate": float | None,
@@ -64,6 +66,11 @@ ROW_FIELDS = {
     "round_overhead_us_p90": float | None,
     "round_ms_p50": float | None,
     "added_round_ms_p50": float | None,
+    "verify_rows": float | None,
+    "verify_ms": float | None,
+    "draft_share": float | None,
+    "drafted_by_depth": list,
+    "accepted_by_depth": list,
     "num_prompts": int,
     "batch": int,
     "num_samples": int,
@@ -136,6 +143,8 @@ def test_a_result_has_every_method_category_and_field(
         assert row["speedup_vs_ar"] == row["speedup_p25"] == row["speedup_p75"] == 1
         assert row["mean_accepted_length"] == 1
         assert row["acceptance_rate"] is None
+        assert (row["speedup_bound"], row["verify_rows"]) == (1, 1)
+        assert row["drafted_by_depth"] == row["accepted_by_depth"] == []
     for row in result["results"]:  # greedy: all methods have the same tokens
         assert row["identical_to_ar"] is True, row
         assert row["mismatch_rate"] == 0
@@ -143,6 +152,11 @@ def test_a_result_has_every_method_category_and_field(
             assert row["batch_invariant"] is True
             assert 0 < row["round_overhead_us_p50"] <= row["round_overhead_us_p90"]
             assert row["decode_tokens_per_second"] > 0
+            assert 0 <= row["draft_share"] < 1
+            drafted, accepted = sum(row["drafted_by_depth"]), sum(row["accepted_by_depth"])
+            assert row["acceptance_rate"] == (accepted / drafted if drafted else None)
+        else:
+            assert row["speedup_bound"] is row["draft_share"] is None
 
     environment = result["environment"]
     for name in ("python", "torch", "cpu", "cores", "threads", "dtype", "paceline", "date"):
@@ -322,6 +336,22 @@ def test_a_deployment_is_measured_beside_the_engine_and_checked(
     assert {row["topology"] for row in result["results"]} == {"actors"}
 
 
+def test_the_bound_is_what_drafts_in_no_time_would_give() -> None:
+    def batch_run(tokens: int, *forwards: tuple[int, float]) -> BatchRun:
+        sequence = SequenceRun(token_ids=(7,) * tokens, num_target_forwards=len(forwards))
+        return BatchRun(
+            sequences=(sequence,), seconds=1.0, forwards=forwards,
+            round_seconds=tuple(seconds + 0.002 for _, seconds in forwards),
+        )  # fmt: skip
+
+    ar = batch_run(4, *[(1, 0.010)] * 4)
+    assert run._bound(ar, ar) == 1
+    # Three tokens a forward, whose mean of 16 ms makes a round of 12 ms one of 18 ms.
+    bound = run._bound(batch_run(6, (5, 0.014), (3, 0.018)), ar)
+    assert bound == pytest.approx(3 * 12 / 18)
+    assert run._bound(batch_run(0), ar) is run._bound(ar, batch_run(0)) is None
+
+
 def test_batches_are_filled_up(target: Path, drafter: Path, questions: Path) -> None:
     options = BenchOptions(
         target=target,
@@ -429,7 +459,8 @@ def result_rows() -> list[dict[str, Any]]:
             "method": method, "category": category, "topology": "colocated",
             "batch_invariant": True, "tokens_per_second": 100 * speedup, "p25": 90 * speedup,
             "p75": 110 * speedup, "speedup_vs_ar": speedup, "speedup_p25": 0.9 * speedup,
-            "speedup_p75": 1.25 * speedup, "mean_accepted_length": length,
+            "speedup_p75": 1.25 * speedup, "speedup_bound": 1.5 * speedup,
+            "mean_accepted_length": length,
             "acceptance_rate": None if method == "ar" else 0.5,
             "identical_to_ar": method != "draft_model", "mismatch_rate": 0.25,
             "round_ms_p50": 1.5, "num_prompts": 2, "note": None,

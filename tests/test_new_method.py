@@ -58,7 +58,7 @@ COMB = ShapePart(
 )
 '''
 ENTRY = {
-    "from paceline.shapes.confidence import": "from paceline.shapes.comb import COMB\n",
+    "from paceline.shapes.confidence import BEST_FIRST": "from paceline.shapes.comb import COMB\n",
     '    "kary": KARY,\n': '    "comb": COMB,\n',
     '        Method(\n            name="pearl",': (
         '        Method(name="comb", paper="arXiv 0000.00000", summary="Drafts combs.",\n'

@@ -7,12 +7,8 @@ intervals tell how much a repeated measurement would differ, not one with other 
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +18,7 @@ from paceline.bench.backends import Backend, BatchRun, encode_turns
 from paceline.bench.prompts import Prompt
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
+from paceline.memory import peak_memory, reset_peak_memory
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
@@ -233,7 +230,7 @@ class PairedMeasurement:
             acceptance_rate=accepted / drafted if drafted else 0.0,
             accepted_by_depth=_summed(s.accepted_by_depth for s in sequences),
             drafted_by_depth=_summed(s.drafted_by_depth for s in sequences),
-            memory_mb=peak_memory_mb(),
+            memory_mb=peak_memory() / 2**20,
             identical_to_ar=self._mismatches == 0 if self._promises_tokens else None,
             num_pairs=self.num_pairs,
             num_prompts=sum(
@@ -365,27 +362,3 @@ def _statistics(times: Floats, latencies: Floats) -> Mapping[str, Floats]:
         by_side = np.percentile(latencies, percent, axis=(1, 3))  # [B, 2]
         result[name] = by_side[:, 1] / by_side[:, 0]
     return result
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def reset_peak_memory() -> None:
-    """Reset the peak, if the system can."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_mb() -> float:
-    """Peak resident memory of this process plus the peak of its GPU memory, in MB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if sys.platform == "darwin":
-        peak /= 1024
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        peak = int(next(x for x in lines if x.startswith("VmHWM")).split()[1]) / 1024
-    import torch
-
-    if torch.cuda.is_available():
-        peak += torch.cuda.max_memory_allocated() / 2**20
-    return peak

@@ -474,8 +474,9 @@ def _with_paths(document: _Document, folder: Path | None) -> _Document:
         return str((beside if beside.exists() else given).resolve())
 
     model = document.model
-    changes = {"heads": absolute(model.heads)}
-    if changes["heads"] is not None and not Path(changes["heads"]).is_dir():
+    from_hub = (model.heads or "").startswith("hf:")
+    changes = {"heads": model.heads if from_hub else absolute(model.heads)}
+    if not from_hub and changes["heads"] is not None and not Path(changes["heads"]).is_dir():
         raise InvalidArgument("model.heads", changes["heads"], "a folder that exists")
     for role, name in (("target", model.target), ("drafter", model.drafter)):
         if name is None:
@@ -512,7 +513,7 @@ def _parse_choices(document: _Document) -> tuple[Choice, ...]:
         if name not in known:
             allowed = "one of the fields " + ", ".join(sorted(known))
             raise InvalidArgument(f"space.{name}", given[name], allowed)
-    given.setdefault("method", [SpeculationConfig().method])
+    given.setdefault("method", ["draft_model"])
     choices = {name: _parse_choice(name, value) for name, value in given.items()}
     for method in choices["method"].values:
         if method not in METHODS:

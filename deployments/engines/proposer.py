@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from importlib import metadata
 from typing import Any
@@ -33,8 +31,8 @@ from paceline.drafters.base import Drafter
 from paceline.errors import FailedPrecondition
 from paceline.loading import limit_threads, load_drafter
 from paceline.methods import METHODS
+from paceline.rpc.drafter_pool import DrafterPool
 from paceline.rpc.mirrors import served_with
-from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.tls import ClientTls
 from paceline.types import EMPTY_DRAFT, Budget, Draft
 from paceline.view import SessionView
@@ -102,17 +100,18 @@ class Settings(BaseModel):
     tls: Mapping[str, str | None] | None = None
 
 
-class RemotePool(Drafter):
-    """Drafter replicas with the interface of one drafter, which answers within a deadline.
+class RemotePool(DrafterPool):
+    """Drafter replicas whose drafts a step of vLLM waits for, at most until a deadline.
 
-    Sessions are spread over the replicas that answer; a session whose replica is lost gets another
-    one. Replicas draft ahead while the engine verifies, so a draft whose guess was right is there
-    at once.
+    Replicas draft ahead while the engine verifies, so a draft whose guess was right is there at
+    once.
 
     Args:
         deadline_s: seconds that a step waits at most, however many sessions it has.
-        tls: certificates for the replicas; None connects in plain text.
+        other arguments: as :class:`paceline.rpc.drafter_pool.DrafterPool`.
     """
+
+    elsewhere = False  # vLLM's step waits for it
 
     def __init__(
         self,
@@ -122,75 +121,23 @@ class RemotePool(Drafter):
         deadline_s: float,
         tls: ClientTls | None = None,
     ) -> None:
-        self._vocab_size = vocab_size
-        self._deadline_s = deadline_s
-        self._tls = tls
-        self._remotes: dict[str, RemoteDrafter] = {}
-        self._places: dict[str, str] = {}  # session -> address
+        super().__init__(addresses, vocab_size=vocab_size, deadline_s=deadline_s, tls=tls)
+        self._patience_s = deadline_s
         self.num_late = 0  # drafts that missed a step
-        self.use(addresses)
 
-    def use(self, addresses: Sequence[str]) -> None:
-        """Draft with these replicas from now on."""
-        for address in self._remotes.keys() - set(addresses):
-            # stop() waits for threads to end; vLLM's next step must not wait for it.
-            gone = self._remotes.pop(address)
-            threading.Thread(target=gone.stop, name="remote-drafter-stop", daemon=True).start()
-        for address in addresses:
-            if address not in self._remotes:
-                self._remotes[address] = RemoteDrafter(
-                    address, vocab_size=self._vocab_size, deadline_s=self._deadline_s, tls=self._tls
-                )
-
-    @property
-    def connected(self) -> list[str]:
-        """Addresses of the replicas that answer."""
-        return [address for address, remote in self._remotes.items() if remote.connected]
-
-    def close(self, session: SessionView) -> None:
-        remote = self._remotes.get(self._places.pop(session.session_id, ""))
-        if remote is not None:
-            remote.close(session)
-
-    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
-        until = time.perf_counter() + self._deadline_s
-        groups: dict[str, list[int]] = {}
-        for i, session in enumerate(sessions):
-            address = self._place(session)
-            if address:
-                groups.setdefault(address, []).append(i)
-        futures: dict[int, Future[Draft]] = {}
-        for address, members in groups.items():
-            asked = self._remotes[address].propose(
-                [sessions[i] for i in members], [budgets[i] for i in members]
-            )
-            futures |= zip(members, asked, strict=True)
-        wait_for(futures.values(), timeout=max(0.0, until - time.perf_counter()))
+    def propose(  # type: ignore[override]  # drafts, not futures of them
+        self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
+    ) -> list[Draft]:
+        until = time.perf_counter() + self._patience_s
+        futures = super().propose(sessions, budgets)
+        wait_for(futures, timeout=max(0.0, until - time.perf_counter()))
         drafts = [EMPTY_DRAFT] * len(sessions)
-        for i, future in futures.items():
-            if not future.done():
-                future.cancel()
+        for i, future in enumerate(futures):
+            if future.cancel():
                 self.num_late += 1
             elif future.exception() is None:
                 drafts[i] = future.result()
         return drafts
-
-    def _place(self, session: SessionView) -> str:
-        """The address of the session's replica; "" while none answers."""
-        address = self._places.get(session.session_id, "")
-        remote = self._remotes.get(address)
-        if remote is not None and remote.connected:
-            return address
-        live = self.connected
-        if not live:
-            return ""
-        counts = dict.fromkeys(live, 0)
-        for place in self._places.values():
-            if place in counts:
-                counts[place] += 1
-        chosen = min(live, key=lambda a: counts[a])
-        self._places[session.session_id] = chosen
-        return chosen
 
 
 class Proposer:

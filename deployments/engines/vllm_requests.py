@@ -31,6 +31,8 @@ def check_request(request: Request, plan: Plan, target: VllmTarget) -> None:
             "prompt", f"{len(prompt_ids)} tokens",
             f"fewer tokens than the context has, {target.context_length}",
         )  # fmt: skip
+    if params.prompt_logprobs is not None:
+        raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, "none with engine vllm")
     if len(committed) and (params.penalizes_output or params.constraint is not None):
         raise FailedPrecondition(
             "vLLM cannot go on with an output that penalties or a constraint count from its "
@@ -92,6 +94,8 @@ def vllm_params(session: Session, speculation: SpeculationConfig, eos: Sequence[
         ignore_eos=structured is None,
         seed=params.seed if params.temperature > 0 else None,
         max_tokens=session.remaining,
+        min_tokens=min(session.remaining, max(0, params.min_tokens - len(session.output_ids))),
+        allowed_token_ids=list(params.allowed_token_ids) or None,
         logprobs=params.logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -111,6 +115,7 @@ def count_step(session: Session, num_tokens: int) -> None:
     if stats.first_token_at is None:
         stats.first_token_at = now
         session.state = SessionState.READY
+    session.note_output()
     stats.num_rounds += 1
     stats.num_target_forwards += 1
     stats.num_accepted += max(0, num_tokens - 1)

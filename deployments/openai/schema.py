@@ -1,8 +1,8 @@
 """What clients of OpenAI's API send, and what of it is honoured.
 
-A key that OpenAI's clients know is either honoured, or without effect on the text (``user``), or
-refused by name. Any other key is an error, so that a misspelled one is not lost silently. ``null``
-is the same as leaving a key out.
+A key that clients of OpenAI's API or of vLLM know is either honoured, or without effect on the text
+(``user``), or refused by name. Any other key is an error, so that a misspelled one is not lost
+silently; ``gateway.http.extra: ignore`` drops it. ``null`` is the same as leaving a key out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from paceline.bounds import (
+    ALLOWED_TOKEN_IDS,
+    LOGIT_BIASES,
+    STOP_STRINGS,
+    STOP_TOKEN_IDS,
+    TEMPLATE_VARIABLES,
+)
+from paceline.chat import RESERVED
+from paceline.deployments.openai.schema_base import (
+    Body,
+    Flag,
+    Integer,
+    Number,
+    Text,
+    TokenIds,
+)
+from paceline.deployments.openai.tools import MAX_TOOLS, Tool, ToolChoice
 from paceline.errors import InvalidArgument
 from paceline.sampling import MAX_SEED
 
@@ -20,18 +37,8 @@ MAX_CHOICES = 128
 """Of one request, all prompts together."""
 MAX_LOGPROBS = 20
 
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Integer = Annotated[int, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, Field(strict=True)]
-TokenIds = list[Integer]
 
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
     include_obfuscation: Flag | None = None  # pads the events of others; without effect here
@@ -44,7 +51,7 @@ class ContentPart(BaseModel):
     text: Text | None = None
 
 
-class PredictedOutput(_Body):
+class PredictedOutput(Body):
     """The text that is expected as the output."""
 
     type: Literal["content"]
@@ -55,7 +62,7 @@ class PredictedOutput(_Body):
         return _joined(self.content, "prediction.content")
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """What ``response_format`` says of a JSON schema; a strict one is what every one is here."""
 
     name: Text | None = None
@@ -64,7 +71,7 @@ class JsonSchema(_Body):
     strict: Flag | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """What the output has to be, as OpenAI's clients say it."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -81,7 +88,7 @@ class ResponseFormat(_Body):
         return {"json_schema": json.dumps(self.json_schema.schema_)}
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """What the output has to be, beyond OpenAI's API and as vLLM has it. One key of these."""
 
     json_: dict[str, Any] | Text | None = Field(None, alias="json")
@@ -91,21 +98,31 @@ class StructuredOutputs(_Body):
 
     def sampling(self) -> dict[str, Any]:
         """Fields of SamplingParams."""
-        schema, choice = self.json_, self.choice
         given = {
-            "json_schema": json.dumps(schema) if isinstance(schema, dict) else schema,
-            "regex": self.regex,
-            "grammar": self.grammar,
-            "choice": choice,
+            name: value
+            for name in ("json", "regex", "choice", "grammar")
+            if (value := getattr(self, "json_" if name == "json" else name)) is not None
         }
-        given = {name: value for name, value in given.items() if value is not None}
         if len(given) != 1:
             allowed = "one of json, regex, choice and grammar"
             raise InvalidArgument("structured_outputs", sorted(given), allowed)
-        if choice is not None:
-            texts = (json.dumps(text, ensure_ascii=False) for text in choice)
-            return {"grammar": "start: " + " | ".join(texts)}
-        return given
+        ((kind, value),) = given.items()
+        return as_constraint(kind, value)
+
+
+def as_constraint(kind: str, value: Any) -> dict[str, Any]:
+    """The field of SamplingParams for a constraint as vLLM's clients name it.
+
+    Args:
+        kind: ``json``, ``regex``, ``grammar`` or ``choice``.
+    """
+    if kind == "json":
+        return {"json_schema": value if isinstance(value, str) else json.dumps(value)}
+    if kind == "choice":
+        texts = (json.dumps(text, ensure_ascii=False) for text in value)
+        # One terminal, not a rule: a rule may have 500 alternatives at a time.
+        return {"grammar": "start: CHOICE\nCHOICE: " + " | ".join(texts)}
+    return {kind: value}
 
 
 def _joined(content: str | list[ContentPart], where: str) -> str:
@@ -122,7 +139,7 @@ def _joined(content: str | list[ContentPart], where: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-class _Request(_Body):
+class _Request(Body):
     """What both kinds of completion have in common."""
 
     model: Text | None = None
@@ -130,35 +147,74 @@ class _Request(_Body):
     temperature: Number | None = None
     top_p: Number | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=STOP_STRINGS.most)] | None = None
     seed: Integer | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=LOGIT_BIASES.most)] | None = None
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
     response_format: ResponseFormat | None = None
 
     # Beyond OpenAI's API, under the names that other servers gave them.
+    best_of: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     top_k: Integer | None = None
     min_p: Number | None = None
+    min_tokens: Integer | None = None
     repetition_penalty: Number | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=STOP_TOKEN_IDS.most)] | None = None
+    allowed_token_ids: (
+        Annotated[TokenIds, Field(min_length=1, max_length=ALLOWED_TOKEN_IDS.most)] | None
+    ) = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Flag | None = None
     ignore_eos: Flag | None = None
     add_special_tokens: Flag | None = None
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: Flag | None = None
+    return_tokens_as_token_ids: Flag | None = None
     return_rounds: Flag | None = None
     numerics_mismatch: Literal["refuse", "allow"] | None = None
     speculation: dict[str, Any] | None = None
     prediction: PredictedOutput | None = None
 
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
+    guided_choice: Annotated[list[Text], Field(min_length=1)] | None = None
 
     # Without effect on the text.
     user: Any = None
+    request_id: Any = None
+    guided_decoding_backend: Any = None
 
     # Refused, unless they say what happens anyway.
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    bad_words: Any = None
+    cache_salt: Any = None
+    guided_whitespace_pattern: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    priority: Any = None
+    spaces_between_special_tokens: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    vllm_xargs: Any = None
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "bad_words": ([],),
+        "cache_salt": (),
+        "guided_whitespace_pattern": (),
+        "kv_transfer_params": (),
+        "length_penalty": (1,),
+        "logits_processors": ([],),
+        "priority": (0,),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+        "vllm_xargs": ({},),
+    }
 
     def check(self) -> None:
         """Refuse what cannot be honoured.
@@ -166,20 +222,71 @@ class _Request(_Body):
         Raises:
             InvalidArgument: naming the key.
         """
-        for name, allowed in self.neutral.items():
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                what = " or ".join(repr(a) for a in allowed) if allowed else "nothing"
-                raise InvalidArgument(name, value, f"{what}: this server does not support more")
+        refuse_others(self, self.neutral)
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "set", "stream: true with it")
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise InvalidArgument("structured_outputs", "set", "nothing beside response_format")
+        if self.best_of is not None:
+            if self.best_of < (self.n or 1):
+                raise InvalidArgument("best_of", self.best_of, f"at least n, {self.n or 1}")
+            if self.stream and self.num_samples > (self.n or 1):
+                raise InvalidArgument("best_of", self.best_of, "n in a stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidArgument("prompt_logprobs", self.prompt_logprobs, "none in a stream")
+        self.constraint()
+
+    @property
+    def num_samples(self) -> int:
+        """Generations for each prompt, of which the best n are the answer."""
+        return self.best_of or self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def not_unicode(self) -> str | None:
+        """The first key that has half of a surrogate pair in it, which JSON can write."""
+        for name, value in self.model_dump(exclude_none=True).items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                return name
+        return None
 
     @property
     def output_limit(self) -> int | None:
         """Tokens to generate at most; None: the rest of the context."""
         return self.max_tokens
+
+    def constraint(self) -> tuple[str, dict[str, Any]] | None:
+        """The key of the request that limits its output, and the field of SamplingParams for it.
+
+        Raises:
+            InvalidArgument: there are several.
+        """
+        given = []
+        if self.response_format is not None and self.response_format.type != "text":
+            given.append(("response_format", self.response_format.sampling()))
+        if self.structured_outputs is not None:
+            values = self.structured_outputs.sampling()
+            (kind,) = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            given.append((f"structured_outputs.{kind}", values))
+        for kind in ("json", "regex", "grammar", "choice"):
+            value = getattr(self, f"guided_{kind}")
+            if value is not None:
+                given.append((f"guided_{kind}", as_constraint(kind, value)))
+        if len(given) > 1:
+            raise InvalidArgument(
+                given[1][0].partition(".")[0], "set", f"nothing beside {given[0][0]}"
+            )
+        return given[0] if given else None
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Fields of the target's messages, and the keys that this request has for them."""
+        found = self.constraint()
+        keys = {} if found is None else dict.fromkeys(found[1], found[0])
+        return {**keys, "prediction_text": "prediction.content"}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -200,17 +307,42 @@ class _Request(_Body):
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
         }
         for name in (
-            "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-            "presence_penalty", "stop_token_ids", "ignore_eos",
+            "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+            "stop_token_ids", "allowed_token_ids", "min_tokens", "ignore_eos",
+            "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
         ):  # fmt: skip
             values[name] = getattr(self, name)
+        values["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's "all"
         values["logprobs"] = self.num_logprobs
-        for constraint in (self.response_format, self.structured_outputs):
-            if constraint is not None:
-                values |= constraint.sampling()
+        if values["logprobs"] is None and self.num_samples > (self.n or 1):
+            values["logprobs"] = 0  # to find the best
+        found = self.constraint()
+        if found is not None:
+            values |= found[1]
         if self.logit_bias:
             values["logit_bias"] = dict(_biases(self.logit_bias))
         return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_others(body: Body, neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Refuse keys that ask for more than what happens anyway.
+
+    Args:
+        neutral: those keys, each with the values that ask for no more.
+
+    Raises:
+        InvalidArgument: naming the key.
+    """
+    for name, allowed in neutral.items():
+        value = getattr(body, name)
+        if value is not None and not any(_same(value, each) for each in allowed):
+            what = " or ".join(repr(a) for a in allowed) if allowed else "nothing"
+            raise InvalidArgument(name, value, f"{what}: this server does not support more")
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality that tells true from 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _biases(given: dict[str, float]) -> Iterator[tuple[int, float]]:
@@ -227,22 +359,30 @@ class CompletionRequest(_Request):
     prompt: Any
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
 
-    best_of: Any = None
-    echo: Any = None
+    echo: Flag | None = None
+
+    prompt_embeds: Any = None
     suffix: Any = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "echo": (False,), "suffix": ("",),
+        **_Request.neutral, "prompt_embeds": (), "suffix": ("",),
     }  # fmt: skip
 
-    def check(self) -> None:
-        super().check()
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidArgument("best_of", self.best_of, "n: choices are not ranked here")
+    @property
+    def scores_only(self) -> bool:
+        """Whether the answer has no generated token."""
+        return self.max_tokens == 0
 
     @property
     def output_limit(self) -> int:
-        return 16 if self.max_tokens is None else self.max_tokens
+        """The target generates at least one token, which ``max_tokens: 0`` drops."""
+        return 16 if self.max_tokens is None else self.max_tokens or 1
+
+    def sampling(self, seed: int) -> dict[str, Any]:
+        values = super().sampling(seed)
+        if self.echo and self.logprobs is not None:
+            values.setdefault("prompt_logprobs", self.logprobs)
+        return values
 
     @property
     def num_logprobs(self) -> int | None:
@@ -300,12 +440,17 @@ class ChatRequest(_Request):
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
 
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Flag | None = None
+    include_reasoning: Flag | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
     # As other servers have them.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag | None = None
 
     metadata: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
@@ -318,24 +463,35 @@ class ChatRequest(_Request):
     functions: Any = None
     modalities: Any = None
     moderation: Any = None
-    reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    echo: Any = None
+    mm_processor_kwargs: Any = None
+
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_Request.neutral,
         "audio": (),
+        "chat_template": (),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "mm_processor_kwargs": ({},),
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
         "moderation": (),
-        "reasoning_effort": ("none",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+
+    @property
+    def keys(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {**super().keys, "max_tokens": limit}
 
     @property
     def output_limit(self) -> int | None:
@@ -351,3 +507,9 @@ class ChatRequest(_Request):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", self.top_logprobs, "logprobs: true with it")
+        variables = self.chat_template_kwargs or {}
+        TEMPLATE_VARIABLES.check(len(variables))
+        for name in variables:
+            if name in RESERVED:
+                allowed = f"other names than {', '.join(sorted(RESERVED))}"
+                raise InvalidArgument("chat_template_kwargs", name, allowed)

@@ -14,23 +14,22 @@ from typing import Any
 import uvicorn
 from starlette.responses import JSONResponse
 
-from paceline.config import SpeculationConfig
+from paceline.deployments.openai.docs_page import PATHS as DOCS_PATHS
 from paceline.deployments.playground import PATHS as PLAYGROUND_PATHS
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.rpc.access import Gate
 from paceline.rpc.errors import DeadlineExceeded, Unauthenticated, http_status, info_of, to_status
 from paceline.rpc.server import PortInUse
 from paceline.rpc.tls import ServerTls, check_plain_text
-from paceline.sampling import CONSTRAINTS
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset(("/health", *PLAYGROUND_PATHS))
+PUBLIC_PATHS = frozenset(("/health", *DOCS_PATHS, *PLAYGROUND_PATHS))
 """Open without a token: probes have none and learn only that the gateway serves; the page of the
 playground holds no data and asks its reader for the token."""
 BODY_TIMEOUT_S = 30.0
 """Seconds in which a body must arrive, so that a client with half of one does not hold a socket."""
-_CHEAP = frozenset((400, 401, 403, 404, 405, 429))
+_CHEAP = frozenset((400, 401, 403, 404, 405, 413, 429))
 """Statuses that cost a client nothing, so the gate slows them down."""
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
           404: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
@@ -61,7 +60,6 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def _described(error: BaseException) -> tuple[int, dict[str, Any]]:
-    error = as_sent(error)
     status = to_status(error)
     code, info = http_status(status), info_of(status)
     body = {
@@ -73,17 +71,8 @@ def _described(error: BaseException) -> tuple[int, dict[str, Any]]:
     return code, {"error": body}
 
 
-def as_sent(error: BaseException) -> BaseException:
-    """The error, with the field's name in the HTTP request, not in the target's message."""
-    if not isinstance(error, InvalidArgument):
-        return error
-    name = error.field.removeprefix("sampling.")
-    name = {"prompt.text": "prompt"}.get(name, name.replace("prompt_token_ids[", "prompt["))
-    if name in CONSTRAINTS:
-        name = "response_format" if name == "json_schema" else f"structured_outputs.{name}"
-    if name in SpeculationConfig.model_fields:  # the target names knobs without `speculation.`
-        name = f"speculation.{name}"
-    return error if name == error.field else InvalidArgument(name, error.value, error.allowed)
+class _TooLarge(InvalidArgument):
+    """A body with more bytes than the limit."""
 
 
 class Guard:
@@ -115,7 +104,10 @@ class Guard:
             self._gate.authenticate(_peer(scope), scope["path"], headers, public=public)
             body = await self._body(receive)
         except Exception as error:
-            await error_response(error)(scope, receive, answer)
+            response = error_response(error)
+            if isinstance(error, _TooLarge):
+                response.status_code = 413
+            await response(scope, receive, answer)
             return
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -132,7 +124,7 @@ class Guard:
                     message = await receive()
                     body += message.get("body", b"")
                     if len(body) > limit:
-                        raise InvalidArgument(
+                        raise _TooLarge(
                             "body", f"more than {limit} bytes", "a smaller body (max_message_bytes)"
                         )
                     if not message.get("more_body", False):

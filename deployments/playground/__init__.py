@@ -66,7 +66,7 @@ def _catalogue() -> bytes:
             "lossless": method.lossless,
             "coupled": method.lossless and method.acceptance == "coupled",  # has the tokens of AR
             "length": method.defaults.get("num_speculative_tokens"),
-            "adaptive": method.length == "goodput",  # chooses the speculation length by itself
+            "adaptive": method.length in ("goodput", "auto"),  # chooses the length by itself
         }
         for method in METHODS.values()
     ]

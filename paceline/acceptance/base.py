@@ -26,7 +26,7 @@ from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray
 if TYPE_CHECKING:
     import torch
 
-    from paceline.constraints import Constraint
+    from paceline.constraints import Constraint, Mask
     from paceline.sampling import SamplingParams
 
 
@@ -43,6 +43,7 @@ class PathLogits:
         argmaxes: argmax of each row, if already computed for the whole batch.
         prompt_length: how many tokens of ``history`` are the prompt.
         constraint: the request's constraint, advanced past ``history``; None: it has none.
+        stop_ids: the tokens that end the generation.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class PathLogits:
         argmaxes: Sequence[int] | None = None,
         prompt_length: int = 0,
         constraint: Constraint | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.params = params
         self.position = len(history)
@@ -61,17 +63,18 @@ class PathLogits:
         self._argmaxes = argmaxes if params.is_plain_argmax else None
         self._prompt_length = prompt_length
         self._constraint = constraint
+        self._stop_ids = stop_ids
 
     def row(self, path_tokens: list[int], node: int) -> Row:
         """Processed logits after ``node`` (-1: the root), reached over ``path_tokens``."""
         row: Row = self._logits[node + 1].float().cpu().numpy()
         history = self._history + path_tokens if self.params.depends_on_history else self._history
-        row = process_logits(row, self.params, history, self._prompt_length)
-        if self._constraint is not None:
-            allowed = self._constraint.allowed(path_tokens)
-            if allowed is not None:
-                row = np.where(allowed, row, np.float32(-np.inf))
-        return row
+        stops = self._stop_ids
+        allowed = None if self._constraint is None else self._constraint.allowed(path_tokens)
+        if allowed is not None and self.params.min_tokens and _only(allowed, stops):
+            stops = frozenset()  # a finished output cannot go on
+        row = process_logits(row, self.params, history, self._prompt_length, stops)
+        return row if allowed is None else np.where(allowed, row, np.float32(-np.inf))
 
     def argmax(self, path_tokens: list[int], node: int) -> int:
         """Argmax of :meth:`row`."""
@@ -104,6 +107,11 @@ class PathLogits:
     def draw(self, probs: Probs, depth: int) -> int:
         """Draw the round's last token, after ``depth`` accepted ones, from ``probs``."""
         return sample_from(probs, self.params.seed, self.position + depth, Salt.RESIDUAL)
+
+
+def _only(allowed: Mask, token_ids: frozenset[int]) -> bool:
+    """Whether nothing but some of these tokens is allowed."""
+    return int(np.count_nonzero(allowed)) == sum(bool(allowed[token]) for token in token_ids)
 
 
 class AcceptanceRule(Protocol):

@@ -17,8 +17,10 @@ from typing import Protocol
 from paceline.bench.prompts import Prompt
 from paceline.chat import conversation, encode_chat
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter
 from paceline.engine import Engine
 from paceline.models.base import ModelRunner
+from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionState
@@ -60,12 +62,17 @@ class BatchRun:
         round_overheads: seconds of each round that went neither to the target's computation nor to
             the drafter's: bookkeeping and detokenisation. Empty if unknown.
         round_seconds: duration of each round, from one arrival of tokens to the next.
+        forwards: the target forward of each round: its number of tokens, of all sequences together,
+            and its seconds. Empty if unknown.
+        draft_seconds: spent waiting for drafts, all rounds together; None if unknown.
     """
 
     sequences: tuple[SequenceRun, ...]
     seconds: float
     round_overheads: tuple[float, ...] = ()
     round_seconds: tuple[float, ...] = ()
+    forwards: tuple[tuple[int, float], ...] = ()
+    draft_seconds: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -153,7 +160,8 @@ class LocalBackend:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
     ) -> BatchRun:
-        overheads, rounds = [], []
+        overheads, rounds, forwards = [], [], []
+        draft_seconds = 0.0
         # Methods may share a drafter: it must not know what it learnt for another one.
         if speculation not in self._engines:
             self._engines[speculation] = self.engine.sibling()
@@ -164,13 +172,20 @@ class LocalBackend:
             decoding = [s for s in sessions if not s.finished]
             # A step that includes prefill is not a plain round.
             plain = all(s.stats.num_rounds > 0 for s in decoding)
-            computed = _computed(decoding[0])
+            drafted, verified = _computed(decoding[0])
+            rows = _verified_rows(decoding)
             step_started = time.perf_counter()
             engine.step()
             elapsed = time.perf_counter() - step_started
+            drafted, verified = (
+                after - before
+                for after, before in zip(_computed(decoding[0]), (drafted, verified), strict=True)
+            )
+            draft_seconds += drafted
             if plain:
                 rounds.append(elapsed)
-                overheads.append(elapsed - (_computed(decoding[0]) - computed))
+                overheads.append(elapsed - drafted - verified)
+                forwards.append((_verified_rows(decoding) - rows, verified))
         seconds = time.perf_counter() - started
         for session in sessions:
             if session.error is not None:
@@ -180,7 +195,15 @@ class LocalBackend:
             seconds=seconds,
             round_overheads=tuple(overheads),
             round_seconds=tuple(rounds),
+            forwards=tuple(forwards),
+            draft_seconds=draft_seconds,
         )
+
+    def drafters(self, speculation: SpeculationConfig) -> list[Drafter]:
+        """The drafters with which it has generated for these requests, with what they learnt."""
+        engine, plan = self._engines[speculation], resolve(speculation)
+        method = plan.method
+        return [engine.drafters[n] for n in (method.drafter, *method.uses) if n in engine.drafters]
 
     def forget(self) -> bool:
         self._engines.clear()
@@ -209,8 +232,14 @@ def without_kernels() -> Iterator[None]:
         yield
 
 
-def _computed(session: Session) -> float:
-    return session.stats.draft_seconds + session.stats.verify_seconds
+def _computed(session: Session) -> tuple[float, float]:
+    """Seconds of drafting and of verifying; the sessions of a step share them."""
+    return session.stats.draft_seconds, session.stats.verify_seconds
+
+
+def _verified_rows(sessions: Sequence[Session]) -> int:
+    """Tokens in the target forwards so far: each draft's, and the committed one before it."""
+    return sum(s.stats.num_rounds + s.stats.num_draft_nodes for s in sessions)
 
 
 def sequence_run(session: Session) -> SequenceRun:

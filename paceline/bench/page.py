@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
 from paceline.bench import peers
-from paceline.bench.table import fastest_first, number
+from paceline.bench.table import fastest_first
+from paceline.bench.templating import templates
 
 _FACTS = (
     "date", "git_commit", "paceline", "cpu", "gpu", "cores", "threads", "platform", "python",
@@ -37,14 +37,7 @@ def render_page(result: Mapping[str, Any], command: str | None = None) -> str:
     Args:
         command: that made the result, to be shown.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(  # it escapes everything that is not marked `safe`
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = number
-    folder = files("paceline.bench").joinpath("templates")
-    template = environment.from_string(folder.joinpath("bench.html.j2").read_text("utf-8"))
+    template = templates().get_template("bench.html.j2")
     facts, rows = result["environment"], fastest_first(result["results"])
     several = {
         "topology": len({row["topology"] for row in rows}) > 1,
@@ -71,7 +64,6 @@ def render_page(result: Mapping[str, Any], command: str | None = None) -> str:
         longest=max((row["mean_accepted_length"] for row in drafting), default=1.0),
         rows=[*overall, *(row for row in rows if row["category"] != "all")],
         remarks=_remarks(result, rows),
-        sort_js=folder.joinpath("sort.js").read_text("utf-8"),
     )
 
 

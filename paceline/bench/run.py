@@ -5,6 +5,11 @@ change in the machine's speed affects all of them. ``tokens_per_second`` is meas
 from end to end, prefill included, the same way for the engine and for transformers' ``generate``;
 ``decode_tokens_per_second`` leaves the time to the first token out. A speedup is the median of
 paired ratios: the same prompts in the same repetition.
+
+``speedup_bound`` is the speedup that the same tokens per forward would give with a drafter that
+takes no time: ``tau * cost(1) / cost(n)``, where ``cost(1)`` is a round of AR, and ``cost(n)`` the
+same round with the forwards that verified this method's drafts. All of them are measured in the
+same run, and paired like speedups.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +89,7 @@ class BenchOptions:
         synthetic_acceptance: also measure drafts that are right with this probability at each
             token, read from AR's answers (:mod:`paceline.bench.synthetic`); None: do not.
         synthetic_tokens: number of tokens of each such draft.
+        samples: also return every run (``samples`` in the result).
     """
 
     target: str | Path | None = None
@@ -107,6 +114,7 @@ class BenchOptions:
     numerics: str = "fastest"
     synthetic_acceptance: float | None = None
     synthetic_tokens: int = 4
+    samples: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "max_tokens", "repetitions", "limit", "synthetic_tokens"):
@@ -241,7 +249,11 @@ def _knob_value(text: str) -> Any:
 
 
 def run_bench(
-    options: BenchOptions, progress: Progress | None = None, backends: Sequence[Backend] = ()
+    options: BenchOptions,
+    progress: Progress | None = None,
+    backends: Sequence[Backend] = (),
+    *,
+    local: LocalBackend | None = None,
 ) -> dict[str, Any]:
     """Run a benchmark and return its result as JSON values.
 
@@ -250,11 +262,12 @@ def run_bench(
         progress: called before every run.
         backends: deployments to measure beside the engine in this process (topology "both") or in
             its place ("actors"). They must serve the same target.
+        local: of :func:`load_backend` with these options; None loads it.
 
     Returns:
         ``environment``, ``results`` (a row for each method and category, and for the category
-        "all"), ``notes``, ``unavailable`` (methods of "all" that cannot run here, and why), and
-        ``batch_invariant_cost`` if both modes were measured.
+        "all"), ``notes``, ``unavailable`` (methods of "all" that cannot run here, and why),
+        ``batch_invariant_cost`` if both modes were measured, and ``samples`` if they are wanted.
 
     Raises:
         InvalidArgument: an option is wrong; the message names it.
@@ -265,14 +278,14 @@ def run_bench(
             "topology", options.topology, "colocated, unless a running deployment is given"
         )
     notes: list[str] = []
-    local = [] if options.topology == "actors" else _local_backends(options, notes)
-    every: list[Backend] = [*local, *(backends if options.topology != "colocated" else ())]
+    here = [] if options.topology == "actors" else _local_backends(options, notes, local)
+    every: list[Backend] = [*here, *(backends if options.topology != "colocated" else ())]
     template = options.template()
     params = options.sampling_params(is_chat=template is not None)
     groups = _groups(options, every[0], template, params, notes)
     entries = _entries(options, every, template is not None, notes)
     if options.synthetic_acceptance is not None:
-        entries += [_synthetic_entry(options, b, entries, groups, params) for b in local]
+        entries += [_synthetic_entry(options, b, entries, groups, params) for b in here]
     runs = _measure(options, every, entries, groups, params, notes, progress)
     result: dict[str, Any] = {
         "environment": {
@@ -289,30 +302,37 @@ def run_bench(
             if "all" in _labels(options.methods)
         ],
     }
-    if options.batch_invariant == "both" and len(local) == 2:
-        result["batch_invariant_cost"] = _batch_invariant_cost(options, *local)
+    if options.samples:
+        result["samples"] = _samples(options, entries, groups, runs)
+    if options.batch_invariant == "both" and len(here) == 2:
+        result["batch_invariant_cost"] = _batch_invariant_cost(options, *here)
     return result
 
 
-def _local_backends(options: BenchOptions, notes: list[str]) -> list[LocalBackend]:
+def _local_backends(
+    options: BenchOptions, notes: list[str], given: LocalBackend | None
+) -> list[LocalBackend]:
+    if given is not None:
+        return [given]
     if options.batch_invariant == "both":
-        on = _load_backend(options, batch_invariant=True)
-        off = _load_backend(options, batch_invariant=False)
+        on = load_backend(options, batch_invariant=True)
+        off = load_backend(options, batch_invariant=False)
         if off.batch_invariant:
             with without_kernels():
-                off = _load_backend(options, batch_invariant=False)
+                off = load_backend(options, batch_invariant=False)
             notes.append(
                 "the C kernels are always batch-invariant, so the mode is off in plain torch only"
             )
         return [on, off]
     mode = {"auto": None, "on": True, "off": False}[options.batch_invariant]
-    backend = _load_backend(options, batch_invariant=mode)
+    backend = load_backend(options, batch_invariant=mode)
     if mode is False and backend.batch_invariant:
         notes.append("the C kernels are always batch-invariant: switching it off gains nothing")
     return [backend]
 
 
-def _load_backend(options: BenchOptions, *, batch_invariant: bool | None) -> LocalBackend:
+def load_backend(options: BenchOptions, *, batch_invariant: bool | None = None) -> LocalBackend:
+    """The engine that a benchmark with these options measures in this process."""
     engine = load_engine(
         options.target,
         options.drafter,
@@ -656,16 +676,13 @@ def _row(
     ]
     overheads = [1e6 * seconds for run in mine for seconds in run.round_overheads]
     rounds = [1e3 * seconds for run in mine for seconds in run.round_seconds]
+    forwards = [forward for run in mine for forward in run.forwards]
+    found = [_bound(run, runs[entry.baseline, *key]) for run, key in zip(mine, keys, strict=True)]
+    bounds = [bound for bound in found if bound is not None]
+    drafting = [run.draft_seconds for run in mine if run.draft_seconds is not None]
     mismatches = None
     if entry.has_same_tokens is not None:
-        # Repetitions compare with AR's first one, so AR has to repeat itself too.
-        mismatches = sum(
-            ours.token_ids != reference.token_ids
-            for run, (g, _) in zip(mine, keys, strict=True)
-            for ours, reference in zip(
-                run.sequences, runs[entry.reference, g, 0].sequences, strict=True
-            )
-        )
+        mismatches = sum(not same for g, r in keys for same in _identical(runs, entry, index, g, r))
     return {
         "method": entry.method,
         "category": category,
@@ -679,6 +696,7 @@ def _row(
         / sum(run.seconds for run in mine),
         "speedup_p25": _percentile(ratios, 25),
         "speedup_p75": _percentile(ratios, 75),
+        "speedup_bound": statistics.median(bounds) if bounds else None,
         "decode_tokens_per_second": statistics.median(decode) if decode else None,
         "mean_accepted_length": num_tokens / num_forwards if num_forwards else None,
         "acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
@@ -688,11 +706,73 @@ def _row(
         "round_overhead_us_p90": _percentile(overheads, 90) if overheads else None,
         "round_ms_p50": _percentile(rounds, 50) if rounds else None,
         "added_round_ms_p50": None,
+        "verify_rows": statistics.fmean(rows for rows, _ in forwards) if forwards else None,
+        "verify_ms": 1e3 * statistics.fmean(s for _, s in forwards) if forwards else None,
+        "draft_share": sum(drafting) / sum(run.seconds for run in mine) if drafting else None,
+        "drafted_by_depth": _summed([s.drafted_by_depth for s in sequences]),
+        "accepted_by_depth": _summed([s.accepted_by_depth for s in sequences]),
         "num_prompts": len({prompt for g in members for prompt in groups[g].prompt_ids}),
         "batch": options.batch,
         "num_samples": len(mine),
         "note": entry.note,
     }
+
+
+def _identical(runs: _Runs, entry: _Entry, index: int, group: int, repetition: int) -> list[bool]:
+    """Whether each sequence of a run has AR's tokens.
+
+    Repetitions compare with AR's first one, so AR has to repeat itself too.
+    """
+    mine, reference = runs[index, group, repetition], runs[entry.reference, group, 0]
+    return [
+        ours.token_ids == theirs.token_ids
+        for ours, theirs in zip(mine.sequences, reference.sequences, strict=True)
+    ]
+
+
+def _bound(run: BatchRun, ar: BatchRun) -> float | None:
+    """The speedup of this run over AR's if its drafts took no time; None if that is unknown."""
+    num_forwards = sum(sequence.num_target_forwards for sequence in run.sequences)
+    if not run.forwards or not ar.forwards or not num_forwards:
+        return None
+    length = sum(len(sequence.token_ids) for sequence in run.sequences) / num_forwards
+    one = statistics.fmean(ar.round_seconds)
+    more = statistics.fmean(s for _, s in run.forwards) - statistics.fmean(
+        s for _, s in ar.forwards
+    )
+    return length * one / (one + more)
+
+
+def _summed(counts: Sequence[Sequence[int]]) -> list[int]:
+    """The sums of counters by depth."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+
+def _samples(
+    options: BenchOptions, entries: Sequence[_Entry], groups: Sequence[_Group], runs: _Runs
+) -> list[dict[str, Any]]:
+    """Every run: what was generated, how long it took, and whether it has AR's tokens."""
+    samples = []
+    for (e, g, r), run in sorted(runs.items()):
+        entry = entries[e]
+        ratio = run.tokens_per_second / runs[entry.baseline, g, r].tokens_per_second
+        samples.append(
+            {
+                "method": entry.method,
+                "topology": entry.topology,
+                "batch_invariant": entry.batch_invariant,
+                "category": groups[g].category,
+                "prompt_ids": list(groups[g].prompt_ids),
+                "repetition": r,
+                "num_tokens": [len(sequence.token_ids) for sequence in run.sequences],
+                "seconds": run.seconds,
+                "speedup_vs_ar": ratio,
+                "identical_to_ar": (
+                    None if entry.has_same_tokens is None else _identical(runs, entry, e, g, r)
+                ),
+            }
+        )
+    return samples
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
@@ -725,6 +805,8 @@ def _settings(options: BenchOptions, backends: Sequence[Backend]) -> dict[str, A
         "tokens_per_second": "generated tokens over wall time from end to end, prefill included",
         "speedup_vs_ar": "median of paired ratios: same prompts, same repetition",
         "workload_speedup_vs_ar": "time of AR for all prompts together over this method's",
+        "speedup_bound": "the speedup if drafts took no time: mean accepted length x cost of a "
+        "round of AR / cost of that round with this method's forwards; median of paired values",
     }
 
 

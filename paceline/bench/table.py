@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from paceline.bench.templating import number
+
 
 def render_table(result: Mapping[str, Any], console: Console) -> None:
     """Print a result of :func:`paceline.bench.run_bench`: a section for each category."""
@@ -37,7 +39,7 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
     wide = console.width >= 110
     spread = ["p25–p75"] if wide else []
     added = ["added ms"] if several["topology"] else []
-    for name in ("tok/s", *spread, "× AR", *spread, "τ", "α", "= AR", "round ms", *added):
+    for name in ("tok/s", *spread, "× AR", *spread, "bound", "τ", "α", "= AR", "round ms", *added):
         table.add_column(name, justify="right", no_wrap=True)
     category = None
     for row in fastest_first(rows):
@@ -57,6 +59,7 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
             *([f"{row['p25']:.1f}–{row['p75']:.1f}"] if wide else []),
             f"[bold]{row['speedup_vs_ar']:.2f}[/]",
             *([f"{row['speedup_p25']:.2f}–{row['speedup_p75']:.2f}"] if wide else []),
+            number(row["speedup_bound"], ".2f"),
             number(row["mean_accepted_length"], ".2f"),
             number(row["acceptance_rate"], ".2f"),
             _identity(row),
@@ -65,9 +68,11 @@ def render_table(result: Mapping[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "[dim]tok/s: medians from end to end, prefill included; × AR: median of paired ratios; τ: "
-        "mean accepted length; α: acceptance rate; = AR: the same token ids as AR; round: from "
-        "tokens to tokens (p50); added: over the same round in one process[/]"
+        "[dim]tok/s: medians from end to end, prefill included; × AR: median of paired ratios; "
+        "bound: × AR if drafts took no time, τ × cost of a round of AR / cost of that round with "
+        "the forwards that verify these drafts; τ: mean accepted length; α: acceptance rate; = AR: "
+        "the same token ids as AR; round: from tokens to tokens (p50); added: over the same round "
+        "in one process[/]"
     )
     if "batch_invariant_cost" in result:
         console.print("[bold]one forward, batch-invariant mode on / off[/]")
@@ -91,11 +96,6 @@ def fastest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Categories in their order, and in each the largest speedup first."""
     categories = list(dict.fromkeys(row["category"] for row in rows))
     return sorted(rows, key=lambda r: (categories.index(r["category"]), -r["speedup_vs_ar"]))
-
-
-def number(value: float | None, form: str) -> str:
-    """The value in this format; a dash for None."""
-    return "–" if value is None else format(value, form)
 
 
 def _identity(row: Mapping[str, Any]) -> str:

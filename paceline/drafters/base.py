@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -58,6 +58,12 @@ FALLBACK_DEPTH = Knob[int | None](
     "fallback_depth", int, None, "Draft depth of a copying drafter's fallback.",
     ge=0, le=MAX_DEPTH, search=(3, 5, 8),
 )  # fmt: skip
+DRAFTERS = Knob[tuple[str, ...] | None](
+    "drafters", tuple[str, ...], None,
+    "Drafters whose trees `combined` merges, in the order in which they draft; or among which "
+    "`auto` chooses, by default all that are loaded.",
+    max_length=8, costs=True,
+)  # fmt: skip
 RELAY_TOKENS = Knob[int](
     "relay_tokens", int, 0,
     "Most tokens to copy behind a fallback's draft whose last tokens have occurred before.",
@@ -94,6 +100,8 @@ class DrafterPart:
             part, so asking costs. None: what it drafts depends on what was drafted before.
         remembers: it drafts from earlier sessions, too.
         halves: of a lookup with a fallback, the methods that do either alone.
+        passes_on: it consists of the drafters that the knob ``drafters`` names, and a round's
+            draft is that of one of them: heads, which read their own drafts' states, may be parts.
     """
 
     make: Callable[[DrafterContext], Drafter] | None = None
@@ -102,6 +110,7 @@ class DrafterPart:
     replay: Literal["prefix", "tree", "lookup", "composite"] | None = None
     remembers: bool = False
     halves: tuple[str, str] | None = None
+    passes_on: bool = False
 
 
 class Drafter(ABC):
@@ -116,20 +125,24 @@ class Drafter(ABC):
             early, and only the session that a draft is for waits for it.
         from_client: the session's client makes the drafts and sends one after each round's result.
             The drafter keeps none of a session's tokens.
+        recovers: a draft that fails with DrafterUnavailable costs its session that round only.
         rewinds: a session's tokens may differ between one call of ``propose`` or ``observe`` and
             the next: such a drafter can draft ahead on a guess.
         shadows: drafts may stay unverified: `observe` then reports a round with an empty draft.
             See :class:`paceline.types.ShadowDraft`.
         copies: its drafts are chains of tokens that it found, so longer ones cost nothing: the
             engine can request what follows a guess along with the draft.
+        quick: to ask it costs next to nothing and changes nothing.
     """
 
     needs: frozenset[Need] = frozenset()
     elsewhere: bool = False
     from_client: bool = False
+    recovers: bool = False
     rewinds: bool = False
     shadows: bool = False
     copies: bool = False
+    quick: bool = False
 
     def check_knobs(self, knobs: Knobs) -> None:  # noqa: B027
         """Check the knobs that depend on the models that are loaded.
@@ -162,6 +175,11 @@ class Drafter(ABC):
         If a future fails, its session continues as AR. For a drafter elsewhere with ``shadows``,
         :attr:`Budget.asked` marks shadow drafts.
         """
+
+    def follow(self, session: SessionView, drafted: list[int], room: int) -> list[int]:
+        """Up to ``room`` tokens that may follow the session's and ``drafted``, where one that looks
+        up finds any."""
+        return []
 
     def pseudo_tokens(self, session: SessionView, draft: Draft) -> PseudoTokens | None:
         """Pseudo tokens that the target computes in the forward that verifies ``draft``.
@@ -210,12 +228,14 @@ class DrafterContext:
         find_target: the target, for drafters that draft with it; raises InvalidArgument away from
             it.
         head: a trained head by kind; raises InvalidArgument where there is none.
+        remote: the engine's drafters that draft in another process of the deployment, by name.
     """
 
     vocab_size: int
     drafter: Callable[[str], Drafter]
     find_target: Callable[[], ModelTarget]
     head: Callable[[str], Head]
+    remote: Mapping[str, Drafter] = field(default_factory=dict)
 
     @property
     def target(self) -> ModelTarget:
@@ -302,7 +322,9 @@ def target_tokens(session: SessionView, outcome: Outcome, nodes: Iterable[int]) 
         argmaxes = argmax_rows(logits)
         return [argmaxes[node + 1] for node in nodes]
     history = session.token_ids[: session.length - len(outcome.token_ids)]
-    target = PathLogits(logits, params, history, prompt_length=session.prompt_length)
+    target = PathLogits(
+        logits, params, history, prompt_length=session.prompt_length, stop_ids=session.stop_ids
+    )
     tokens = []
     for node in nodes:
         path = draft.token_ids[list(path_to(draft.parent_indices, node))].tolist()
@@ -332,6 +354,7 @@ class LookupDrafter(Drafter, Generic[State]):
         self.fallback = fallback
         self.needs = fallback.needs if fallback else frozenset()
         self.copies = self.finds_chains and fallback is None  # a fallback's tokens cost time
+        self.quick = fallback is None
         self._states: dict[str, State] = {}
         self._fell_back: set[str] = set()
 
@@ -348,6 +371,9 @@ class LookupDrafter(Drafter, Generic[State]):
     ) -> list[int]:
         """Up to ``room`` tokens that may follow the session's and ``drafted``, a fallback's."""
         return []
+
+    def follow(self, session: SessionView, drafted: list[int], room: int) -> list[int]:
+        return self.find_behind(session, self._states[session.session_id], drafted, room)
 
     def finish(self, session: SessionView, state: State) -> None:
         """Called when a session closes."""
@@ -366,6 +392,10 @@ class LookupDrafter(Drafter, Generic[State]):
         finally:
             if self.fallback is not None:
                 self.fallback.close(session)
+
+    def read_prompt(self, session: SessionView, read: Verification) -> None:
+        if self.fallback is not None:
+            self.fallback.read_prompt(session, read)
 
     def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sessions)
@@ -400,13 +430,13 @@ class LookupDrafter(Drafter, Generic[State]):
         return Draft.chain(drafted + self.find_behind(session, state, drafted, room))
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
-        """Show the fallback the outcomes of its own drafts, or all if it learns from the target."""
+        """Show the fallback the outcomes of its own drafts, or all if it reads the target."""
         if self.fallback is None:
             return
         pairs = [
             (session, outcome)
             for session, outcome in zip(sessions, outcomes, strict=True)
-            if Need.TREE_LOGITS in self.needs or session.session_id in self._fell_back
+            if self.needs or session.session_id in self._fell_back
         ]
         self._fell_back.difference_update(session.session_id for session in sessions)
         if pairs:

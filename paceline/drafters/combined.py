@@ -16,20 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from paceline.drafters.base import Drafter, DrafterPart, at_once, part_outcome
-from paceline.knobs import Knob
+from paceline.drafters.base import DRAFTERS, Drafter, DrafterPart, at_once, part_outcome
 from paceline.tree import merge
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
 
 if TYPE_CHECKING:
     from paceline.view import SessionView
-
-
-DRAFTERS = Knob[tuple[str, ...]](
-    "drafters", tuple[str, ...], ("prompt_lookup", "draft_model"),
-    "Drafters whose trees `combined` merges, in the order in which they draft.",
-    max_length=8, costs=True,
-)  # fmt: skip
 
 
 class Combined(Drafter):
@@ -46,7 +38,7 @@ class Combined(Drafter):
         self._states: dict[str, dict[str, Draft]] = {}  # session -> part -> draft, in order
 
     def open(self, session: SessionView) -> None:
-        names = session.config[DRAFTERS]
+        names = session.config[DRAFTERS] or ()
         self._states[session.session_id] = dict.fromkeys(names, EMPTY_DRAFT)
         try:
             for name in names:
@@ -109,7 +101,7 @@ class Combined(Drafter):
 
 COMBINED = DrafterPart(
     make=lambda context: Combined(context.drafter),
-    knobs=(DRAFTERS,),
+    knobs=(DRAFTERS.but(("prompt_lookup", "draft_model")),),
     replay="composite",
     remembers=True,
 )

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.drafters.base import Drafter, greedy_chain_depth, grow
+from paceline.drafters.base import Drafter, greedy_chain_depth, grow, stop_below
 from paceline.models.heads.base import Head, State
 from paceline.sampling import argmax_rows
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Need, Outcome, Verification
+from paceline.types import (
+    EMPTY_DRAFT,
+    Budget,
+    Draft,
+    FloatArray,
+    Need,
+    Outcome,
+    Verification,
+)
 
 if TYPE_CHECKING:
     from paceline.view import SessionView
@@ -69,13 +77,27 @@ class HeadDrafter(Drafter):
     def _greedy_chains(
         self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
     ) -> list[Draft] | None:
-        depth = greedy_chain_depth(sessions, budgets)
+        depth = greedy_chain_depth(sessions, budgets, stops=True)
         if not depth:
             return None
-        first = argmax_rows(self.root(sessions))
-        chains = self._head.greedy_chains(self._states_of(sessions), first, depth)
+        logits = self.root(sessions)
+        first, limits = argmax_rows(logits), stop_below(sessions, depth)
+        states = self._states_of(sessions)
+        if limits is None:
+            chains = self._head.greedy_chains(states, first, depth)
+        else:
+            unsure = self._head.confidence(logits) < limits[0]
+            depth = 1 if unsure.all() else depth
+            chains = self._head.greedy_chains(states, first, depth, limits[1:])
+            chains[unsure, 1:] = -1
         sizes = [min(budget.depth, budget.nodes) for budget in budgets]
-        return [Draft.chain(chain[:size]) for chain, size in zip(chains, sizes, strict=True)]
+        return [
+            Draft.chain(chain[chain >= 0][:size]) for chain, size in zip(chains, sizes, strict=True)
+        ]
+
+    @property
+    def last_acceptance(self) -> FloatArray | None:
+        return self._head.last_acceptance
 
     def _states_of(self, sessions: Sequence[SessionView]) -> list[State]:
         return [self._readings[session.session_id].state for session in sessions]

@@ -116,6 +116,8 @@ def method_with_prediction(default: str, methods: Iterable[str]) -> str:
         default: the method of a request without a prediction.
         methods: those that the engine can run.
     """
+    if default == "auto":
+        return default  # a prediction is one of the texts that it chooses among
     combined = f"predicted_outputs_{default}"
     return combined if combined in set(methods) else "predicted_outputs"
 

@@ -47,6 +47,7 @@ class PromptLookup(Drafter):
     """A chain copied from the session's own tokens; state is one index for each session."""
 
     copies = True
+    quick = True
 
     def __init__(self) -> None:
         self._indexes: dict[str, _SuffixIndex] = {}

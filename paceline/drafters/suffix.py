@@ -426,3 +426,10 @@ SUFFIX_OR_DRAFT_MODEL = DrafterPart(
     remembers=True,
     halves=("suffix_decoding", "draft_model"),
 )
+
+SUFFIX_OR_EAGLE3 = DrafterPart(
+    make=lambda context: SuffixDecoding(context.drafter("eagle3")),
+    knobs=(*_KNOBS, MIN_SCORE.but(2.0), FALLBACK_DEPTH.but(3)),
+    remembers=True,
+    halves=("suffix_decoding", "eagle3"),
+)

@@ -9,20 +9,21 @@ session continues as AR.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from paceline.constraints import Constraint
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.errors import FailedPrecondition, InvalidArgument
-from paceline.methods import DRAFTERS, Method
+from paceline.errors import DrafterUnavailable, FailedPrecondition, InvalidArgument
+from paceline.methods import DRAFTER_PARTS, DRAFTERS, Method
 from paceline.models.base import PseudoTokens
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head
@@ -69,6 +70,11 @@ class DrafterSet(dict[str, Drafter]):
         """The drafters that were not made here."""
         return {name: drafter for name, drafter in self.items() if name not in self._made}
 
+    @property
+    def remote(self) -> dict[str, Drafter]:
+        """The drafters in another process that is not a client."""
+        return {name: d for name, d in self.given.items() if d.elsewhere and not d.from_client}
+
     def make(self, name: str) -> Drafter:
         """The drafter with this name, made now if it does not exist yet.
 
@@ -82,7 +88,7 @@ class DrafterSet(dict[str, Drafter]):
                 )
             self._made.add(name)
             context = DrafterContext(
-                self._vocab_size, self.make_here, self._find_target, self._load_head
+                self._vocab_size, self.make_here, self._find_target, self._load_head, self.remote
             )
             self[name] = DRAFTERS[name](context)
         return self[name]
@@ -148,9 +154,13 @@ class DrafterSet(dict[str, Drafter]):
                     "method", name, f"a method whose drafter needs only tokens: this one's runs in "
                     f"another process, but needs the target's {needs}",
                 )  # fmt: skip
-            return  # that process has the drafter's parts
+            if plan.method.drafter in self.given:
+                return  # that process has the drafter's parts
+        own = DRAFTER_PARTS.get(plan.method.drafter)
+        anywhere = self.remote if own is not None and own.passes_on else {}
         for part in plan.parts:
-            self.make_here(part.drafter)
+            if part.drafter not in anywhere:
+                self.make_here(part.drafter)
         for drafter in plan.drafters:
             if drafter in self:
                 self[drafter].check_knobs(plan.config)
@@ -169,12 +179,26 @@ class _Asked:
 
     Attributes:
         since: when its session began to wait; None if the draft had arrived by then.
+        patience_s: as of the budget.
         seconds: how long its session waited; None until :meth:`Drafting.arrive` sees the draft.
     """
 
     future: Future[Draft]
     since: float | None
+    patience_s: float | None = None
     seconds: float | None = None
+
+    @property
+    def patience_left(self) -> float:
+        """Seconds until the session begins its round without the draft."""
+        if self.patience_s is None or self.since is None:
+            return math.inf
+        return self.since + self.patience_s - time.perf_counter()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the round need not wait for it any more."""
+        return self.future.done() or self.patience_left <= 0
 
 
 class Drafting:
@@ -280,6 +304,13 @@ class Drafting:
         """Number of drafts that were asked for and have not been seen to arrive."""
         return sum(asked.seconds is None for asked in self._asked.values())
 
+    @property
+    def patience_left(self) -> float:
+        """Seconds until a session begins its round without the draft that it waits for."""
+        waiting = (a.patience_left for a in self._asked.values() if a.seconds is None)
+        # Not 0: the engine would spin while a prompt is read whose draft is late.
+        return max(0.001, min(waiting, default=math.inf))
+
     # --- rounds --------------------------------------------------------------------------------
 
     def ask(self, sessions: Iterable[Session], load: Load) -> None:
@@ -300,7 +331,7 @@ class Drafting:
                     future.add_done_callback(budget.shadow.arrived)
                     future = _done(EMPTY_DRAFT)
                 since = None if future.done() else started
-                self._asked[session.session_id] = _Asked(future, since)
+                self._asked[session.session_id] = _Asked(future, since, budget.patience_s)
                 future.add_done_callback(self._notify)
 
     def _futures(
@@ -331,7 +362,7 @@ class Drafting:
     def has_draft(self, session: Session) -> bool:
         """Whether a round can begin without waiting for the session's draft."""
         asked = self._asked.get(session.session_id)
-        return not self.comes_later(session) if asked is None else asked.future.done()
+        return not self.comes_later(session) if asked is None else asked.ready
 
     def arrive(self, sessions: Iterable[Session]) -> list[Session]:
         """The sessions whose drafts have arrived; those whose drafter failed continue as AR."""
@@ -341,12 +372,19 @@ class Drafting:
             if asked is None or asked.seconds is not None:
                 continue
             asked.seconds = 0.0 if asked.since is None else time.perf_counter() - asked.since
+            if not asked.future.done():  # its drafter may go on with it: the session does not wait
+                asked.future = _done(EMPTY_DRAFT)
             try:
                 asked.future.result()
             except Exception as error:
+                drafter = self._of(session)
+                if drafter.recovers and isinstance(error, DrafterUnavailable):
+                    logger.info("session %s goes on without a draft: %s", session.session_id, error)
+                    asked.future = _done(EMPTY_DRAFT)
+                    session.miss_draft()
+                    continue
                 logger.warning("session %s lost its drafter: %s", session.session_id, error)
                 del self._asked[session.session_id]
-                drafter = self._of(session)
                 self._close(drafter, session)
                 session.lose_drafter()
         return there
@@ -456,11 +494,10 @@ def round_budget(session: Session, load: Load) -> Budget:
     """The length controller's budget, cut to what the session may still generate."""
     budget = session.length_controller.budget(session, load)
     # The round also commits the target's own token.
-    return Budget(
-        min(budget.depth, session.remaining - 1),
-        budget.nodes if budget.depth else 0,
-        budget.exit_layer,
-        budget.shadow,
+    return replace(
+        budget,
+        depth=min(budget.depth, session.remaining - 1),
+        nodes=budget.nodes if budget.depth else 0,
     )
 
 

@@ -88,7 +88,9 @@ class Engine:
             tokenizer=tokenizer,
             eos_token_ids=self.eos_token_ids,
             length_context=replace(
-                length_context or LengthContext(), shadow_share=self.drafting.shadow_share
+                length_context or LengthContext(),
+                shadow_share=self.drafting.shadow_share,
+                head_of=lambda method: self.catalogue[method].head,
             ),
         )  # fmt: skip
         self._book = CounterBook()
@@ -123,7 +125,7 @@ class Engine:
 
     def sibling(self) -> Engine:
         """A new engine over the same models; drafters that it makes have learnt nothing yet."""
-        return Engine(
+        engine = Engine(
             self.target, self.drafters.given,
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
@@ -132,6 +134,8 @@ class Engine:
             length_context=self.length_context,
             heads=self.drafters.heads,
         )  # fmt: skip
+        engine.intake.constraints = self.constraints
+        return engine
 
     # --- sessions in ---------------------------------------------------------------------------
 
@@ -250,6 +254,7 @@ class Engine:
     def _wait(self, seconds: float) -> bool:
         """Wait until a session is ready or a call comes; False if neither comes in time."""
         scheduler = self.scheduler
+        seconds = min(seconds, self.drafting.patience_left)
         with self.wakeup:
             return self.wakeup.wait_for(lambda: scheduler.has_ready or self.interrupted(), seconds)
 

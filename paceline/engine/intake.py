@@ -10,15 +10,19 @@ from dataclasses import replace
 from paceline.admission import most_entries
 from paceline.config import SpeculationConfig
 from paceline.constraints import ConstraintCompiler
+from paceline.drafters.base import DRAFTERS
 from paceline.engine.drafting import DrafterSet
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.lengths.base import LengthContext
-from paceline.methods import Method
+from paceline.methods import AUTO_CHOICES, Method
 from paceline.plan import Plan, resolve
 from paceline.request import Request
 from paceline.session import Session
 from paceline.target import ModelTarget, Target
 from paceline.tokenizer import Tokenizer
+
+LONGEST_READ = 256
+"""Tokens of a prompt that a head of method ``auto`` reads at most."""
 
 
 class Intake:
@@ -49,17 +53,22 @@ class Intake:
             InvalidArgument, ResourceExhausted: as :meth:`Engine.submit`.
         """
         params, target = request.params, self._target
-        plan = self._plan(request)
         prompt_ids = self._checked_prompt(request.prompt_ids)
+        plan = self._plan(request)
+        if len(request.committed) > target.context_length:
+            raise InvalidArgument(
+                "committed_token_ids", f"{len(request.committed)} tokens",
+                f"at most as many as the context has, {target.context_length}",
+            )  # fmt: skip
         committed = self.checked_tokens("committed_token_ids", request.committed)
         self._check_prediction(request.prediction, plan)
         params.check_vocabulary(target.vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidArgument("stop", params.stop, "no stop strings: no tokenizer is loaded")
-        if params.logprobs is not None and not isinstance(target, ModelTarget):
-            raise InvalidArgument(
-                "logprobs", params.logprobs, "none: the target is in another process"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and not isinstance(target, ModelTarget):
+                raise InvalidArgument(name, value, "none: the target is in another process")
         session = Session(
             request.session_id or secrets.token_hex(8), prompt_ids, params, plan,
             eos_token_ids=self._eos_token_ids,
@@ -67,8 +76,9 @@ class Intake:
             tokenizer=self._tokenizer,
             length_context=self.length_context,
             prediction=request.prediction,
-            constraint=self.constraints.compile(params),
+            constraint=request.constraint or self.constraints.compile(params),
         )  # fmt: skip
+        _check_min_tokens(session)
         session.traceparent, session.cache_scope = request.traceparent, request.cache_scope
         if committed:
             session.resume(committed)
@@ -90,7 +100,7 @@ class Intake:
 
     def _plan(self, request: Request) -> Plan:
         """The plan of the request's method; makes the drafters that it needs."""
-        plan = resolve(request.speculation or SpeculationConfig(), self._catalogue)
+        plan = resolve(self._with_drafters(request), self._catalogue)
         lacking = sorted(need.value for need in plan.needs - self._target.provides)
         if lacking:
             raise InvalidArgument(
@@ -104,6 +114,27 @@ class Intake:
         if plan.rule.name == "greedy" and request.params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
         return plan
+
+    def _with_drafters(self, request: Request) -> SpeculationConfig:
+        """The request's config; method ``auto`` gets all of its drafters that can draft here."""
+        config = request.speculation or SpeculationConfig()
+        if config.method != "auto" or config[DRAFTERS]:
+            return config
+        names: list[str] = []
+        # A drafter that waits for another process gets tokens alone; and a head reads the whole
+        # prompt, also what the prefix cache has.
+        short = len(request.prompt_ids) <= LONGEST_READ
+        reads_states = short and not self._drafters.remote
+        for methods in AUTO_CHOICES:
+            for method in (self._catalogue[name] for name in methods if name in self._catalogue):
+                if (
+                    (reads_states or not method.needs)
+                    and not self.refusal(method)
+                    and (request.prediction or not method.reads_prediction)
+                ):
+                    names.append(method.drafter)
+                    break
+        return config.model_copy(update={DRAFTERS.name: tuple(names) or None})
 
     def _check_prediction(self, prediction: Sequence[int], plan: Plan) -> None:
         if not prediction:
@@ -148,6 +179,15 @@ class Intake:
                 raise InvalidArgument(f"{field}[{i}]", token, f"token ids in [0, {size})")
             checked.append(value)
         return checked
+
+
+def _check_min_tokens(session: Session) -> None:
+    params = session.params
+    allowed = params.allowed_token_ids
+    if params.min_tokens and allowed and session.stop_ids.issuperset(allowed):
+        raise InvalidArgument(
+            "allowed_token_ids", allowed, "with min_tokens also one that does not end the output"
+        )
 
 
 def _completed(context: LengthContext, target: Target) -> LengthContext:

@@ -47,6 +47,7 @@ def decode_round(
     verifications, reads = found[: len(sessions)], found[len(sessions) :]
     for (session, _), read in zip(prefill, reads, strict=True):
         drafting.read_prompt(session, read)
+        session.read_prompt(session.length - 1 - target.prefill_left(session), read.logits)
     argmaxes = [_argmaxes(s, v) for s, v in zip(sessions, verifications, strict=True)]
     verify_s = time.perf_counter() - drafted_at
 
@@ -62,7 +63,7 @@ def decode_round(
         else:
             logits = PathLogits(
                 verification.logits, session.params, session.token_ids, tops,
-                session.prompt_length, session.constraint,
+                session.prompt_length, session.constraint, session.stop_ids,
             )  # fmt: skip
             acceptance = session.plan.rule.accept(draft, logits)
 
@@ -72,6 +73,7 @@ def decode_round(
 
         # 5. Observe: length controllers and drafters learn what became of the draft.
         session.stats.count(outcome, draft_s, verify_s)
+        session.note_output()
         session.length_controller.observe(outcome, draft_s, verify_s)
     drafting.observe(sessions, outcomes)
     return outcomes

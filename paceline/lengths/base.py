@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -35,9 +35,10 @@ T = TypeVar("T")
 
 
 class ConfidenceStop(StopRule):
-    """Ends the draft when the drafter's highest probability is below ``threshold``.
+    """Ends the draft when the drafter is not confident of its token.
 
-    Kernels that draft whole chains implement this rule, too.
+    Its confidence is its own estimate of the acceptance (DSpark's confidence head), or else its
+    highest probability. Kernels that draft whole chains implement this rule, too.
 
     Attributes:
         shortest: least depth at which a draft may end.
@@ -49,7 +50,10 @@ class ConfidenceStop(StopRule):
         self.threshold = threshold
 
     def stop_after(self, step: DraftStep) -> bool:
-        return step.depth >= self.shortest and top_probability(step.scores) < self.threshold
+        if step.depth < self.shortest:
+            return False
+        known = step.acceptance
+        return (top_probability(step.scores) if known is None else known) < self.threshold
 
 
 class LengthController(Protocol):
@@ -101,9 +105,11 @@ LENGTH_MAX = Knob[int | None](
 STOP_THRESHOLD = Knob[float](
     "stop_threshold", float, 0.0,
     "A controller ends a draft when acceptance is less likely than this (`confidence`, `disco`) or "
-    "a rejection is likelier than this (`specdecpp`).",
+    "a rejection is likelier than this (`specdecpp`); default of those that are trained: what was "
+    "best on held-out text in their training.",
     ge=0.0, le=1.0, search=(0.2, 0.4, 0.6, 0.8),
 )  # fmt: skip
+TRAINED_THRESHOLD: Knob[float | None] = replace(STOP_THRESHOLD, default=None)  # type: ignore[arg-type, assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,7 @@ class LengthContext:
             this process makes drafts, 0 if another one does; None: no shadow drafts are possible.
         exit_logits: the target's norm and head, applied to the states after a layer.
             # [num_rows, hidden_size] -> [num_rows, vocab_size]
+        head_of: the kind of draft head that a method has; None: it has none.
     """
 
     profile: RoundCosts | None = None
@@ -183,6 +190,7 @@ class LengthContext:
     head_layers: float = 0.0
     shadow_share: Callable[[SessionView], float | None] = lambda session: None
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    head_of: Callable[[str], str | None] = lambda method: None
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
 
     @property
@@ -307,19 +315,26 @@ def sigmoid(x: Any) -> Any:
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
-def load_head(context: LengthContext, kind: str) -> dict[str, FloatArray]:
+def load_head(
+    context: LengthContext, kind: str, draft_head: str | None = None
+) -> dict[str, FloatArray]:
     """The weights of a trained controller, by name.
+
+    Args:
+        draft_head: kind of the draft head whose drafts it controls, in whose folder it lies; None:
+            the draft model's.
 
     Raises:
         InvalidArgument: this pair of models has none, or they were trained for another pair.
     """
     from paceline.demo import HEADS_DIR
 
-    file = (context.heads or HEADS_DIR) / f"{kind}.safetensors"
-    weights, metadata = _read_head(file, kind)
+    folder = context.heads or HEADS_DIR
+    file = (folder / draft_head if draft_head else folder) / f"{kind}.safetensors"
+    weights, metadata = _read_head(file, kind, f" --head {draft_head}" if draft_head else "")
     for size in ("vocab_size", "target_hidden_size", "drafter_hidden_size"):
         here, trained = getattr(context, size), int(metadata[size])
-        if here and here != trained:
+        if here and trained and here != trained:
             raise InvalidArgument(
                 "length",
                 f"{kind}, whose weights in {file} are for a pair with {size} {trained}",
@@ -328,11 +343,16 @@ def load_head(context: LengthContext, kind: str) -> dict[str, FloatArray]:
     return weights
 
 
+def trained_threshold(weights: dict[str, FloatArray], otherwise: float) -> float:
+    """The threshold that a controller's training chose."""
+    return float(weights["threshold"][0]) if "threshold" in weights else otherwise
+
+
 @lru_cache(16)
-def _read_head(file: Path, kind: str) -> tuple[dict[str, FloatArray], dict[str, str]]:
+def _read_head(file: Path, kind: str, option: str) -> tuple[dict[str, FloatArray], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
-    mend = f"a trained head: `paceline train length-head --kind {kind}` makes one"
+    mend = f"a trained head: `paceline train length-head --kind {kind}{option}` makes one"
     if not file.is_file():
         raise InvalidArgument("length", f"{kind}, but there is no {file}", mend)
     try:

@@ -14,13 +14,14 @@ import numpy as np
 from paceline.lengths.base import (
     LENGTH_MAX,
     LENGTH_MIN,
-    STOP_THRESHOLD,
+    TRAINED_THRESHOLD,
     LengthBounds,
     LengthContext,
     LengthPart,
     length_bounds,
     load_head,
     sigmoid,
+    trained_threshold,
 )
 from paceline.types import Budget, DraftStep, FloatArray, Load, Need, Outcome, StopRule
 
@@ -62,13 +63,20 @@ class ClassifierStop(StopRule):
 
 
 class Disco:
-    """Always asks for the longest draft, which :class:`ClassifierStop` ends early."""
+    """Always asks for the longest draft, which :class:`ClassifierStop` ends early.
+
+    Args:
+        threshold: None: what was best on held-out text in training.
+    """
 
     needs: frozenset[Need] = frozenset()
 
-    def __init__(self, bounds: LengthBounds, threshold: float, context: LengthContext) -> None:
+    def __init__(
+        self, bounds: LengthBounds, threshold: float | None, context: LengthContext
+    ) -> None:
         self._budget = bounds.budget(bounds.longest)
         weights = load_head(context, "disco")
+        threshold = trained_threshold(weights, 0.5) if threshold is None else threshold
         self.stop_rule: StopRule | None = ClassifierStop(bounds.shortest, threshold, weights)
 
     def budget(self, session: SessionView, load: Load) -> Budget:
@@ -79,6 +87,6 @@ class Disco:
 
 
 DISCO = LengthPart(
-    make=lambda knobs, context: Disco(length_bounds(knobs), knobs[STOP_THRESHOLD], context),
-    knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(20), STOP_THRESHOLD.but(0.5)),
+    make=lambda knobs, context: Disco(length_bounds(knobs), knobs[TRAINED_THRESHOLD], context),
+    knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(20), TRAINED_THRESHOLD),
 )

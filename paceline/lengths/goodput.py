@@ -437,6 +437,19 @@ class Learnt:
 
         return seconds
 
+    def verify_seconds(self, nodes: float, load: Load) -> float:
+        """Seconds of a round in which each session verifies ``nodes`` nodes; drafting left out."""
+        if self.measured is not None:
+            batch = max(1, load.num_running)
+            return self.measured.verify(1.0 + nodes, batch, nodes > 0) + self.overhead
+        ar = self._nearest(_size(load), lambda batch: batch.ar)
+        seconds = ar.ar.at(0) if ar else 1.0
+        near = self._nearest(_size(load), lambda batch: batch.verify) if nodes else None
+        if near is None:
+            return seconds
+        first, slope = near.verify.fit(near.ar.at(0) if near.ar.weight else None)
+        return max(seconds, first + slope * nodes)
+
     def draft_seconds(self, depth: int, load: Load) -> float:
         """Seconds to wait for a draft: learnt or measured; 0 while unknown, so that it is tried."""
         if self._drafting[0] is not load:  # computed once: it is needed for every depth

@@ -55,14 +55,20 @@ class LengthPredictor:
     """Predicts the next draft's length after every round.
 
     A session's first round has no hidden state yet and drafts ``bounds.start`` tokens.
+
+    Args:
+        draft_head: kind of the head that drafts; each has a predictor of its own. None: another
+            drafter.
     """
 
     needs = frozenset({Need.HIDDEN_STATES})
     stop_rule: StopRule | None = None
 
-    def __init__(self, bounds: LengthBounds, context: LengthContext) -> None:
+    def __init__(
+        self, bounds: LengthBounds, context: LengthContext, draft_head: str | None = None
+    ) -> None:
         self._bounds = bounds
-        self._head = LengthHead(load_head(context, "ldlp"))
+        self._head = LengthHead(load_head(context, "ldlp", draft_head))
         self._depth = bounds.clip(bounds.start)
 
     def budget(self, session: SessionView, load: Load) -> Budget:
@@ -81,6 +87,8 @@ class LengthPredictor:
 
 
 LDLP = LengthPart(
-    make=lambda knobs, context: LengthPredictor(length_bounds(knobs), context),
+    make=lambda knobs, context: LengthPredictor(
+        length_bounds(knobs), context, context.head_of(knobs.method)
+    ),
     knobs=(LENGTH_MIN.but(1), LENGTH_MAX.but(20)),
 )

@@ -18,13 +18,14 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.base import (
     LENGTH_MAX,
     LENGTH_MIN,
-    STOP_THRESHOLD,
+    TRAINED_THRESHOLD,
     LengthBounds,
     LengthContext,
     LengthPart,
     length_bounds,
     load_head,
     sigmoid,
+    trained_threshold,
 )
 from paceline.types import Budget, DraftStep, FloatArray, Load, Need, Outcome, StopRule
 
@@ -84,13 +85,20 @@ class RejectionStop(StopRule):
 
 
 class SpecDecPP:
-    """Always asks for the longest draft, which :class:`RejectionStop` ends early."""
+    """Always asks for the longest draft, which :class:`RejectionStop` ends early.
+
+    Args:
+        threshold: None: what was best on held-out text in training.
+    """
 
     needs: frozenset[Need] = frozenset()
 
-    def __init__(self, bounds: LengthBounds, threshold: float, context: LengthContext) -> None:
+    def __init__(
+        self, bounds: LengthBounds, threshold: float | None, context: LengthContext
+    ) -> None:
         self._budget = bounds.budget(bounds.longest)
         weights = load_head(context, "specdecpp")
+        threshold = trained_threshold(weights, 0.7) if threshold is None else threshold
         head = AcceptanceHead(weights)
         self.stop_rule: StopRule | None = RejectionStop(bounds.shortest, threshold, head)
 
@@ -102,6 +110,6 @@ class SpecDecPP:
 
 
 SPECDECPP = LengthPart(
-    make=lambda knobs, context: SpecDecPP(length_bounds(knobs), knobs[STOP_THRESHOLD], context),
-    knobs=(LENGTH_MIN.but(2), LENGTH_MAX.but(20), STOP_THRESHOLD.but(0.7)),
+    make=lambda knobs, context: SpecDecPP(length_bounds(knobs), knobs[TRAINED_THRESHOLD], context),
+    knobs=(LENGTH_MIN.but(2), LENGTH_MAX.but(20), TRAINED_THRESHOLD),
 )

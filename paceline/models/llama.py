@@ -268,6 +268,13 @@ class LlamaRunner:
         """The weight of the output layer in the layout of this runner's ops."""
         return self._weights.head
 
+    @property
+    def products(self) -> list[Weight]:
+        """The weights that a forward multiplies with, the output layer last."""
+        layers = self._weights.stack.layers
+        of_layers = [w for each in layers for w in (each.qkv, each.out, each.gate_up, each.down)]
+        return [*of_layers, self._weights.head]
+
     def logits_of_hidden(self, hidden: Tensor) -> Tensor:
         """The output layer on hidden states after the final norm.
 

@@ -61,12 +61,18 @@ class LlamaConfig:
         """
         raw = read_config(folder)
         try:
-            return LlamaConfig._from_dict(raw)
+            return LlamaConfig.from_dict(raw)
         except KeyError as error:
             raise ModelNotFound(f"{folder}/config.json lacks {error}") from error
 
     @staticmethod
-    def _from_dict(raw: dict[str, Any]) -> LlamaConfig:
+    def from_dict(raw: dict[str, Any]) -> LlamaConfig:
+        """Read a parsed config.json.
+
+        Raises:
+            KeyError: it lacks a key.
+            InvalidArgument: as :meth:`from_folder`.
+        """
         model_type = raw["model_type"]
         if model_type not in MODEL_TYPES:
             raise InvalidArgument("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")

@@ -69,7 +69,7 @@ class NativeOps:
         self._run_layers = function("run_layers", "ppiippppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._linear = function("linear", "ppippiiii")
-        self._greedy_chain = function("greedy_chain", "ppipppipppppipiippppppp")
+        self._greedy_chain = function("greedy_chain", "ppipppipppppipiipppipppp")
         self.packer = Packer(dtype, int8=int8, numerics=numerics)
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
         self.threads: Threads | None = None
@@ -184,11 +184,12 @@ class NativeOps:
         tokens = np.empty((num_steps, count), np.int64)
         lengths = np.full(count, num_steps, np.int32)
         head_weight = CWeight.of(head)
-        fusing: tuple[int | None, ...] = (None, None, None)
+        fusing: tuple[int | None, ...] = (None, 0, None, None)
         if fuse is not None:
             fuse_weight = CWeight.of(fuse.weight)
             fusing = (
-                ctypes.addressof(fuse_weight), address(fuse.bias), fuse.features.data_ptr(),
+                ctypes.addressof(fuse_weight), fuse.layer, address(fuse.bias),
+                fuse.features.data_ptr(),
             )  # fmt: skip
         failed = self._greedy_chain(
             ctypes.addressof(model),

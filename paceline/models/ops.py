@@ -53,14 +53,16 @@ class Stack:
 
 
 class Fuse(NamedTuple):
-    """A layer's input is ``weight @ [embedding of the token; feature] + bias``.
+    """The input of layer ``layer`` is ``weight @ [state; feature] + bias``.
 
-    The feature of a step is the last state of the step before; ``features`` is the first one's.
+    The state is what the layers before it make of the token; at the first layer, its embedding. The
+    feature of a step is the last state of the step before; ``features`` is the first one's.
     """
 
     weight: Weight  # [hidden, 2 * hidden]
     bias: Tensor | None
     features: Tensor  # [num_sequences, hidden]
+    layer: int = 0
 
 
 class Output(NamedTuple):

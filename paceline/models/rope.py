@@ -14,19 +14,22 @@ from paceline.exact_math import cos_sin
 from paceline.models.llama_config import LlamaConfig
 
 
-def rope_table(config: LlamaConfig) -> torch.Tensor:
-    """Cosines and sines of every position.  # [context_length, head_dim] float32
+def rope_table(config: LlamaConfig, length: int | None = None) -> torch.Tensor:
+    """Cosines and sines of the first ``length`` positions.  # [length, head_dim] float32
 
     The table has the same bits on every processor, but for rope types whose frequencies come from
     transformers (all that :func:`rope_frequencies` does not know): torch's power function may
     differ in the last bit between machines.
+
+    Args:
+        length: None: the model's context.
 
     Raises:
         InvalidArgument: config.json lacks a number that the rope type needs.
     """
     frequencies, scaling = scaled_frequencies(config)
     half = len(frequencies)
-    table = np.empty((config.context_length, 2 * half), np.float32)
+    table = np.empty((length or config.context_length, 2 * half), np.float32)
     rows = max(1, 2**15 // half)  # at a time: their float64 numbers stay in a core's cache
     for start in range(0, len(table), rows):
         stop = min(start + rows, len(table))

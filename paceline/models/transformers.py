@@ -82,8 +82,8 @@ class TransformersRunner:
                 "False for models on the general path; the fast path (Llama, Mistral, Qwen2 and "
                 "Qwen3 checkpoints) has the batch-invariant mode",
             )
-        if strategy not in (None, "tree", "paths", "recompute"):
-            raise InvalidArgument("strategy", strategy, "one of tree, paths, recompute")
+        if strategy not in (None, "tree", "paths", "states", "recompute"):
+            raise InvalidArgument("strategy", strategy, "one of tree, paths, states, recompute")
         self.device = _resolve_device(str(device))
         self.dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
         model = load_causal_lm(Path(path), self.dtype, self._auto_class)
@@ -142,7 +142,7 @@ class TransformersRunner:
         if not own.closed:
             self._used -= own.length + own.num_pending
             own.closed = True
-            own.cache = None
+            own.cache = own.state = None
             own.token_ids.clear()
             own.drop_pending()
 
@@ -215,6 +215,8 @@ class TransformersRunner:
         if not 0 <= length <= own.length:
             raise InvalidArgument("length", length, f"an integer in [0, {own.length}]")
         self._used -= own.length - length + own.num_pending
+        if length < own.length:
+            own.state = None  # the next forward computes it anew
         del own.token_ids[length:]
         own.drop_pending()
         own.crop(length)
@@ -269,6 +271,8 @@ class TransformersRunner:
             # A failed forward must leave no trace: cut off what it may have cached.
             del sequence.pending_ids[first:], sequence.pending_parents[first:]
             self._used -= count
+            for node in [node for node in sequence.node_states if node >= first]:
+                del sequence.node_states[node]
             known = sequence.cached_pending
             known[:] = list(itertools.takewhile(lambda node: node < first, known))
             sequence.crop(sequence.length + len(known))

@@ -42,7 +42,7 @@ def find_strategy(
         )
     spread = (reference - reference.mean(-1, keepdim=True)).square().mean().sqrt()
     tolerance = _TOLERANCE[dtype]
-    for strategy in (*candidates, "paths"):
+    for strategy in (*candidates, "paths", "states"):
         try:
             logits = _check_logits(runner, trees, strategy, tokens, length)
         # Each model fails in its own way at a strategy that it lacks. Such a failure is no

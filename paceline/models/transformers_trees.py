@@ -10,13 +10,17 @@ tokens rather than looked up by the model's name:
 ``paths``
     Every root-to-leaf path runs as a chain after the committed tokens: sliding windows, ALiBi and
     other models that cannot take a mask from outside.
+``states``
+    Recurrent and hybrid models, whose state cannot be cut: every node keeps a copy of the state
+    after it, which is its parent's and one step. No token is computed twice, and a token's logits
+    do not depend on the draft around it; but every node of a draft takes a forward of its own.
 ``recompute``
-    No cache at all: every path runs from the first token. Right for any model that can forward,
-    for example state-space models, whose state cannot be rolled back.
+    No cache at all: every path runs from the first token. Right for any model that can forward.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -27,8 +31,11 @@ import torch
 from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
 from paceline.types import IndexArray
 
-Strategy = Literal["tree", "paths", "recompute"]
+Strategy = Literal["tree", "paths", "states", "recompute"]
 Wanted = Literal["all", "last", "none"]
+
+# Where the outputs of a model hold its state, and the argument that takes it back.
+_STATE_NAMES = ("past_key_values", "cache_params", "state")
 
 
 class TransformersSequence:
@@ -41,6 +48,10 @@ class TransformersSequence:
         self.cache: Any = None  # transformers.DynamicCache, or None before the first forward
         # Pending nodes whose entries follow the committed ones in the cache, in this order.
         self.cached_pending: list[int] = []
+        # Under ``states``: the state after the committed tokens (None: unknown, if there are any)
+        # and after each pending node.
+        self.state: Any = None
+        self.node_states: dict[int, Any] = {}
         self.closed = False
 
     @property
@@ -59,6 +70,7 @@ class TransformersSequence:
         self.pending_ids.clear()
         self.pending_parents.clear()
         self.cached_pending.clear()
+        self.node_states.clear()
 
     def crop(self, length: int) -> None:
         """Cut the cache to its first ``length`` entries."""
@@ -100,7 +112,9 @@ class ModelTrees:
         # [num_new or 1, vocab_size]
         """
         tree, count = np.asarray(sequence.pending_parents, np.int32), sequence.num_pending - first
-        if self.strategy == "recompute":
+        if self.strategy == "states":
+            logits = self._run_states(sequence, tree, first, wanted)
+        elif self.strategy == "recompute":
             if wanted == "none":
                 return None
             logits = self._run_from_scratch(sequence, tree, first, wanted)
@@ -121,6 +135,8 @@ class ModelTrees:
             _gather(sequence.cache, sequence.length, path)
         elif self.strategy == "paths":
             self._run_path(sequence, path)  # what of it the cache lacks
+        elif self.strategy == "states" and path:
+            sequence.state = sequence.node_states.get(path[-1])
 
     def _run_cached(
         self, sequence: TransformersSequence, nodes: list[int], keep: int
@@ -190,6 +206,44 @@ class ModelTrees:
         if not rest:
             return torch.empty((0, self._vocab_size), device=self._device)
         return self._run_cached(sequence, rest, len(rest))
+
+    def _run_states(
+        self, sequence: TransformersSequence, tree: IndexArray, first: int, wanted: Wanted
+    ) -> torch.Tensor:
+        """Run every new node as a step from its parent's state.  # [num_new or 1, vocab_size]"""
+        last = len(tree) - 1
+        if wanted != "all" and not sequence.token_ids and first == 0 and is_chain(tree):
+            logits, sequence.node_states[last] = self._step(sequence.pending_ids, None)  # a prompt
+            return logits
+        if sequence.state is None and sequence.token_ids:
+            _, sequence.state = self._step(sequence.token_ids, None)
+        rows = []
+        for node in range(first, len(tree)):
+            parent = int(tree[node])
+            if (
+                parent >= 0 and parent not in sequence.node_states
+            ):  # inside a prompt that ran as one
+                tokens = sequence.token_ids + sequence.path_tokens(list(path_to(tree, parent)))
+                _, sequence.node_states[parent] = self._step(tokens, None)
+            before = sequence.state if parent < 0 else sequence.node_states[parent]
+            logits, sequence.node_states[node] = self._step([sequence.pending_ids[node]], before)
+            rows.append(logits)
+        return torch.cat(rows)
+
+    def _step(self, token_ids: list[int], before: Any) -> tuple[torch.Tensor, Any]:
+        """Logits of the last token, and the state after it; ``before`` stays as it is.
+
+        # [1, vocab_size]
+        """
+        options: dict[str, Any] = {"use_cache": True}
+        if self._takes_logits_to_keep:
+            options["logits_to_keep"] = 1
+        if before is not None:
+            options[before[0]] = copy.deepcopy(before[1])
+        ids = torch.tensor([token_ids], dtype=torch.int64, device=self._device)
+        outputs = self._model(input_ids=ids, **options)
+        name = next(name for name in _STATE_NAMES if getattr(outputs, name, None) is not None)
+        return outputs.logits[0, -1:], (name, getattr(outputs, name))
 
     def _run_from_scratch(
         self,

@@ -57,6 +57,8 @@ class Expander(Protocol):
     The answer is dense logits ``[rows, vocab]`` or :class:`SparseRows`. An expander that has
     hidden states for length controllers keeps those of its last answer in its attribute
     ``last_hidden``, one row for each row of the answer.  # [rows, hidden_size]
+    One that estimates how likely the target accepts its tokens keeps that of its last answer in
+    ``last_acceptance``.  # [rows]
     """
 
     def root(self, sessions: Sequence[SessionView]) -> Rows:
@@ -285,11 +287,13 @@ class TreeBuilder:
         if rule is None:
             return [added]
         hidden = getattr(expander, "last_hidden", None) if rule.wants_hidden else None
+        estimates = getattr(expander, "last_acceptance", None)
         step = DraftStep(
             depth=self.depth_of[added],
             token_id=choices.tokens[0],
             scores=level.row(row)[1] if choices.scores is None else choices.scores,
             hidden=None if hidden is None else hidden[row],
+            acceptance=None if estimates is None else float(estimates[row]),
         )
         return [] if rule.stop_after(step) else [added]
 
@@ -353,7 +357,9 @@ class TreeBuilder:
         history = self.session.token_ids
         if params.depends_on_history:
             history = history + self.path_tokens(node)
-        logits = process_logits(logits, params, history, self.session.prompt_length)
+        logits = process_logits(
+            logits, params, history, self.session.prompt_length, self.session.stop_ids
+        )
         if params.temperature == 0:
             return None, logits.astype(np.float64)
         return None, scaled_scores(logits, params)

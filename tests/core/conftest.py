@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,37 @@ from hypothesis import settings
 from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.models.llama import LlamaRunner
+from paceline.session import Session
 from tests.core.engines import Reference
 from tests.modelzoo import make_model
 
 # Deterministic: the same examples in every run, and no deadline on a busy machine.
 settings.register_profile("core", derandomize=True, deadline=None, max_examples=30, database=None)
 settings.load_profile("core")
+
+
+MISTAKES = (AssertionError, AttributeError, NameError, TypeError)
+
+
+@pytest.fixture(autouse=True)
+def _no_swallowed_mistake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A failed check or a typo in what the engine calls fails the test.
+
+    The engine ends only the session in which such an error happens, and a test that does not look
+    at ``session.error`` would pass without having checked anything.
+    """
+    found: list[Exception] = []
+    fail = Engine.fail
+
+    def watched(self: Engine, sessions: Iterable[Session], error: Exception) -> None:
+        if isinstance(error, MISTAKES):
+            found.append(error)
+        fail(self, sessions, error)
+
+    monkeypatch.setattr(Engine, "fail", watched)
+    yield
+    if found:
+        raise found[0]
 
 
 @pytest.fixture(scope="session")

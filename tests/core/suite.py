@@ -118,7 +118,8 @@ class Suite:
         if method in FAKES:
             return SpeculationConfig(method=method, node_budget=12)
         # A controller that finds drafts not worth their time would leave little to compare.
-        return SpeculationConfig(method=method, length="fixed", allow_lossy=method in LOSSY)
+        length = "auto" if method == "auto" else "fixed"
+        return SpeculationConfig(method=method, length=length, allow_lossy=method in LOSSY)
 
     def generate(
         self, method: str, variant: str, batch: int, count: int | None = None

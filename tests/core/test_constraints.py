@@ -43,6 +43,11 @@ PROMPT = 'class Stack:\n    """A list that'
 SAMPLED = {"temperature": 1.0, "seed": 11, "top_p": 0.95}
 
 
+def always_drafting(method: str) -> SpeculationConfig:
+    """The method with drafts of a fixed length, unless lengths are what it is about."""
+    return SpeculationConfig(method=method, length="auto" if method == "auto" else "fixed")
+
+
 @pytest.fixture(scope="module")
 def demo() -> Engine:
     return load_engine()
@@ -97,10 +102,7 @@ def generate(
 ) -> dict[str, Session]:
     """With every method, all of them in the same steps."""
     engine = demo.sibling()
-    sessions = {
-        m: engine.submit(Request(prompt, params, SpeculationConfig(length="fixed", method=m)))
-        for m in methods
-    }
+    sessions = {m: engine.submit(Request(prompt, params, always_drafting(m))) for m in methods}
     while engine.has_work:
         engine.step()
     assert not any(session.stats.drafter_lost for session in sessions.values())
@@ -185,7 +187,7 @@ def test_log_probabilities_are_the_targets_own(
     )
     events: list[RoundEvent] = []
     session = demo.submit(
-        Request(prompt, params, SpeculationConfig(length="fixed", method=method)),
+        Request(prompt, params, always_drafting(method)),
         on_event=events.append,
     )
     while demo.has_work:

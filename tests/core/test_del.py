@@ -137,6 +137,7 @@ def generate(engine: Engine, prompt: list[int], params: SamplingParams, **knobs:
     session = engine.submit(Request(prompt, params, config), on_event=note)
     while engine.has_work:
         engine.step()
+    assert session.error is None
     assert not session.stats.drafter_lost
     return Run(session, sizes)
 
@@ -189,18 +190,21 @@ def test_above_temperature_0_a_rate_is_an_overlap(runner: LlamaRunner, ar: Refer
 def test_shadow_tokens_take_no_layer(runner: LlamaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = LayerWatch(runner, monkeypatch)
     before: list[int] = []
+    compared: list[bool] = []
     observe = Del.observe
 
     def watched(self: Del, *arguments: Any) -> None:
         before.append(watch.num_rows)
-        weight = self._weight
+        values = self._rates.values
         observe(self, *arguments)
         assert watch.num_rows == before[-1]
-        assert self._weight != weight, "it did compare"
+        compared.append(not np.array_equal(self._rates.values, values))
 
     monkeypatch.setattr(Del, "observe", watched)
     run = generate(Engine(ModelTarget(runner)), PROMPTS[0], GREEDY)
-    assert len(before) == run.session.stats.num_rounds > 0
+    assert len(before) == len(compared) == run.session.stats.num_rounds > WATCH_ALL
+    watched_rounds = [n <= WATCH_ALL or n % WATCH_EVERY == 0 for n in range(1, len(compared) + 1)]
+    assert compared == watched_rounds
 
 
 def test_without_layer_states_nothing_is_learnt() -> None:

@@ -12,14 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
+from paceline.demo import TARGET_DIR
 from paceline.drafters.base import Drafter
+from paceline.drafters.head import HeadDrafter
 from paceline.drafters.suffix import MAX_DEPTH, Place, SuffixDecoding, SuffixNode, SuffixTree
+from paceline.loading import load_engine
 from paceline.plan import resolve
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.tree import depths, path_to
 from paceline.types import Budget, Draft
 from tests.core.engines import Reference, small_engine
+from tests.heads import untrained_heads
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=5)
 DEPTH = 6
@@ -400,3 +404,34 @@ def test_the_fallback_drafts_where_the_score_is_low() -> None:
         ("observe", ["unsure"]),
         *(("close", name) for name in names),
     ]
+
+
+def test_a_head_behind_it_reads_every_committed_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of rounds in which the tree drafted."""
+    read, wanted = [0], [0]
+    drafted = {"head": 0, "tree": 0}
+    root, find = HeadDrafter.root, SuffixDecoding.find
+
+    def noted_root(drafter: HeadDrafter, sessions: Any) -> Any:
+        (reading,) = drafter._readings.values()
+        read.append(read[-1] + sum(len(rows) for rows in reading.features))
+        wanted.append(sessions[0].length - 1)  # the last committed token has no features yet
+        drafted["head"] += 1
+        return root(drafter, sessions)
+
+    def noted_find(drafter: SuffixDecoding, *args: Any) -> Draft | None:
+        draft = find(drafter, *args)
+        drafted["tree"] += draft is not None
+        return draft
+
+    monkeypatch.setattr(HeadDrafter, "root", noted_root)
+    monkeypatch.setattr(SuffixDecoding, "find", noted_find)
+    engine = load_engine("demo", heads=untrained_heads(TARGET_DIR))
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode("def add(a, b):\n    return a + b\n\n\n" * 3)
+    config = SpeculationConfig(method="suffix_decoding_eagle3", length="fixed", min_score=3.0)
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    (session,) = engine.generate([prompt], params, config)
+    assert session.error is None
+    assert min(drafted.values()) > 3, drafted
+    assert read == wanted

@@ -467,7 +467,7 @@ def test_streamed_text_is_never_taken_back(config: SpeculationConfig, story: Sto
 def test_text_held_back_survives_a_truncation(story: Story) -> None:
     """What was held back when the tokens were cut is still to be sent."""
     text = story.texts[0]
-    stops = tuple(text[i : i + 4] + "\0" for i in range(len(text) - 4))
+    stops = tuple(text[i : i + 4] + "\0" for i in range(0, len(text) - 4, 3))
     events: list[RoundEvent] = []
     engine = story.engine()
     params = replace(story.params, stop=stops)

@@ -23,13 +23,20 @@ def target(tiny_folder: Path, tiny: LlamaRunner) -> HeadTarget:
     return HeadTarget.of_runner(tiny_folder, tiny)
 
 
-@pytest.fixture(params=[(0, "native"), (60, "native"), (60, "torch")], ids=str)
+@pytest.fixture(
+    params=[(0, "native", 0), (60, "native", 0), (60, "native", 1), (60, "torch", 1)], ids=str
+)
 def head(
     request: pytest.FixtureRequest, target: HeadTarget, monkeypatch: pytest.MonkeyPatch
 ) -> Eagle3:
-    """A head over all tokens or over some of them, in the C kernels or in plain torch."""
-    vocabulary, ops = request.param
-    result = untrained("eagle3", target, vocabulary=vocabulary, features=(1, 2), int8=False)
+    """A head over all tokens or over some of them, in the C kernels or in plain torch.
+
+    With a shallow layer, it reads tokens through one of the target's layers.
+    """
+    vocabulary, ops, shallow = request.param
+    result = untrained(
+        "eagle3", target, vocabulary=vocabulary, features=(1, 2), shallow_layers=shallow, int8=False
+    )
     assert isinstance(result, Eagle3)
     if vocabulary:
         chosen = torch.randperm(256, generator=torch.Generator().manual_seed(3))[:vocabulary]

@@ -19,6 +19,7 @@ import pytest
 from paceline.bench.prompts import builtin_prompts, limit_per_category
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
+from paceline.drafters import auto
 from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits, drafting, loop
@@ -92,16 +93,24 @@ class Clock:
         self.machine = machine
         self.seconds = 0.0
         self._patch = monkeypatch
-        for module in (loop, drafting, engine_module, goodput):
+        for module in (loop, drafting, engine_module, goodput, auto):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
         propose = drafting.Drafting.propose
 
         def charged(desk: Any, sessions: Any, budgets: Any) -> Any:
-            if any(budget.depth for budget in budgets):
+            if any(budget.depth and budget.portfolio is None for budget in budgets):
                 self.seconds += machine.draft
             return propose(desk, sessions, budgets)
 
         monkeypatch.setattr(drafting.Drafting, "propose", charged)
+        guarded = auto.AutoDrafter._guarded
+
+        def charged_part(drafter: Any, name: str, sessions: Any, what: str, *arguments: Any) -> Any:
+            if what == "propose":
+                self.seconds += machine.draft
+            return guarded(drafter, name, sessions, what, *arguments)
+
+        monkeypatch.setattr(auto.AutoDrafter, "_guarded", charged_part)
 
     def charge(self, runner: ModelRunner, cost: Callable[[float], float], prompts: bool) -> None:
         """Let forwards take their time: by rows, those with some of the layers a share of it."""

@@ -21,7 +21,7 @@ from paceline.plan import Plan, resolve
 from paceline.sampling import SamplingParams, gumbel, gumbel_at
 from paceline.session import Session
 from paceline.shapes.base import Level, Rows, SparseRows, TreeBuilder
-from paceline.shapes.confidence import ConfidenceTree
+from paceline.shapes.confidence import BestFirst, ConfidenceTree
 from paceline.shapes.dyspec import DySpec
 from paceline.shapes.iid import IndependentSequences
 from paceline.shapes.kary import Kary, chain
@@ -407,6 +407,26 @@ def test_confidence_tree_expands_only_the_best_of_a_level() -> None:
     (draft,) = ConfidenceTree(3).build(drafter, [session], [Budget(4, 60)])
     assert drafter.asked == [1, 3, 3, 3]
     assert draft.num_nodes == 3 + 9 + 9 + 9
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 12, 30])
+def test_best_first_is_the_best_tree_of_its_size(nodes: int) -> None:
+    """Brute force, for two sessions at once; each level takes one forward at most."""
+    for seed in range(4):
+        drafter = TableDrafter(table(seed, vocab=5, spread=1.0))
+        log_q = drafter.logits.log_softmax(-1)
+        sessions = [session_with(shape="best_first", branching=5) for _ in range(2)]
+        drafts = BestFirst(5).build(drafter, sessions, [Budget(3, nodes), Budget(3, 2)])
+
+        def value(path: tuple[int, ...], log_q: torch.Tensor = log_q) -> float:
+            return sum(float(log_q[a, b]) for a, b in itertools.pairwise((1, *path)))
+
+        every = [p for d in (1, 2, 3) for p in itertools.product(range(5), repeat=d)]
+        best = sorted(every, key=value, reverse=True)
+        for draft, size in zip(drafts, (nodes, 2), strict=True):
+            assert set(token_paths(draft)) == set(best[:size])
+        assert len(drafter.asked) <= 3
+        assert max(drafter.asked) <= nodes + 2
 
 
 # --- DySpec --------------------------------------------------------------------------------------

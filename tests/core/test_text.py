@@ -160,8 +160,11 @@ parameters = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=3), max_size=2),
     stop_token_ids=st.lists(st.integers(0, 15), max_size=2),
     seed=st.integers(0, 2**63 - 1),
-    max_tokens=st.integers(1, 99),
+    max_tokens=st.integers(10, 99),
+    min_tokens=st.integers(0, 9),
     ignore_eos=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
 )
 
 

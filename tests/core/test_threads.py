@@ -179,3 +179,12 @@ def test_a_model_keeps_its_choice_within_the_limit(
     assert [ops._num_threads(rows, Packing.FLOATS, 1, 1.0) for rows in (1, 8)] == [2, 2]
     limit_threads(1)
     assert ops._num_threads(1, Packing.FLOATS, 1, 1.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "most"), [("1", 1), ("1,8", 1), ("0", 1), ("64", 64), ("many", 64), ("", 64)]
+)
+def test_openmps_own_limit_counts(value: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_num_threads", 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert kernels.num_threads() == min(most, kernels.available_cores())

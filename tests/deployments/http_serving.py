@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+from paceline.deployments.config import HttpConfig
 from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Endpoint, Lease
 from paceline.deployments.openai.api import make_app
@@ -23,10 +24,10 @@ from paceline.rpc.tracing import Tracing
 class DirectLease:
     """A lease on a replica that Ray Serve does not know."""
 
-    lost = False
+    lost = ended = False
 
     def __init__(self, address: str, fingerprint: str = "") -> None:
-        self.endpoint = Endpoint(address, 0, "here", fingerprint)
+        self.endpoint = Endpoint(address, 0, address, fingerprint)
         self.opened_at = time.monotonic()
 
     def on_lost(self, callback: Any) -> None: ...
@@ -43,12 +44,14 @@ def http_serving(
     *,
     gate: Gate | None = None,
     tracing: Tracing | None = None,
+    http: HttpConfig | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """Serve an engine over HTTP on a thread; yields the address.
 
     Args:
         tracing: of the gateway.
+        http: of the gateway's configuration.
         options: of :func:`paceline.deployments.openai.server.start_http`.
     """
     loop = asyncio.new_event_loop()
@@ -63,10 +66,10 @@ def http_serving(
             return cast(Lease, DirectLease(target.address))
 
         relay = Relay(lease, idle_timeout_s=60, resume_s=5, gate=gate, tracing=tracing)
-        return target, relay, await start_http(make_app(relay, gate), **options)
+        return target, relay, await start_http(make_app(relay, gate, http), **options)
 
-    async def stop(target: Any, relay: Any, http: Any) -> None:
-        await http.stop()
+    async def stop(target: Any, relay: Any, server: Any) -> None:
+        await server.stop()
         await relay.close()
         await target.stop(0.2)
 

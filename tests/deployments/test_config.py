@@ -84,7 +84,14 @@ def test_defaults_are_the_demo_pair_as_actors() -> None:
         ({"speculation": {"method": "ar", "ngram_max": 3}}, "speculation.ngram_max"),
         ({"speculation": {"num_speculative_tokens": 1000}}, "speculation.num_speculative_tokens"),
         ({"model": {"target": str(TARGET_DIR)}}, "model.drafter"),
-        ({"model": {"target": str(TARGET_DIR)}, "topology": "colocated"}, "speculation.method"),
+        (
+            {
+                "model": {"target": str(TARGET_DIR)},
+                "topology": "colocated",
+                "speculation": {"method": "draft_model"},
+            },
+            "speculation.method",
+        ),
     ],
 )
 def test_wrong_values_are_named(args: dict[str, Any], field: str) -> None:

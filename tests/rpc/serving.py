@@ -30,9 +30,20 @@ def serving(grace: float = 0.2, **arguments: Any) -> Iterator[RpcServer]:
         finally:
             asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result(10)
     finally:
+        asyncio.run_coroutine_threadsafe(_calls_ended(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+async def _calls_ended() -> None:
+    """Wait for the calls that the server has cancelled.
+
+    What gRPC still has to say of a call whose loop is closed is an error in another test's loop.
+    """
+    calls = asyncio.all_tasks() - {asyncio.current_task()}
+    if calls:
+        await asyncio.wait(calls, timeout=2.0)
 
 
 class ReplicaProcess:
@@ -56,6 +67,10 @@ class ReplicaProcess:
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """End it the hard way; safe to call twice."""

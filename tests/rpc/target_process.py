@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
+from typing import Any
 
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.loading import limit_threads, load_runner
@@ -12,6 +15,19 @@ from paceline.rpc.server import start_server
 from paceline.rpc.tenants import Tenants
 from paceline.rpc.tls import ServerTls
 from paceline.target import ModelTarget
+
+
+class Mortal(ModelTarget):
+    """A target that dies when it verifies a session with certain tokens in a row."""
+
+    poison: tuple[int, ...] = ()
+
+    def verify(self, sessions: Any, drafts: Any, wants: Any, prefill: Any = (), *more: Any) -> Any:
+        for session in (*sessions, *(session for session, _ in prefill)):
+            ids, size = session.token_ids, len(self.poison)
+            if any(tuple(ids[i : i + size]) == self.poison for i in range(len(ids))):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().verify(sessions, drafts, wants, prefill, *more)
 
 
 async def main() -> None:
@@ -24,9 +40,12 @@ async def main() -> None:
     parser.add_argument("--max-message-bytes", type=int, default=2**22)
     parser.add_argument("--max-sessions", type=int, default=8)
     parser.add_argument("--idle-timeout-s", type=float, default=120.0)
+    parser.add_argument("--die-on", type=int, nargs="*", help="tokens in a row that kill it")
     options = parser.parse_args()
     limit_threads(1)
-    target = ModelTarget(load_runner(options.model, kv_tokens=4096))
+    Mortal.poison = tuple(options.die_on or ())
+    kind = Mortal if options.die_on else ModelTarget
+    target = kind(load_runner(options.model, kv_tokens=4096))
     limits = EngineLimits(max_sessions=options.max_sessions, max_waiting=16)
     engine = EngineThread(Engine(target, limits=limits)).start()
     gate = Gate(

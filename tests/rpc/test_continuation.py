@@ -25,6 +25,16 @@ CASES = {
         max_tokens=40, temperature=0.8, seed=6, frequency_penalty=0.7, repetition_penalty=1.3
     ),
     "constraint": SamplingParams(max_tokens=40, temperature=1.0, seed=7, regex="[a-f ]{30,60}!"),
+    "limits": SamplingParams(
+        max_tokens=40,
+        temperature=1.0,
+        seed=8,
+        min_tokens=20,
+        stop_token_ids=tuple(range(97, 110)),
+        allowed_token_ids=tuple(range(32, 127)),
+        include_stop_str_in_output=True,
+        prompt_logprobs=1,
+    ),
 }
 METHODS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup")
 

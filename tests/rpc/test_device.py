@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +88,27 @@ def test_tokens_of_every_kind_of_method_are_those_of_ar(
     assert not result.unverified_ids
     if method in ("draft_model", "pearl"):
         assert result.counters.ahead_right > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_limits_on_tokens_hold_where_a_session_is_opened_again(
+    temperature: float, server: RpcServer, runner: ModelRunner
+) -> None:
+    """The output is in the prompt then: its length still counts towards ``min_tokens``."""
+    free = SamplingParams(
+        max_tokens=40, temperature=temperature, seed=5, ignore_eos=True,
+        allowed_token_ids=tuple(range(32, 200)),
+    )  # fmt: skip
+    tokens = ar(runner, free)
+    end = next(i for i in range(39, 0, -1) if tokens[i] not in tokens[:i])
+    params = replace(free, stop_token_ids=(tokens[end],), min_tokens=end)
+    truth = ar(runner, params)
+    assert truth == tokens[: end + 1]
+    with Netem(server.address) as netem, mixed([netem.address], truth, 0.7) as client:
+        for done in client.generate(PROMPT, params):
+            if done.finish_reason is None:
+                netem.reset()
+    assert client.result.token_ids == truth
 
 
 def check_link(link: Link, temperature: float, server: RpcServer, runner: ModelRunner) -> None:

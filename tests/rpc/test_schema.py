@@ -73,7 +73,8 @@ def test_sampling_round_trip() -> None:
     params = SamplingParams(
         temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
         logit_bias={5: -2.5, 9: 1e6}, stop=("\n\n", "ω"), stop_token_ids=(3, 4), seed=2**63 - 1,
-        max_tokens=7, ignore_eos=True,
+        max_tokens=7, ignore_eos=True, allowed_token_ids=(5, 6), min_tokens=3,
+        skip_special_tokens=False, include_stop_str_in_output=True, prompt_logprobs=0,
     )  # fmt: skip
     assert sampling_from_message(sampling_to_message(params)) == params
     assert sampling_from_message(common_pb2.SamplingParams()) == SamplingParams()

@@ -13,11 +13,11 @@ import torch
 from paceline.chat import encode_chat
 from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument
+from paceline.memory import peak_memory, reset_peak_memory
 from paceline.tokenizer import ChatTemplate, eos_token_ids, load_tokenizer
 from paceline.train import chat_data
 from paceline.train.chat_data import encode_conversation
 from paceline.train.data import TrainingText, load_text
-from paceline.tuning.objective import peak_memory_mb, reset_peak_memory
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -278,7 +278,7 @@ def test_memory_does_not_grow_with_the_data(chat_target: Path, tmp_path: Path) -
             rows = range(first, first + 8)
             assert text.training[rows].shape == text.mask(rows).shape == (8, 65)
         assert len(text.digest) == 16  # which reads everything
-        return peak_memory_mb()
+        return peak_memory() / 2**20
 
     peak(1000)  # imports
     small, large = peak(20_000), peak(100_000)

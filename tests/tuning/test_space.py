@@ -24,7 +24,7 @@ def space(fields: dict[str, Any], **blocks: Any) -> Space:
 
 
 def test_the_spaces_that_ship() -> None:
-    assert SHIPPED == ["demo", "everything", "exit_layers", "split", "trees", "vllm"]
+    assert SHIPPED == ["demo", "everything", "exit_layers", "smollm2", "split", "trees", "vllm"]
 
 
 @pytest.mark.one_of(2)

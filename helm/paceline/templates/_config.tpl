@@ -12,8 +12,8 @@
     {{- end -}}
   {{- end -}}
   {{- $own := dig "model" "target" "" $best -}}
-  {{- if and $own (eq $.Values.models.source "demo") -}}
-    {{- fail (printf "applications[0].args.model.target is %s, a model of the machine that was measured; say where the cluster gets that model: models.source and models.target" $own) -}}
+  {{- if and $own (not $.Values.models.target) -}}
+    {{- fail (printf "applications[0].args.model.target is %s, a model of the machine that was measured; say where the cluster gets that model: models.target" $own) -}}
   {{- end -}}
   {{- if hasKey $best "model" -}}
     {{- $_ := set $best "model" (omit $best.model "target" "drafter" "heads") -}}
@@ -31,34 +31,54 @@
 {{- $args.topology -}}
 {{- end -}}
 
-{{/* Folders or GGUF files of the models in the pods that load them; empty for the demo pair. */}}
-{{- define "paceline.modelFolders" -}}
-{{- $models := .Values.models -}}
-{{- $folders := dict -}}
-{{- if ne $models.source "demo" -}}
-  {{- $_ := required (printf "models.target: name the target (models.source: %s)" $models.source) $models.target -}}
-  {{- range $role := list "target" "drafter" "heads" -}}
-    {{- with index $models $role -}}
-      {{- $folder := ternary (printf "/models/%s" (trimPrefix "/" .)) (printf "/models/%s" $role) (eq $models.source "pvc") -}}
-      {{- if and (eq $models.source "package") (ne $role "heads") -}}
-        {{- $folder = printf "%s.gguf" $folder -}}
-      {{- end -}}
-      {{- $_ := set $folders $role $folder -}}
-    {{- end -}}
-  {{- end -}}
-{{- else if or $models.target $models.drafter $models.heads -}}
-  {{- fail "models.target, models.drafter, models.heads: say with models.source where they come from (huggingface, package, pvc or objectStore)" -}}
+{{/* Where a model comes from: hub, s3, pvc or package. `include "paceline.modelSource" (dict "role"
+"target" "name" "ORG/NAME")`. */}}
+{{- define "paceline.modelSource" -}}
+{{- $part := "[A-Za-z0-9_][A-Za-z0-9_.-]*" -}}
+{{- if regexMatch "^s3://[^/@ ]+/[^ ]+$" .name -}}s3
+{{- else if regexMatch "^pvc:[^/ ][^ ]*$" .name -}}pvc
+{{- else if has .name (list "smollm2") -}}package
+{{- else if regexMatch (printf "^(hf:(%s/)?|%s/)%s(@[^@ ]+)?$" $part $part $part) .name -}}hub
+{{- else -}}
+{{- fail (printf "models.%s: got %q, expected ORG/NAME or hf:ORG/NAME@REVISION, s3://BUCKET/PATH, pvc:PATH, or smollm2" .role .name) -}}
 {{- end -}}
-{{- toYaml $folders -}}
+{{- end -}}
+
+{{/* The models by role, each with `source`, `name`, and `folder`: where pods find the folder or GGUF
+file. Empty for the demo pair. */}}
+{{- define "paceline.models" -}}
+{{- $models := dict -}}
+{{- range $role := list "target" "drafter" "heads" -}}
+  {{- with index $.Values.models $role -}}
+    {{- $source := include "paceline.modelSource" (dict "role" $role "name" .) -}}
+    {{- $folder := printf "/models/%s" $role -}}
+    {{- if eq $source "pvc" -}}
+      {{- $_ := required (printf "models.pvc.claimName: name the claim with the model (models.%s: %s)" $role .) $.Values.models.pvc.claimName -}}
+      {{- $folder = printf "/volume/%s" (trimPrefix "pvc:" .) -}}
+    {{- else if eq $source "package" -}}
+      {{- if eq $role "heads" -}}
+        {{- fail (printf "models.heads: got %q, a model; expected heads" .) -}}
+      {{- end -}}
+      {{- $folder = printf "%s.gguf" $folder -}}
+    {{- end -}}
+    {{- $_ := set $models $role (dict "source" $source "name" . "folder" $folder) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and $models (not $models.target) -}}
+  {{- fail (printf "models.target: name the target of models.%s; without one the demo pair is served" (keys $models | sortAlpha | first)) -}}
+{{- end -}}
+{{- toYaml $models -}}
 {{- end -}}
 
 {{- define "paceline.serveConfig" -}}
 {{- $args := include "paceline.args" . | fromYaml -}}
-{{- $folders := include "paceline.modelFolders" . | fromYaml -}}
-{{- if and $folders (not $folders.drafter) (eq $args.topology "actors") -}}
-{{- fail "models.drafter: name a drafter, or set topology: colocated and a speculation.method that needs none" -}}
+{{- $models := include "paceline.models" . | fromYaml -}}
+{{- if and $models (not $models.drafter) (eq $args.topology "actors") (not $args.drafter.method) -}}
+{{- fail "models.drafter: name a drafter, or a drafter.method, or set topology: colocated and a speculation.method that needs none" -}}
 {{- end -}}
-{{- $_ := mustMergeOverwrite $args.model $folders -}}
+{{- range $role, $model := $models -}}
+{{- $_ := set $args.model $role $model.folder -}}
+{{- end -}}
 {{- range $role := list "target" "drafter" "gateway" -}}
   {{- $block := index $args $role -}}
   {{- $pod := index $.Values.pods $role -}}

@@ -12,13 +12,15 @@
 {{- end -}}
 
 {{/* The labels that select the pods of this release. They are the same in every version of the
-chart, because KubeRay replaces the whole cluster when a pod template changes. */}}
+chart, because KubeRay replaces the whole cluster when a pod template changes. Not among them:
+`app.kubernetes.io/name` and `created-by`, by which KubeRay's own Services find the head. */}}
 {{- define "paceline.selectorLabels" -}}
-app.kubernetes.io/name: paceline
+app.kubernetes.io/part-of: paceline
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
 {{- define "paceline.labels" -}}
+app.kubernetes.io/name: paceline
 {{ include "paceline.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -28,9 +30,30 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
+{{/* The image of a pod: `include "paceline.image" (dict "root" $ "where" "pods.target" "pod"
+.Values.pods.target)`. */}}
 {{- define "paceline.image" -}}
-{{- $suffix := ternary "-cuda" "" (gt (int (include "paceline.gpus" .Values.pods.target.resources)) 0) -}}
-{{- printf "%s:%s" .Values.image.repository (default (printf "%s%s" .Chart.AppVersion $suffix) .Values.image.tag) -}}
+{{- $all := .root.Values.image -}}
+{{- $own := default dict .pod.image -}}
+{{- $repository := default $all.repository $own.repository -}}
+{{- $tag := default $all.tag $own.tag -}}
+{{- $digest := $own.digest -}}
+{{- if not (or $own.repository $own.tag $digest) -}}
+  {{- $digest = $all.digest -}}
+{{- end -}}
+{{- $suffix := "" -}}
+{{- range $name, $amount := default dict .pod.resources.limits -}}
+  {{- if gt (int (include "paceline.gpus" (dict "limits" (dict $name $amount)))) 0 -}}
+    {{- $suffix = ternary "-cuda" "amd" (hasPrefix "nvidia.com/" $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- if $digest -}}
+  {{- printf "%s%s@%s" $repository (ternary (printf ":%s" $tag) "" (not (empty $tag))) $digest -}}
+{{- else if and (eq $suffix "amd") (not $tag) -}}
+  {{- fail (printf "%s.image.tag: name an image with ROCm, as the limits have amd.com/gpu: Paceline's own are for CPUs and CUDA" .where) -}}
+{{- else -}}
+  {{- printf "%s:%s" $repository (default (printf "%s%s" .root.Chart.AppVersion $suffix) $tag) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "paceline.serviceAccountName" -}}
@@ -39,16 +62,28 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else -}}default{{- end -}}
 {{- end -}}
 
-{{/* CPUs of a pod as a number: "500m" is 0.5. Ray rounds the CPUs of a node up. */}}
-{{- define "paceline.cpus" -}}
-{{- $cpu := toString (default (dig "requests" "cpu" "1" .) (dig "limits" "cpu" "" .)) -}}
-{{- if hasSuffix "m" $cpu -}}
-{{- divf (trimSuffix "m" $cpu | float64) 1000 -}}
-{{- else -}}{{ $cpu }}{{- end -}}
+{{/* A quantity of Kubernetes as a number: "500m" is 0.5. */}}
+{{- define "paceline.quantity" -}}
+{{- $text := toString . -}}
+{{- $number := regexFind "^([0-9]+\\.?[0-9]*|\\.[0-9]+)([eE][+-]?[0-9]+)?" $text -}}
+{{- $scales := dict "" 1.0 "n" 0.000000001 "u" 0.000001 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- mulf (float64 $number) (get $scales (trimPrefix $number $text)) -}}
 {{- end -}}
 
+{{/* CPUs of a pod as a number. Ray rounds the CPUs of a node up. */}}
+{{- define "paceline.cpus" -}}
+{{- include "paceline.quantity" (dig "limits" "cpu" (dig "requests" "cpu" "1" .) .) -}}
+{{- end -}}
+
+{{/* GPUs of a pod: whole ones, and slices of one (MIG), which are devices of their own. */}}
 {{- define "paceline.gpus" -}}
-{{- dig "limits" "nvidia.com/gpu" 0 . -}}
+{{- $gpus := 0 -}}
+{{- range $name, $amount := default dict .limits -}}
+  {{- if regexMatch "^(nvidia|amd)[.]com/(gpu|mig-.+|gpu[.]shared)$" $name -}}
+    {{- $gpus = add $gpus (int $amount) -}}
+  {{- end -}}
+{{- end -}}
+{{- $gpus -}}
 {{- end -}}
 
 {{/* "true" if Ray's autoscaler runs. */}}

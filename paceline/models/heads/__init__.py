@@ -12,7 +12,9 @@ from paceline.models.base import ModelRunner
 from paceline.models.heads.base import Head, HeadTarget, load_head, target_identity
 from paceline.models.heads.blockwise import Blockwise
 from paceline.models.heads.chimera import Chimera
+from paceline.models.heads.dflash import DFlash
 from paceline.models.heads.dovetail import Dovetail
+from paceline.models.heads.dspark import DSpark
 from paceline.models.heads.eagle import Eagle
 from paceline.models.heads.eagle3 import Eagle3
 from paceline.models.heads.falcon import Falcon
@@ -22,6 +24,7 @@ from paceline.models.heads.hydra import Hydra, HydraPP
 from paceline.models.heads.medusa import Medusa
 from paceline.models.heads.moa import MixtureOfAttentions
 from paceline.models.heads.ppd import PromptDecoding
+from paceline.models.heads.published import Published, find_published, load_published, published_in
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 
@@ -34,6 +37,8 @@ HEADS: Mapping[str, type[Head]] = {
         HydraPP,
         Eagle,
         Eagle3,
+        DFlash,
+        DSpark,
         Chimera,
         Fspad,
         Falcon,
@@ -73,6 +78,8 @@ def _made_for(target: Path, heads: Path) -> bool:
 class HeadLibrary:
     """The heads trained for one target: a folder with a subfolder for each kind.
 
+    A published checkpoint may stand in the place of a head of its kind.
+
     Args:
         folder: for example ``heads``, with ``heads/medusa/config.json``; it may be missing.
         target: the target's model folder.
@@ -85,8 +92,15 @@ class HeadLibrary:
         self._runner = runner
 
     def has(self, kind: str) -> bool:
-        """Whether the folder has a head of this kind."""
-        return (self.folder / kind / "config.json").is_file()
+        """Whether the folder has a head of this kind, Paceline's own or a published one."""
+        return self._own(kind) or self._published(kind) is not None
+
+    def _own(self, kind: str) -> bool:
+        file = self.folder / kind / "config.json"
+        return file.is_file() and find_published(file.parent) is None
+
+    def _published(self, kind: str) -> Published | None:
+        return next((found for found in published_in(self.folder) if found.kind == kind), None)
 
     def load(self, kind: str) -> Head:
         """A head, ready to draft.
@@ -105,4 +119,8 @@ class HeadLibrary:
                 "method", kind, "a method without a head: heads need the fast path"
             )
         target = HeadTarget.of_runner(self._target, self._runner)
-        return load_head(HEADS[kind], self.folder / kind, target)
+        if self._own(kind):
+            return load_head(HEADS[kind], self.folder / kind, target)
+        found = self._published(kind)
+        assert found is not None
+        return load_published(found, target)

@@ -18,17 +18,19 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.models.heads.storage import pack, unpack
 from paceline.models.layouts import read_config, stored_tensors
 from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import load_weights, read_floats
 from paceline.models.packing import Weight
 from paceline.sampling import argmax_rows
-from paceline.types import IntArray, Need
+from paceline.types import FloatArray, IntArray, Need
 
 Frontier = Sequence[tuple[int, int, int]]
 """Nodes to expand: ``(node, token_id, parent)``, as in ``paceline.shapes.base.Expander``."""
@@ -96,6 +98,22 @@ class HeadTarget:
             runner.logits_of_hidden, runner.packed_lm_head, runner.kv_capacity, folder,
         )  # fmt: skip
 
+    def among_all(self, some: Tensor, vocabulary: Tensor | None) -> Tensor:
+        """Logits of all tokens, from those that a head drafts among.
+
+        Args:
+            some: logits.  # [..., n]
+            vocabulary: their tokens (None: all, in order).  # [n]
+
+        Returns:
+            The others are minus infinity.  # [..., vocab_size]
+        """
+        if vocabulary is None:
+            return some
+        every = some.new_full((*some.shape[:-1], self.config.vocab_size), float("-inf"))
+        every[..., vocabulary] = some
+        return every
+
 
 def target_identity(folder: Path) -> str:
     """A name for the weights and the tokenizer in a model folder.  # 16 hex digits
@@ -162,8 +180,11 @@ class Head(nn.Module, ABC):
     Attributes:
         kind: name in ``HEADS``, in folders and on the command line.
         needs: ``HIDDEN_STATES`` or ``LAYER_STATES``: what its features are.
+        last_acceptance: of a head that estimates it: how likely the target accepts a token drawn
+            from each row of its last answer.  # [num_rows]
     """
 
+    last_acceptance: FloatArray | None = None
     kind: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset({Need.HIDDEN_STATES})
     Options: ClassVar[type[Any]]
@@ -231,34 +252,54 @@ class Head(nn.Module, ABC):
     def expand(self, states: Sequence[State], frontiers: Sequence[Frontier]) -> Tensor:
         """Logits after new nodes of the drafts that ``root`` began.  # [num_nodes, vocab_size]"""
 
-    def greedy_chains(self, states: Sequence[State], first: Sequence[int], depth: int) -> IntArray:
+    def greedy_chains(
+        self,
+        states: Sequence[State],
+        first: Sequence[int],
+        depth: int,
+        stop_below: FloatArray | None = None,
+    ) -> IntArray:
         """Chains by argmax, after ``root``. A head with a faster way than ``expand`` overrides it.
 
         Args:
             first: the first token of each chain.
+            stop_below: a chain ends after a later token whose probability is less than this.
+                # [depth - 1, num_sessions]
 
         Returns:
-            # [num_sessions, depth]
+            -1 behind the end of a chain.  # [num_sessions, depth]
         """
-        steps = [list(first)]
+        steps, unsure = [list(first)], []
         for node in range(depth - 1):
             logits = self.expand(states, [[(node, token, node - 1)] for token in steps[-1]])
             steps.append(argmax_rows(logits))
-        return np.array(steps, np.int64).T
+            if stop_below is not None:
+                unsure.append(self.confidence(logits) < stop_below[node])
+        return cut_chains(np.array(steps, np.int64).T, unsure)
+
+    def confidence(self, logits: Tensor) -> FloatArray:
+        """How sure the head is of the best token of each row of its last answer.
+
+        # [num_rows, vocab_size] -> [num_rows]
+        """
+        return confidence(logits) if self.last_acceptance is None else self.last_acceptance
 
     # --- on disk -------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, int8: bool = False) -> None:
         """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
 
         Parameters are rounded to bfloat16: it halves the file, and a draft changes no output.
+
+        Args:
+            int8: round matrices to eight bits, with a scale for each row.
         """
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.cpu().contiguous() for name, value in self.state_dict().items()}
         for name, parameter in self.named_parameters():
-            tensors[name] = parameter.detach().to("cpu", torch.bfloat16).contiguous()
+            tensors |= pack(name, parameter.detach(), int8=int8)
         part = folder / "model.safetensors.tmp"
         save_file(tensors, part)
         part.replace(folder / "model.safetensors")
@@ -321,7 +362,7 @@ def load_head(cls: type[AnyHead], folder: Path, target: HeadTarget) -> AnyHead:
     if not file.is_file():
         raise ModelNotFound(f"head folder {str(folder)!r} has no model.safetensors")
     try:
-        head.load_state_dict(load_file(str(file)))
+        head.load_state_dict(unpack(load_file(str(file))))
     except (SafetensorError, OSError) as error:
         raise ModelNotFound(f"{file} is damaged: {error}") from error
     except RuntimeError as error:
@@ -330,6 +371,26 @@ def load_head(cls: type[AnyHead], folder: Path, target: HeadTarget) -> AnyHead:
     head.eval()
     head.prepare()
     return head
+
+
+def confidence(logits: Tensor) -> FloatArray:
+    """Probability of the best token of each row.  # [num_rows, vocab_size] -> [num_rows]"""
+    logits = logits.float()
+    result: FloatArray = (logits.amax(-1) - logits.logsumexp(-1)).exp().cpu().numpy()
+    return result
+
+
+def cut_chains(chains: IntArray, unsure: Sequence[NDArray[np.bool_]]) -> IntArray:
+    """Put -1 behind the first unsure token of each chain.
+
+    Args:
+        chains: # [num_chains, depth]
+        unsure: of the tokens but the first; or none.  # [depth - 1, num_chains]
+    """
+    if len(unsure):
+        ended = np.logical_or.accumulate(unsure).T[:, :-1]  # before a chain's third token, and on
+        chains[:, 2:][ended] = -1
+    return chains
 
 
 def draw(count: int, generator: torch.Generator) -> int:

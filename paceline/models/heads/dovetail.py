@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.eagle import Eagle, EagleOptions, EagleState
-from paceline.types import IntArray
+from paceline.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,11 @@ class Dovetail(Eagle):
         self.stack = self.new_stack()
 
     def greedy_chains(
-        self, states: Sequence[EagleState], first: Sequence[int], depth: int
+        self,
+        states: Sequence[EagleState],
+        first: Sequence[int],
+        depth: int,
+        stop_below: FloatArray | None = None,
     ) -> IntArray:
-        return Head.greedy_chains(self, states, first, depth)  # the kernel has no such gate
+        # The kernel has no such gate.
+        return Head.greedy_chains(self, states, first, depth, stop_below)

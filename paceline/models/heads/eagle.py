@@ -27,8 +27,9 @@ from paceline.models.heads.base import (
 from paceline.models.heads.layer import DecoderLayer, LayerStack
 from paceline.models.kv_cache import PooledSequence
 from paceline.models.ops import Fuse, Output
+from paceline.models.packing import Weight
 from paceline.models.rope import rope_table
-from paceline.types import IntArray
+from paceline.types import FloatArray, IntArray
 
 MEASURED_DEPTH = 5  # of the agreement on held-out text
 
@@ -69,6 +70,9 @@ class Eagle(Head):
 
     kind = "eagle"
     Options: ClassVar[type[Any]] = EagleOptions
+    shallow: Sequence[DecoderLayer] = ()
+    """Frozen layers that read the tokens before the features join."""
+    _fc: tuple[Weight, Tensor] | None = None  # packed
     output: Output | None = None
     """Makes logits in a chain; None is the target's output layer."""
 
@@ -81,7 +85,11 @@ class Eagle(Head):
 
     def inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
         """The input of the first layer.  # 2 x [..., hidden_size] -> [..., hidden_size]"""
-        result: Tensor = self.fc(torch.cat([embedded, features], -1))
+        pairs = torch.cat([embedded, features], -1)
+        if self._fc is not None:
+            flat = self.stack.ops.linear(pairs.flatten(0, -2), *self._fc)
+            return flat.view(*pairs.shape[:-1], -1)
+        result: Tensor = self.fc(pairs)
         return result
 
     def read(self, features: Tensor) -> Tensor:
@@ -90,6 +98,14 @@ class Eagle(Head):
         # [n, ...] -> [n, hidden_size]
         """
         return features
+
+    def read_tokens(self, token_ids: Tensor) -> Tensor:
+        """What :meth:`inputs` gets of the tokens.  # [batch, length] -> [.., hidden_size]"""
+        x = self.target.embed(token_ids)
+        with torch.no_grad():
+            for layer in self.shallow:
+                x = layer(x, self._cos_sin[: x.shape[1]].to(x.device))
+        return x
 
     def logits(self, drafted: Tensor) -> Tensor:
         """Logits after drafted features.  # [..., hidden_size] -> [..., vocab_size]"""
@@ -114,7 +130,7 @@ class Eagle(Head):
         """
         length = features.shape[1]
         cos_sin = self._cos_sin[:length].to(features.device)
-        embedded = self.target.embed(token_ids)
+        embedded = self.read_tokens(token_ids)
         earlier: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         outputs = []
         for step in range(steps):
@@ -158,8 +174,8 @@ class Eagle(Head):
 
     def new_stack(self, *, int8: bool = False) -> LayerStack:
         """The layers as they draft."""
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return LayerStack(layers, self.target.kv_tokens, int8=int8)
+        own = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return LayerStack([*self.shallow, *own], self.target.kv_tokens, int8=int8)
 
     def prepare(self) -> None:
         self.stack = self.new_stack()
@@ -220,20 +236,30 @@ class Eagle(Head):
         features: Tensor,
     ) -> Tensor:
         """The features after new pairs.  # [num_pairs, hidden_size]"""
-        embedded = self.target.embed(torch.tensor(token_ids, device=features.device))
-        return self.stack.run(self.inputs(embedded, features), self.stack.append(parts))
+        rows, first = self.stack.append(parts), len(self.shallow)
+        x = self.target.embed(torch.tensor(token_ids, device=features.device))
+        if first:
+            x = self.stack.run(x, rows, 0, first)
+        return self.stack.run(self.inputs(x, features), rows, first)
 
     def greedy_chains(
-        self, states: Sequence[EagleState], first: Sequence[int], depth: int
+        self,
+        states: Sequence[EagleState],
+        first: Sequence[int],
+        depth: int,
+        stop_below: FloatArray | None = None,
     ) -> IntArray:
         if depth < 2:
             return super().greedy_chains(states, first, depth)
         features = torch.stack([state.feature[-1] for state in states])
+        assert self._fc is not None
         tokens = self.stack.greedy_chain(
             [state.sequence for state in states], first, depth - 1, self.target,
-            Fuse(*self._fc, features), self.output,
+            Fuse(*self._fc, features, len(self.shallow)), self.output, stop_below,
         )  # fmt: skip
-        return super().greedy_chains(states, first, depth) if tokens is None else tokens.T
+        if tokens is None:
+            return super().greedy_chains(states, first, depth, stop_below)
+        return tokens.T
 
 
 def unrolled_mask(length: int, steps: int) -> Tensor:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from paceline.errors import InvalidArgument
 from paceline.models.heads.base import HeadBatch, HeadTarget, mean_over, soft_cross_entropy
 from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions
-from paceline.models.heads.layer import layer_ops
+from paceline.models.heads.layer import TargetLayers, layer_ops
 from paceline.models.ops import Output
+from paceline.models.packing import Weight
 from paceline.types import Need
 
 
@@ -34,6 +35,8 @@ class Eagle3Options:
         empty: 2, half of them, and all but three.
     vocabulary: tokens that the head can draft; 0 for all. The head's own list of them is saved
         with it; before training it is the first ones of the tokenizer.
+    shallow_layers: number of the target's first layers that read the token that follows, with the
+        target's own weights, before it is fused with the feature; 0: ``fc`` reads its embedding.
     unroll: drafting steps that training follows.
     int8: draft with weights rounded to eight bits, where the C kernels run.
     """
@@ -41,6 +44,7 @@ class Eagle3Options:
     num_layers: int = 1
     features: tuple[int, ...] = ()
     vocabulary: int = 0
+    shallow_layers: int = 0
     unroll: int = 3
     int8: bool = True
 
@@ -54,6 +58,7 @@ class Eagle3(Eagle):
     kind = "eagle3"
     needs = frozenset({Need.LAYER_STATES})
     Options = Eagle3Options
+    _packed_project: Weight | None = None
     vocabulary: Tensor
     """The tokens that the head can draft, ascending.  # int64 [num_logits]"""
 
@@ -69,6 +74,9 @@ class Eagle3(Eagle):
             allowed = f"from 0 to the number of tokens, {config.vocab_size}"
             raise InvalidArgument("vocabulary", options.vocabulary, allowed)
         self._features = [number - 1 for number in features]
+        # A plain list, so that the head neither trains nor saves the target's layers.
+        if options.shallow_layers:
+            self.shallow = TargetLayers(target, options.shallow_layers, "shallow_layers").layers
         self.project = nn.Linear(len(features) * size, size, bias=False)
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         some = torch.arange(options.vocabulary or config.vocab_size)
@@ -78,8 +86,9 @@ class Eagle3(Eagle):
         return computed[..., self._features, :].flatten(-2)
 
     def read(self, features: Tensor) -> Tensor:
-        # Not in eight bits: a residual stream has a few enormous numbers, which would leave no
-        # precision for the others.
+        if self._packed_project is not None:
+            flat = self.stack.ops.linear(features.flatten(0, -2), self._packed_project)
+            return flat.view(*features.shape[:-1], -1)
         projected: Tensor = self.project(features)
         return projected
 
@@ -102,13 +111,8 @@ class Eagle3(Eagle):
 
     def _among_all(self, some: Tensor) -> Tensor:
         """Logits of all tokens.  # [..., num_logits] -> float32 [..., vocab_size]"""
-        some = some.float()
-        size = self.target.config.vocab_size
-        if some.shape[-1] == size:
-            return some
-        every = some.new_full((*some.shape[:-1], size), float("-inf"))
-        every[..., self.vocabulary] = some
-        return every
+        drafts_all = some.shape[-1] == self.target.config.vocab_size
+        return self.target.among_all(some.float(), None if drafts_all else self.vocabulary)
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Cross-entropy to the target's distribution over the tokens that the head can draft.
@@ -134,8 +138,10 @@ class Eagle3(Eagle):
     def prepare(self) -> None:
         self.stack = self.new_stack(int8=self.options.int8)
         ops = self.stack.ops
-        # Nor this one: embeddings are small beside features.
+        # These two not in eight bits: a residual stream has a few enormous numbers, which would
+        # leave no precision for the others.
         wide = layer_ops(self.target.config, self.fc.weight)
         self._fc = wide.pack(self.fc.weight.detach().contiguous()), self.fc.bias.detach()
+        self._packed_project = wide.pack(self.project.weight.detach().contiguous())
         weight = ops.pack(self._output_rows.contiguous())
         self.output = Output(self.norm.weight.detach(), weight, self.vocabulary)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.eagle import Eagle, EagleOptions, EagleState
-from paceline.types import IntArray
+from paceline.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,11 @@ class Fspad(Eagle):
         )
 
     def greedy_chains(
-        self, states: Sequence[EagleState], first: Sequence[int], depth: int
+        self,
+        states: Sequence[EagleState],
+        first: Sequence[int],
+        depth: int,
+        stop_below: FloatArray | None = None,
     ) -> IntArray:
-        return Head.greedy_chains(self, states, first, depth)  # the kernel has no such layers
+        # The kernel has no such layers.
+        return Head.greedy_chains(self, states, first, depth, stop_below)

@@ -41,6 +41,8 @@ class HydraOptions:
         distribution.
     dropout: of the heads' inputs and blocks, in training.
     decay: weight of head i in the loss is ``decay ** i``.
+    own_output: each head has an output layer of its own, with a bias, that starts as the target's.
+    scaled: embeddings are as large as hidden states.
     """
 
     num_heads: int = 4
@@ -50,6 +52,8 @@ class HydraOptions:
     teacher_weight: float = 0.0
     dropout: float = 0.0
     decay: float = 1.0
+    own_output: bool = False
+    scaled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,14 @@ class Hydra(Head):
         )
         self.prefix = DecoderLayer(config) if options.prefix_attention else None
         # Embeddings are much smaller than hidden states; at equal size the heads learn faster.
-        self._scale = float(target.embedding.float().square().mean().rsqrt())
+        scale = float(target.embedding.float().square().mean().rsqrt())
+        self._scale = scale if options.scaled else 1.0
+        self.outputs = nn.ModuleList()
+        for _ in range(count if options.own_output else 0):
+            output = nn.Linear(config.hidden_size, config.vocab_size)
+            output.weight.data = target.lm_head.detach().clone()
+            nn.init.zeros_(output.bias)
+            self.outputs.append(output)
         self._cos_sin = rope_table(config)  # [context_length, head_dim]
         self.stack: LayerStack | None = None
 
@@ -124,6 +135,13 @@ class Hydra(Head):
     def _embed(self, token_ids: Tensor) -> Tensor:
         """What heads read of tokens.  # [...] -> [..., hidden_size]"""
         result: Tensor = self._scale * self.target.embed(token_ids)
+        return result
+
+    def _logits(self, number: int, x: Tensor) -> Tensor:
+        """From what head ``number`` computed.  # [..., hidden_size] -> [..., vocab_size]"""
+        if not self.outputs:
+            return self.target.logits(x)
+        result: Tensor = self.outputs[number](x)
         return result
 
     # --- training ------------------------------------------------------------------------------
@@ -147,7 +165,7 @@ class Hydra(Head):
         for i, head in enumerate(self.heads, 1):
             count = length - i
             inputs = [embedded[:, j : j + count] for j in range(1, i + 1)]
-            result.append(self.target.logits(head([hidden[:, :count], *inputs])))
+            result.append(self._logits(i - 1, head([hidden[:, :count], *inputs])))
         return result
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -190,7 +208,7 @@ class Hydra(Head):
         embedded = self._embed(last)
         for state, *base in zip(states, hidden, embedded, strict=True):
             state.base, state.tokens = base, {-1: []}
-        return self.target.logits(self.heads[0]([hidden, embedded]))
+        return self._logits(0, self.heads[0]([hidden, embedded]))
 
     def _read(self, states: Sequence[HydraState], features: Sequence[Tensor]) -> Tensor:
         """The last hidden state of each session, through the prefix attention if there is one.
@@ -224,7 +242,7 @@ class Hydra(Head):
             members = [i for i, row in enumerate(rows) if len(row) == size]
             columns = zip(*(rows[i] for i in members), strict=True)
             x = self.heads[size - 2]([torch.stack(column) for column in columns])
-            result[members] = self.target.logits(x).float()
+            result[members] = self._logits(size - 2, x).float()
         return result
 
 

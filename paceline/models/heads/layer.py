@@ -15,13 +15,13 @@ from paceline.models.cuda_ops import fused_ops
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama_config import LlamaConfig
-from paceline.models.llama_tensors import load_weights
+from paceline.models.llama_tensors import read_floats, stored_weights
 from paceline.models.native_ops import NativeOps
 from paceline.models.ops import Fuse, Layer, Ops, Output, Stack
 from paceline.models.rope import rope_table
 from paceline.models.rows import Rows, append_chains, append_rows
 from paceline.models.torch_ops import TorchOps
-from paceline.types import IntArray
+from paceline.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from paceline.models.heads.base import HeadTarget
@@ -94,36 +94,45 @@ class DecoderLayer(nn.Module):
 
 
 class TargetLayers:
-    """The last layers of a target and its final norm, frozen, with the weights that it has.
+    """Some layers of a target and its final norm, frozen, with the weights that it has.
 
     Not a module, so a head that holds one neither trains nor saves it.
+
+    Args:
+        count: number of layers; negative: the last ones.
+        option: that gives it, for errors.
 
     Raises:
         InvalidArgument: the target has fewer layers, or layers of another kind.
     """
 
-    def __init__(self, target: HeadTarget, count: int) -> None:
+    def __init__(self, target: HeadTarget, count: int, option: str) -> None:
         config = target.config
-        if count >= config.num_layers:
-            raise InvalidArgument("target_layers", count, f"below {config.num_layers}")
+        if abs(count) >= config.num_layers:
+            raise InvalidArgument(option, abs(count), f"below {config.num_layers}")
         if target.folder is None:
-            raise InvalidArgument("target_layers", count, "0 for a target without a folder")
-        tensors, like = load_weights(target.folder, config), target.embedding
+            raise InvalidArgument(option, abs(count), "0 for a target without a folder")
+        stored, like = stored_weights(target.folder, config), target.embedding
+        numbers = range(config.num_layers)[count:] if count < 0 else range(count)
         self.layers: list[DecoderLayer] = []
-        for i in range(config.num_layers - count, config.num_layers):
+        for i in numbers:
             prefix = f"model.layers.{i}."
-            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            own = {
+                name.removeprefix(prefix): read_floats(tensor)
+                for name, tensor in stored.items()
+                if name.startswith(prefix)
+            }
             try:
                 layer = DecoderLayer(config)
                 layer.load_state_dict(_renamed(own))
             except (KeyError, RuntimeError) as error:
                 raise InvalidArgument(
-                    "target_layers", count,
+                    option, abs(count),
                     "0 for this target: its layers are not Llama's (biases, norms of heads)",
                 ) from error  # fmt: skip
             self.layers.append(layer.to(like.device, like.dtype).requires_grad_(False))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.norm.load_state_dict({"weight": tensors["model.norm.weight"]})
+        self.norm.load_state_dict({"weight": read_floats(stored["model.norm.weight"])})
         self.norm.to(like.device, like.dtype).requires_grad_(False)
 
 
@@ -206,12 +215,14 @@ class LayerStack:
             self.pool, [(s, (), parents) for s, parents in parts], self.config.context_length
         )
 
-    def run(self, inputs: Tensor, rows: Rows) -> Tensor:
-        """All layers on new rows.  # [num_rows, hidden_size] -> the same"""
+    def run(self, inputs: Tensor, rows: Rows, first: int = 0, last: int | None = None) -> Tensor:
+        """The layers from ``first`` to before ``last``, or all, on new rows.
+
+        # [num_rows, hidden_size] -> the same
+        """
         x = inputs.contiguous().clone()
-        self.ops.run_layers(
-            self.stack, 0, len(self.stack.layers), x, self.pool.keys, self.pool.values, rows
-        )
+        last = len(self.stack.layers) if last is None else last
+        self.ops.run_layers(self.stack, first, last, x, self.pool.keys, self.pool.values, rows)
         return x
 
     def greedy_chain(
@@ -222,6 +233,7 @@ class LayerStack:
         target: HeadTarget,
         fuse: Fuse,
         output: Output | None = None,
+        stop_below: FloatArray | None = None,
     ) -> IntArray | None:
         """Continue sequences by argmax, all steps in one call.
 
@@ -231,9 +243,12 @@ class LayerStack:
             tokens: what follows the last entry of each sequence.
             fuse: makes the input of a step from the token and the state of the step before.
             output: makes logits from a state; None is the target's output layer.
+            stop_below: a sequence ends after a token whose probability is less than this.
+                # [num_steps, num_sequences]
 
         Returns:
-            ``tokens`` and after it the new ones; the last of them gets no entry. None where the C
+            ``tokens`` and after it the new ones, -1 behind the end of a sequence; the last of
+            them gets no entry. None where the C
             kernels are not there; nothing is appended then.  # [num_steps + 1, num_sequences]
         """
         if not isinstance(self.ops, NativeOps) or target.packed_lm_head is None:
@@ -243,7 +258,7 @@ class LayerStack:
         new = self.ops.greedy_chain(
             self.stack, len(self.stack.layers), target.embedding, output.norm, output.weight,
             self.pool.keys, self.pool.values, rows, [[token] for token in tokens], num_steps,
-            fuse=fuse, vocabulary=output.vocabulary,
+            fuse=fuse, vocabulary=output.vocabulary, stop_below=stop_below,
         )  # fmt: skip
         return np.concatenate([[tokens], new])
 

@@ -29,6 +29,7 @@ from paceline.models.heads.parallel import ParallelHead
 class MedusaOptions:
     """Attributes:
     num_heads: tokens guessed beyond the target's own.
+    num_layers: residual blocks of each head.
     own_output: each head has an output layer of its own, as in the paper, that starts as the
         target's; otherwise all share the target's, which keeps the head small.
     text_weight, teacher_weight: of the cross-entropy against the text and against the target's
@@ -37,10 +38,17 @@ class MedusaOptions:
     """
 
     num_heads: int = 5
+    num_layers: int = 1
     own_output: bool = False
     text_weight: float = 1.0
     teacher_weight: float = 0.0
     decay: float = 0.8
+
+
+def _blocks(size: int, count: int) -> nn.Module:
+    if count == 1:
+        return ResidualBlock(size)
+    return nn.Sequential(*(ResidualBlock(size) for _ in range(count)))
 
 
 class Medusa(ParallelHead):
@@ -52,7 +60,7 @@ class Medusa(ParallelHead):
     def __init__(self, target: HeadTarget, options: MedusaOptions) -> None:
         super().__init__(target, options)
         size, count = target.config.hidden_size, options.num_heads
-        self.blocks = nn.ModuleList(ResidualBlock(size) for _ in range(count))
+        self.blocks = nn.ModuleList(_blocks(size, options.num_layers) for _ in range(count))
         self.outputs = nn.ModuleList()
         if options.own_output:
             for _ in range(count):

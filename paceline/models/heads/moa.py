@@ -155,7 +155,7 @@ class MixtureOfAttentions(Head):
         self.cross = CrossAttention(config)
         self._of_target: TargetLayers | None = None
         if options.target_layers:
-            self._of_target = TargetLayers(target, options.target_layers)
+            self._of_target = TargetLayers(target, -options.target_layers, "target_layers")
         else:
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._cos_sin = rope_table(config)  # [context_length, head_dim]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.models.heads.base import Frontier, Head
-from paceline.types import IntArray
+from paceline.models.heads.base import Frontier, Head, confidence, cut_chains
+from paceline.types import FloatArray, IntArray
 
 
 class ParallelState:
@@ -67,7 +67,15 @@ class ParallelHead(Head):
         return torch.stack(rows)
 
     def greedy_chains(
-        self, states: Sequence[ParallelState], first: Sequence[int], depth: int
+        self,
+        states: Sequence[ParallelState],
+        first: Sequence[int],
+        depth: int,
+        stop_below: FloatArray | None = None,
     ) -> IntArray:
-        chains: IntArray = torch.stack([s.logits[:depth].argmax(-1) for s in states]).cpu().numpy()
-        return chains
+        logits = torch.stack([s.logits[:depth] for s in states])
+        chains: IntArray = logits.argmax(-1).cpu().numpy()
+        if stop_below is None:
+            return chains
+        unsure = [confidence(logits[:, node]) < limits for node, limits in enumerate(stop_below, 1)]
+        return cut_chains(chains, unsure[: depth - 1])

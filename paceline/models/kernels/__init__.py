@@ -221,9 +221,15 @@ def num_threads() -> int:
     """Threads that a kernel uses for enough work, such as a prompt.
 
     Forwards may take fewer (paceline/models/threads.py): waking threads costs more than a small
-    forward gains.
+    forward gains. ``OMP_NUM_THREADS`` is a limit here, too: two processes with more threads than
+    cores wait for each other many times as long as they compute.
     """
-    return _num_threads or available_cores()
+    return _num_threads or min(available_cores(), _openmp_limit())
+
+
+def _openmp_limit() -> int:
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else available_cores()
 
 
 def available_cores() -> int:

@@ -254,8 +254,9 @@ static float NAME(sum_exp)(const ELEM *x, int size, float top)
  * vocabulary: the token of each of the head's `vocab` logits, or NULL if they are all tokens.
  * states: filled with the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
  * With states or fuse, each sequence is given one token.
- * fuse: with it, a layer's input is fuse * [embedding of the token, feature]. The feature is the state of
- * the step before; for the first step, features ([count, hidden]) has it.
+ * fuse: with it, the input of layer fuse_at is fuse * [state before that layer, feature]; the layers before
+ * it read the token alone. The feature is the state of the step before; for the first step, features
+ * ([count, hidden]) has it.
  * stop_below: [steps, count] or NULL. With it, a sequence ends after a token whose probability is less, and
  * lengths ([count], each `steps` at first) becomes the number of its tokens.
  * Returns non-zero if memory runs out. */
@@ -264,8 +265,8 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
                               const struct weight *head, int vocab, const int64_t *vocabulary,
                               ELEM *keys, ELEM *values, const struct rows *rows,
                               const int64_t *given, int num_given, const int32_t *ends,
-                              int count, int steps, int64_t *tokens, ELEM *states, const struct weight *fuse, const ELEM *fuse_bias,
-                              const ELEM *features, const float *stop_below, int32_t *lengths)
+                              int count, int steps, int64_t *tokens, ELEM *states, const struct weight *fuse, int fuse_at,
+                              const ELEM *fuse_bias, const ELEM *features, const float *stop_below, int32_t *lengths)
 {
     const size_t hidden = m->hidden, bytes = hidden * sizeof(ELEM);
     const size_t size = num_given * bytes + count * (3 * bytes + vocab * sizeof(ELEM));
@@ -282,19 +283,21 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             num_rows, rows->longest, rows->positions + at, rows->slots + at,
             rows->prefix_length + at, rows->path_length + at, rows->prefix + at, rows->path + at,
         };
-        for (int r = 0; r < num_rows; r++) {
-            const ELEM *token = embedding + in[r] * hidden;
-            if (fuse) {
-                ELEM *pair = both + r * 2 * hidden;
-                memcpy(pair, token, bytes);
-                memcpy(pair + hidden, (s ? x : features) + r * hidden, bytes);
-            } else
-                memcpy(x + r * hidden, token, bytes);
-        }
         if (fuse)
-            failed = NAME(linear)(both, fuse->packed, (int)fuse->packing, fuse_bias, x, count,
-                                  2 * m->hidden, m->hidden, m->threads);
-        failed |= NAME(run_layers)(m, layers, 0, num_layers, x, keys, values, &step,
+            for (int r = 0; r < count; r++)
+                memcpy(both + (2 * r + 1) * hidden, (s ? x : features) + r * hidden, bytes);
+        for (int r = 0; r < num_rows; r++)
+            memcpy(x + r * hidden, embedding + in[r] * hidden, bytes);
+        const int first = fuse ? fuse_at : 0;
+        if (first)
+            failed = NAME(run_layers)(m, layers, 0, first, x, keys, values, &step, NULL);
+        if (fuse) {
+            for (int r = 0; r < count; r++)
+                memcpy(both + 2 * r * hidden, x + r * hidden, bytes);
+            failed |= NAME(linear)(both, fuse->packed, (int)fuse->packing, fuse_bias, x, count,
+                                   2 * m->hidden, m->hidden, m->threads);
+        }
+        failed |= NAME(run_layers)(m, layers, first, num_layers, x, keys, values, &step,
                                    states ? states + at * hidden * num_layers : NULL);
         if (num_rows > count)
             for (int r = 0; r < count; r++)
@@ -306,10 +309,10 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
         for (int r = 0; r < count; r++) {
             const ELEM *row = logits + (size_t)r * vocab;
             const float best = NAME(highest)(row, vocab);
-            int first = 0;
-            while (first < vocab - 1 && LOAD(row[first]) != best)
-                first++;
-            tokens[s * count + r] = vocabulary ? vocabulary[first] : first;
+            int found = 0;
+            while (found < vocab - 1 && LOAD(row[found]) != best)
+                found++;
+            tokens[s * count + r] = vocabulary ? vocabulary[found] : found;
             if (stop_below && lengths[r] == steps &&
                 1.0f / NAME(sum_exp)(row, vocab, best) < stop_below[s * count + r]) {
                 lengths[r] = s + 1;

@@ -150,6 +150,7 @@ class ProposeReply(_message.Message):
     DRAFTER_PID_FIELD_NUMBER: _builtins.int
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     drafter_pid: _builtins.int
     """Process id of the drafter."""
@@ -160,6 +161,8 @@ class ProposeReply(_message.Message):
     of it: first the target's own next token, then the next draft. Empty: the drafter has made
     none. A target whose tokens are these need not wait for the reply to its next frame.
     """
+    num_sessions: _builtins.int
+    """Open sessions of all targets at this drafter: a target with several drafters compares them."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeResult]:
         """One for each item of the frame, in its order."""
@@ -172,10 +175,11 @@ class ProposeReply(_message.Message):
         drafter_pid: _builtins.int = ...,
         draft_seconds: _builtins.float = ...,
         ahead: _builtins.bool = ...,
+        num_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "draft_seconds", b"draft_seconds", "drafter_pid", b"drafter_pid", "results", b"results", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "draft_seconds", b"draft_seconds", "drafter_pid", b"drafter_pid", "num_sessions", b"num_sessions", "results", b"results", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

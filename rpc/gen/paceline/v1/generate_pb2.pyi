@@ -123,15 +123,18 @@ class GenerateReply(_message.Message):
     DRAFT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
+    PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     TARGET_PID_FIELD_NUMBER: _builtins.int
     DRAFTER_PID_FIELD_NUMBER: _builtins.int
     DRAFTER_ADDRESS_FIELD_NUMBER: _builtins.int
-    PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     PREDICTION_LENGTH_FIELD_NUMBER: _builtins.int
     NUM_PREDICTED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """1, 2, ...; 0 in a last reply without tokens (the session has ended outside of a round)."""
     num_accepted: _builtins.int
@@ -146,6 +149,8 @@ class GenerateReply(_message.Message):
     """In the same reply: GenerateRequest.fingerprint is another one, and the request allows a
     mismatch. From here on tokens may not be those of an unbroken generation.
     """
+    prompt_length: _builtins.int
+    """Number of prompt tokens, in a replica's first reply and in the last one."""
     finish_reason: _builtins.str
     """Only the last reply has the rest.
 
@@ -156,11 +161,11 @@ class GenerateReply(_message.Message):
     drafter_pid: _builtins.int
     drafter_address: _builtins.str
     """Address of the drafter, empty when it lives in the target's process."""
-    prompt_length: _builtins.int
-    """Number of prompt tokens."""
     prediction_length: _builtins.int
     """Tokens of the prediction, and of the output that came as predicted."""
     num_predicted: _builtins.int
+    stop_string: _builtins.str
+    stop_token_id: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that this round committed."""
@@ -179,6 +184,12 @@ class GenerateReply(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, where GenerateRequest.return_prompt_token_ids asks for it."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each token of the prompt, where SamplingParams.prompt_logprobs asks for them; the first
+        has no logprob. They come before the first tokens, in replies of their own with round 0.
+        """
+
     def __init__(
         self,
         *,
@@ -190,21 +201,26 @@ class GenerateReply(_message.Message):
         draft: Global___RoundDraft | None = ...,
         fingerprint: _builtins.str = ...,
         numerics_changed: _builtins.bool = ...,
+        prompt_length: _builtins.int = ...,
         finish_reason: _builtins.str = ...,
         statistics: _common_pb2.Statistics | None = ...,
         target_pid: _builtins.int = ...,
         drafter_pid: _builtins.int = ...,
         drafter_address: _builtins.str = ...,
-        prompt_length: _builtins.int = ...,
         prediction_length: _builtins.int = ...,
         num_predicted: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        stop_string: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "statistics", b"statistics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stop_cause: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stop_cause: _TypeAlias = _typing.Literal["stop_cause", b"stop_cause"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_cause) -> _WhichOneofReturnType_stop_cause | None: ...
 
 Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
 
@@ -273,10 +289,15 @@ class TokenLogprobs(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Natural logarithm of its probability."""
+    """Natural logarithm of its probability; absent for the first token of a prompt."""
     text: _builtins.bytes
     """The token's text; half of a character has half of its bytes. Empty without a tokenizer."""
+    token_id: _builtins.int
+    rank: _builtins.int
+    """How many tokens are at least as likely in its place, itself included."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most likely tokens in its place, best first."""
@@ -284,15 +305,19 @@ class TokenLogprobs(_message.Message):
     def __init__(
         self,
         *,
-        logprob: _builtins.float = ...,
+        logprob: _builtins.float | None = ...,
         text: _builtins.bytes = ...,
         top: _abc.Iterable[Global___TopLogprob] | None = ...,
+        token_id: _builtins.int = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
@@ -320,6 +345,106 @@ class TopLogprob(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RETURN_TEXTS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    add_special_tokens: _builtins.bool
+    """As in GenerateRequest."""
+    return_texts: _builtins.bool
+    """Also return the text of each token."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        return_texts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "return_texts", b"return_texts", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class Tokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Half of a character has half of its bytes."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    skip_special_tokens: _builtins.bool
+    """Default false: the text has them, so that to tokenize it again gives the same tokens."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class Text(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Text: _TypeAlias = Text  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):

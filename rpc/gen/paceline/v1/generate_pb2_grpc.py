@@ -46,6 +46,16 @@ class GenerateServiceStub:
                 request_serializer=paceline_dot_v1_dot_generate__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_generate__pb2.Model.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/paceline.v1.GenerateService/Tokenize',
+                request_serializer=paceline_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_generate__pb2.Tokens.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/paceline.v1.GenerateService/Detokenize',
+                request_serializer=paceline_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_generate__pb2.Text.FromString,
+                _registered_method=True)
 
 
 class GenerateServiceServicer:
@@ -71,6 +81,20 @@ class GenerateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The tokens of a text, and the text of tokens, by the target's tokenizer. Errors:
+        INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -83,6 +107,16 @@ def add_GenerateServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=paceline_dot_v1_dot_generate__pb2.GetModelRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_generate__pb2.Model.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=paceline_dot_v1_dot_generate__pb2.TokenizeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_generate__pb2.Tokens.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=paceline_dot_v1_dot_generate__pb2.DetokenizeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_generate__pb2.Text.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +175,60 @@ class GenerateService:
             '/paceline.v1.GenerateService/GetModel',
             paceline_dot_v1_dot_generate__pb2.GetModelRequest.SerializeToString,
             paceline_dot_v1_dot_generate__pb2.Model.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.GenerateService/Tokenize',
+            paceline_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
+            paceline_dot_v1_dot_generate__pb2.Tokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.GenerateService/Detokenize',
+            paceline_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+            paceline_dot_v1_dot_generate__pb2.Text.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,11 @@ class GenerateServiceStub:
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GetModelRequest, _generate_pb2.Model]
     """What this server serves."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_generate_pb2.TokenizeRequest, _generate_pb2.Tokens]
+    """The tokens of a text, and the text of tokens, by the target's tokenizer. Errors:
+    INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_generate_pb2.DetokenizeRequest, _generate_pb2.Text]
 
 @_typing.type_check_only
 class GenerateServiceAsyncStub(GenerateServiceStub):
@@ -61,6 +66,11 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generate_pb2.GetModelRequest, _generate_pb2.Model]  # type: ignore[assignment]
     """What this server serves."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_generate_pb2.TokenizeRequest, _generate_pb2.Tokens]  # type: ignore[assignment]
+    """The tokens of a text, and the text of tokens, by the target's tokenizer. Errors:
+    INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_generate_pb2.DetokenizeRequest, _generate_pb2.Text]  # type: ignore[assignment]
 
 class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
     """Every target replica hosts this, and the gateway for clients outside the cluster. Tenants'
@@ -87,5 +97,22 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generate_pb2.Model, _abc.Awaitable[_generate_pb2.Model]]:
         """What this server serves."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _generate_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generate_pb2.Tokens, _abc.Awaitable[_generate_pb2.Tokens]]:
+        """The tokens of a text, and the text of tokens, by the target's tokenizer. Errors:
+        INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _generate_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generate_pb2.Text, _abc.Awaitable[_generate_pb2.Text]]: ...
 
 def add_GenerateServiceServicer_to_server(servicer: GenerateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,113 @@
+"""Accuracy against tokens per forward of every diffusion schedule, on ParallelBench's list tasks.
+
+    python -m benchmarks.diffusion [--count 25] [--model DIR] [--plot FILE] [--out FILE]
+
+Tokens count up to and with the end of the answer. The dashed line of `shuffle` is the closed form
+for an ideal model that writes that many of four items in a forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from paceline.demo import DIFFUSION_DIR
+from paceline.diffusion import DiffusionModel, make_schedule
+from paceline.diffusion.tasks import TASKS, example, shuffle_accuracy
+
+POINTS: dict[str, list[dict[str, float]]] = {
+    "static": [{"tokens_per_step": count} for count in (1, 2, 4)],
+    "freedave": [{"draft_steps": 4}],
+    "confidence": [{"threshold": value} for value in (0.9, 0.6)],
+    "prophet": [{}],
+    "sched": [{}],
+    "dparallel": [{}],
+    "set_block": [{}],
+}
+
+
+def measure(
+    model: DiffusionModel, task: str, name: str, knobs: dict[str, float], count: int
+) -> Any:
+    """Accuracy and tokens per forward of one schedule on ``count`` held-out examples of a task."""
+    rng, right, tokens, forwards = random.Random(f"held out {task}"), 0, 0, 0
+    for seed in range(count):
+        one = example(task, rng, count=4)
+        # A shuffle is drawn: the most probable tokens would show nothing about randomness.
+        drawn = {"temperature": 1.0, "seed": seed} if task == "shuffle" else {}
+        result = model.generate(
+            one.prompt, schedule=make_schedule(name, **knobs), max_tokens=8, **drawn
+        )
+        right += one.is_right(result.text)
+        tokens += min(result.counts.tokens + 1, 8)
+        forwards += result.counts.forwards
+    return {
+        "task": task,
+        "schedule": name,
+        "knobs": knobs,
+        "accuracy": right / count,
+        "tokens_per_forward": tokens / forwards,
+    }
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True, sharey=True)
+    for panel, task in zip(axes.flat, TASKS, strict=True):
+        for marker, name in zip("osD^v*P", POINTS, strict=True):
+            chosen = [row for row in rows if row["task"] == task and row["schedule"] == name]
+            chosen.sort(key=lambda row: row["tokens_per_forward"])
+            speeds = [row["tokens_per_forward"] for row in chosen]
+            panel.plot(speeds, [row["accuracy"] for row in chosen], marker=marker, label=name)
+        if task == "shuffle":
+            counts = [1, 2, 4]
+            ideal = [shuffle_accuracy(4, count) for count in counts]
+            panel.plot(counts, ideal, "k--", label="ideal model")
+        panel.set(title=task, ylim=(-0.05, 1.05))
+        panel.grid(alpha=0.3)
+    figure.supxlabel("tokens per forward")
+    figure.supylabel("right answers, share")
+    axes[1, 0].legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=25)
+    parser.add_argument("--model", type=Path, default=DIFFUSION_DIR)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = DiffusionModel(args.model)
+    rows = [
+        measure(model, task, name, knobs, args.count)
+        for task in TASKS
+        for name, settings in POINTS.items()
+        for knobs in settings
+    ]
+    table = Table("task", "schedule", "knobs", "accuracy", "tokens per forward")
+    for row in rows:
+        knobs = " ".join(f"{knob}={value}" for knob, value in row["knobs"].items())
+        table.add_row(
+            row["task"], row["schedule"], knobs,
+            f"{row['accuracy']:.2f}", f"{row['tokens_per_forward']:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

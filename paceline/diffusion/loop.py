@@ -1,0 +1,265 @@
+"""The denoise loop: block by block, in numbered steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from paceline.demo import DIFFUSION_DIR
+from paceline.diffusion.model import Blocks, MaskedModel
+from paceline.diffusion.runner import BlockRunner, Context
+from paceline.diffusion.schedules import FreeDave, Schedule, View
+from paceline.errors import InvalidArgument
+from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+
+Tensor = torch.Tensor
+
+
+class Runner(Protocol):
+    """What the loop needs of a model; :class:`BlockRunner` is the one that ships."""
+
+    blocks: Blocks
+    vocab_size: int
+    context_length: int
+
+    def append(self, context: Context, tokens: Sequence[int]) -> None: ...
+
+    def predict(self, context: Context, states: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def predict_sub_block(
+        self, context: Context, state: Tensor, start: int, stop: int
+    ) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a text cost."""
+
+    tokens: int = 0
+    forwards: int = 0
+    """Denoising forwards, each of one or more states, and one for each finished block's cache."""
+    states: int = 0
+    """States of blocks evaluated in the denoising forwards; FreeDave evaluates several at once."""
+    blocks: int = 0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+
+@dataclass(slots=True)
+class Denoiser:
+    """One text: a context of finished blocks and the block in work.
+
+    Args:
+        schedule: which positions a step commits.
+        temperature: 0 commits the most probable tokens. Above it, each position has Gumbel noise
+            of its own, drawn once from ``seed``, so that equal states predict equal tokens.
+        sub_block_cache: compute only the sub-block in work, but for its first step; faster and no
+            longer the same text.
+    """
+
+    runner: Runner
+    schedule: Schedule
+    end_ids: frozenset[int] = frozenset()
+    temperature: float = 0.0
+    seed: int = 0
+    sub_block_cache: bool = False
+    counts: Counts = field(default_factory=Counts)
+    trace: list[int] = field(default_factory=list)
+    """Positions committed by each forward."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise InvalidArgument("temperature", self.temperature, "at least 0")
+        if self.sub_block_cache and self.schedule.num_drafts:
+            allowed = f"false with schedule {self.schedule.name}, whose drafts need whole forwards"
+            raise InvalidArgument("sub_block_cache", True, allowed)
+
+    def decode(self, prompt: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+        """Write up to ``max_tokens`` tokens behind a prompt; yields each finished block's.
+
+        Raises:
+            InvalidArgument: no prompt, or more tokens than the model's context holds.
+        """
+        room = self.runner.context_length - len(prompt)
+        if not prompt:
+            raise InvalidArgument("prompt", "", "at least one token")
+        if not 1 <= max_tokens <= room:
+            raise InvalidArgument("max_tokens", max_tokens, f"1 to {room}, what the context holds")
+        size, end = self.runner.blocks.block_size, len(prompt) + max_tokens
+        whole = len(prompt) // size * size
+        context, known = Context(), list(prompt[whole:])
+        self.runner.append(context, prompt[:whole])
+        while context.length < end:
+            rows = min(size, end - context.length)
+            state = torch.full((rows,), self.runner.blocks.mask_token_id)
+            state[: len(known)] = torch.tensor(known, dtype=state.dtype)
+            state = self._denoise(context, state, self._noise(context.length, rows))
+            written, ended = self._until_end(state[len(known) :].tolist())
+            self.counts.tokens += len(written)
+            self.counts.blocks += 1
+            yield written
+            if ended or context.length + rows >= end:
+                return
+            self.runner.append(context, state.tolist())
+            self.counts.forwards += 1
+            known = []
+
+    def _denoise(self, context: Context, state: Tensor, noise: Tensor | None) -> Tensor:
+        """The block without its masks."""
+        states, fresh = [state], -1
+        while not self._is_done(state):
+            # 1. predict: every position of the state, and of the drafted later states.
+            start = self._sub_block(state)
+            if self.sub_block_cache and start == fresh:
+                predictions = [self._predict_sub_block(context, state, start)]
+            else:
+                predictions, fresh = self.runner.predict(context, states), start
+            self.counts.forwards += 1
+            self.counts.states += len(states)
+            before = self._num_masks(state)
+            for logits, evaluated in zip(predictions, states, strict=True):
+                if self._is_done(state) or not torch.equal(evaluated, state):
+                    break  # a draft that the schedule did not reach
+                # 2. score: the token of each position, and how sure it is.
+                view = self._score(logits, state, noise)
+                # 3. choose, and 4. commit.
+                state = self._commit(view, state)
+            # 5. observe: what the forward brought, and the states to evaluate in the next one.
+            self.trace.append(before - self._num_masks(state))
+            states = [state, *self._drafts(view.logits, state, noise)]
+        return state
+
+    def _drafts(self, logits: Tensor, state: Tensor, noise: Tensor | None) -> list[Tensor]:
+        """The next steps' states, if their predictions were these logits."""
+        drafts: list[Tensor] = []
+        while len(drafts) < self.schedule.num_drafts and not self._is_done(state):
+            state = self._commit(self._score(logits, state, noise), state)
+            drafts.append(state)
+        return [draft for draft in drafts if self._num_masks(draft)]
+
+    def _commit(self, view: View, state: Tensor) -> Tensor:
+        chosen = self.schedule.choose(view)
+        assert (chosen & view.masked).any(), "a step commits at least one position"
+        return torch.where(chosen & view.masked, view.tokens, state)
+
+    def _score(self, logits: Tensor, state: Tensor, noise: Tensor | None) -> View:
+        masked = state == self.runner.blocks.mask_token_id
+        logits = logits.clone()
+        logits[:, self.runner.blocks.mask_token_id] = -torch.inf
+        noisy = logits if noise is None else logits / self.temperature + noise
+        tokens = noisy.argmax(-1)
+        confidence = logits.softmax(-1).gather(1, tokens[:, None])[:, 0]
+        start, size = self._sub_block(state), self.runner.blocks.sub_block_size
+        inside = torch.zeros_like(masked)
+        inside[start : start + size] = True
+        return View(logits, tokens, confidence, masked, masked & inside)
+
+    def _predict_sub_block(self, context: Context, state: Tensor, start: int) -> Tensor:
+        stop = min(start + self.runner.blocks.sub_block_size, len(state))
+        logits = torch.zeros(len(state), self.runner.vocab_size)
+        logits[start:stop] = self.runner.predict_sub_block(context, state, start, stop)
+        return logits
+
+    def _sub_block(self, state: Tensor) -> int:
+        """First row of the first sub-block that has a mask."""
+        masks = (state == self.runner.blocks.mask_token_id).nonzero()
+        size = self.runner.blocks.sub_block_size
+        return int(masks[0]) // size * size if len(masks) else len(state)
+
+    def _noise(self, position: int, rows: int) -> Tensor | None:
+        if not self.temperature:
+            return None
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + position)
+        uniform = torch.rand(rows, self.runner.vocab_size, generator=generator, dtype=torch.float64)
+        return -(-uniform.clamp_min(1e-300).log()).log()
+
+    def _until_end(self, tokens: list[int]) -> tuple[list[int], bool]:
+        for index, token in enumerate(tokens):
+            if token in self.end_ids:
+                return tokens[:index], True
+        return tokens, False
+
+    def _num_masks(self, state: Tensor) -> int:
+        return int((state == self.runner.blocks.mask_token_id).sum())
+
+    def _is_done(self, state: Tensor) -> bool:
+        """No masks, or none before the end of the text: what follows it is never read."""
+        for token in state.tolist():
+            if token == self.runner.blocks.mask_token_id:
+                return False
+            if token in self.end_ids:
+                return True
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Denoised:
+    """A whole text and what it cost."""
+
+    text: str
+    token_ids: list[int]
+    counts: Counts
+
+
+class DiffusionModel:
+    """A masked-diffusion model with its tokenizer.
+
+    Example:
+        >>> model = DiffusionModel()
+        >>> model.generate("copy: c a b ->", schedule=make_schedule("freedave")).text
+
+    Args:
+        folder: in Hugging Face format, config.json with mask_token_id, block_size and
+            sub_block_size; default: the model that ships.
+    """
+
+    def __init__(self, folder: str | Path = DIFFUSION_DIR) -> None:
+        self.runner = BlockRunner(MaskedModel.load(folder))
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self.end_ids = frozenset(eos_token_ids(folder))
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.runner.model.weights.values())
+
+    def denoiser(
+        self,
+        schedule: Schedule | None = None,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        sub_block_cache: bool = False,
+    ) -> Denoiser:
+        """The loop for one text; see :class:`Denoiser`."""
+        return Denoiser(
+            self.runner, schedule or FreeDave(), self.end_ids, temperature, seed, sub_block_cache
+        )
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        schedule: Schedule | None = None,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+        sub_block_cache: bool = False,
+    ) -> Denoised:
+        """A whole text (default schedule: FreeDave)."""
+        denoiser = self.denoiser(
+            schedule, temperature=temperature, seed=seed, sub_block_cache=sub_block_cache
+        )
+        blocks = denoiser.decode(self.tokenizer.encode(prompt, False), max_tokens)
+        token_ids = _joined(blocks)
+        return Denoised(self.tokenizer.decode(token_ids), token_ids, denoiser.counts)
+
+
+def _joined(blocks: Iterable[list[int]]) -> list[int]:
+    return [token for block in blocks for token in block]

@@ -1,0 +1,268 @@
+"""Which masked positions a step of the denoise loop commits: one class a schedule.
+
+A schedule sees the predictions of one state of the open block (:class:`View`) and chooses rows.
+The loop commits the predicted tokens there and never changes a committed token again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from paceline.errors import InvalidArgument
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The predictions of one state of a block."""
+
+    logits: Tensor  # [rows, vocab_size]
+    tokens: Tensor  # the predicted ones [rows]
+    confidence: Tensor  # their probabilities [rows]
+    masked: Tensor  # bool [rows]
+    open: Tensor  # masked, and in the first sub-block that is not done: bool [rows]
+
+    @property
+    def progress(self) -> float:
+        """Share of the block's rows that are committed."""
+        return 1 - self.masked.float().mean().item()
+
+    def entropy(self) -> Tensor:
+        """Of each row's distribution, in nats.  # [rows]"""
+        each: Tensor = torch.special.entr(self.logits.softmax(-1))
+        return each.sum(-1)
+
+    def margins(self) -> Tensor:
+        """First minus second logit.  # [rows]"""
+        first, second = self.logits.topk(2, -1).values.unbind(-1)
+        return first - second
+
+    def most_confident(self, count: int) -> Tensor:
+        """The ``count`` most confident open rows, the earlier one first among equals."""
+        scores = torch.where(self.open, self.confidence, -1.0)
+        order = torch.sort(scores, descending=True, stable=True).indices
+        chosen = torch.zeros_like(self.open)
+        chosen[order[: min(count, int(self.open.sum()))]] = True
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """``tokens_per_step`` most confident positions in each step, as LLaDA does."""
+
+    tokens_per_step: int = 1
+    """Positions a step commits."""
+
+    name: ClassVar[str] = "static"
+    paper: ClassVar[str] = "2502.09992"
+    lossless: ClassVar[bool] = True
+    """The text is the static schedule's with the same ``tokens_per_step``."""
+
+    def __post_init__(self) -> None:
+        _at_least("tokens_per_step", self.tokens_per_step, 1)
+
+    def choose(self, view: View) -> Tensor:
+        """Rows to commit, at least one.  # bool [rows]"""
+        return view.most_confident(self.tokens_per_step)
+
+    @property
+    def num_drafts(self) -> int:
+        """States of later steps that a forward evaluates beside the next one."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceSchedule(Schedule):
+    """All positions more probable than ``threshold`` (Dimple, SGLang's LowConfidence)."""
+
+    threshold: float = 0.9
+    """Probability above which a position is committed; 1: `static`."""
+
+    name: ClassVar[str] = "confidence"
+    paper: ClassVar[str] = "2505.16990"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        _between("threshold", self.threshold, 0.0, 1.0)
+
+    def choose(self, view: View) -> Tensor:
+        sure = view.open & (view.confidence > self.threshold)
+        return sure | view.most_confident(self.tokens_per_step)
+
+
+@dataclass(frozen=True, slots=True)
+class FreeDave(Schedule):
+    """The static schedule, several of its steps in one forward.
+
+    The loop drafts the states of the next steps from one forward's predictions; the next forward
+    evaluates them all and keeps those that the static schedule reaches.
+    """
+
+    draft_steps: int = 8
+    """States that a forward evaluates; 1: `static`."""
+
+    name: ClassVar[str] = "freedave"
+    paper: ClassVar[str] = "2510.00294"
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        _at_least("draft_steps", self.draft_steps, 1)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.draft_steps - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prophet(Schedule):
+    """All positions at once, as soon as the margins are wide for how far the block is."""
+
+    early: float = 7.5
+    """Mean margin of logits that is enough before a third of the block is committed."""
+    middle: float = 5.0
+    """The same before two thirds."""
+    late: float = 2.5
+    """The same in the last third."""
+    answer_rows: int = 5
+    """Masked rows whose margins count: the block's last ones."""
+
+    name: ClassVar[str] = "prophet"
+    paper: ClassVar[str] = "2508.19982"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        _at_least("answer_rows", self.answer_rows, 1)
+
+    def choose(self, view: View) -> Tensor:
+        progress = view.progress
+        enough = self.early if progress < 0.33 else self.middle if progress < 0.67 else self.late
+        if view.margins()[view.masked][-self.answer_rows :].mean() >= enough:
+            return view.masked.clone()
+        return Schedule.choose(self, view)
+
+
+SHAPES = ("linear", "cosine", "exp")
+
+
+@dataclass(frozen=True, slots=True)
+class SchED(Schedule):
+    """All positions at once, when the whole span's mean margin reaches a bound that falls."""
+
+    tau_high: float = 7.5
+    """Bound at the beginning of a block."""
+    tau_low: float = 0.0
+    """Bound at its end."""
+    shape: str = "linear"
+    """How the bound falls: linear, cosine or exp."""
+    rate: float = 4.0
+    """How fast `exp` falls."""
+
+    name: ClassVar[str] = "sched"
+    paper: ClassVar[str] = "2512.02892"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        if self.shape not in SHAPES:
+            raise InvalidArgument("shape", self.shape, f"one of {', '.join(SHAPES)}")
+        if self.tau_low > self.tau_high:
+            raise InvalidArgument("tau_low", self.tau_low, f"at most tau_high, {self.tau_high}")
+
+    def tau(self, progress: float) -> float:
+        """The bound when a share ``progress`` of the block is committed."""
+        if math.isinf(self.tau_high):
+            return self.tau_high
+        left = {
+            "linear": 1 - progress,
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+            "exp": math.exp(-self.rate * progress),
+        }[self.shape]
+        return self.tau_low + (self.tau_high - self.tau_low) * left
+
+    def choose(self, view: View) -> Tensor:
+        if view.margins().mean() >= self.tau(view.progress):
+            return view.masked.clone()
+        return Schedule.choose(self, view)
+
+
+@dataclass(frozen=True, slots=True)
+class DParallel(Schedule):
+    """All positions whose entropy is small (dParallel's decoding)."""
+
+    entropy: float = 0.5
+    """Nats below which a position is committed; 0: `static`."""
+
+    name: ClassVar[str] = "dparallel"
+    paper: ClassVar[str] = "2509.26488"
+    lossless: ClassVar[bool] = False
+
+    def choose(self, view: View) -> Tensor:
+        sure = view.open & (view.entropy() < self.entropy)
+        return sure | view.most_confident(self.tokens_per_step)
+
+
+@dataclass(frozen=True, slots=True)
+class SetBlock(Schedule):
+    """Set Block Decoding's sampler: the surest positions while their entropies add up to little."""
+
+    bound: float = 0.5
+    """Nats that all but the most uncertain chosen position may add up to; 0: one position."""
+
+    name: ClassVar[str] = "set_block"
+    paper: ClassVar[str] = "2509.04185"
+    lossless: ClassVar[bool] = False
+
+    def choose(self, view: View) -> Tensor:
+        entropy = torch.where(view.open, view.entropy(), torch.inf)
+        order = torch.sort(entropy, stable=True).indices[: int(view.open.sum())]
+        # The sum less its largest entropy bounds what the chosen positions tell of one another.
+        count = 1 + int((entropy[order].cumsum(0)[:-1] < self.bound).sum())
+        chosen = torch.zeros_like(view.open)
+        chosen[order[:count]] = True
+        return chosen
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    kind.name: kind
+    for kind in (Schedule, ConfidenceSchedule, FreeDave, Prophet, SchED, DParallel, SetBlock)
+}
+"""All schedules by name."""
+
+
+def make_schedule(name: str, **knobs: Any) -> Schedule:
+    """A schedule by name.
+
+    Raises:
+        InvalidArgument: no such schedule, no such knob, or a value out of its range.
+    """
+    if name not in SCHEDULES:
+        raise InvalidArgument("schedule", name, f"one of {', '.join(SCHEDULES)}")
+    kinds: dict[str, type[Any]] = {
+        field.name: type(field.default) for field in fields(SCHEDULES[name])
+    }
+    values = {}
+    for knob, value in knobs.items():
+        if knob not in kinds:
+            raise InvalidArgument(f"knob of {name}", knob, f"one of {', '.join(kinds)}")
+        try:
+            values[knob] = kinds[knob](value)
+        except ValueError as error:
+            raise InvalidArgument(knob, value, f"a value of type {kinds[knob].__name__}") from error
+    return SCHEDULES[name](**values)
+
+
+def _at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidArgument(field, value, f"at least {least}")
+
+
+def _between(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidArgument(field, value, f"{low} to {high}")

@@ -1,0 +1,599 @@
+"""Chooses drafter and length anew in every round: the length controller of method ``auto``.
+
+Under the coupled rule the committed text is the same whatever drafted it, so it judges every draft
+that was made, verified or not: what a draft would have had accepted is its common prefix with what
+was committed after it (the full information of "Not-a-Bandit", 2025, arXiv 2510.20064). A draft
+costs a lookup next to nothing, so lookups draft in every round in which that pays, and the choice
+comes after their drafts: a long match promises more than a short one. What a model would draft is
+only known once it has; a model that is not chosen drafts now and then within a share of the time.
+
+Each choice is the one with the most expected tokens per second, by the costs of this machine
+(:class:`paceline.lengths.goodput.Learnt`) and the acceptance seen so far: in this session, and
+before anything was seen in it, in earlier sessions whose prompts look alike. AR is always among the
+choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paceline.lengths.base import (
+    LENGTH_MAX,
+    LENGTH_MIN,
+    ConfidenceStop,
+    LengthBounds,
+    LengthContext,
+    LengthPart,
+    Line,
+    length_bounds,
+)
+from paceline.lengths.goodput import (
+    CATCH_UP,
+    HORIZON,
+    LEAST_GAIN,
+    UNLIKELY,
+    Learnt,
+)
+from paceline.tree import is_chain
+from paceline.types import Asked, Budget, Draft, Load, Need, Outcome, Pick, RoundCosts, StopRule
+
+if TYPE_CHECKING:
+    from paceline.knobs import Knobs
+    from paceline.view import SessionView
+
+LEARNING_SHARE = 0.02  # of the time: drafts that are made only to be judged
+MOST_CREDIT = 32  # rounds whose share may be saved up for a dear draft
+SHARED_MEMORY = 0.995  # decay of what sessions have learnt together, for each judged draft
+MEMORY = 0.95  # decay of what one session has learnt, for each judged draft
+# Acceptance of a drafter that no session has seen draft: of models so high that they are tried, and
+# of quick drafters so low that they are not, since their drafts are judged in any case.
+FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
+UNKNOWN_COST = 0.2  # of a model's first draft, in rounds of AR
+PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
+HOT = 2  # right tokens of a draft after which the next one is likelier to be right, too
+PACE_ROUNDS = 4.0  # rounds of AR whose time other sessions' speed outweighs a session's own
+FIRST_ASKS = 4  # rounds in which a new session asks every quick drafter
+WORTH_MEMORY = 0.9  # decay of what a quick drafter's drafts have saved, for each time it was asked
+REACHED = 0.7  # probability that all tokens before a draft's next one are right
+MOST_SURE = 0.9  # highest confidence that a draft must have to go on
+RELAY = "relay"  # what is looked up behind a model's draft
+PATIENCE_S = 0.08  # longest wait for a draft of another process
+LONG_PROMPT = 512  # tokens: there is much to copy from
+
+
+class _Acceptance:
+    """Moving acceptance rate of each depth, near a prior of each depth while little is known.
+
+    Args:
+        prior: rates to expect while nothing is known; or one rate, to which a depth without
+            experience prefers the mean of the others.  # [longest]
+        memory: decay for each draft.
+    """
+
+    __slots__ = ("_hit", "_known", "_memory", "_prior", "_tried", "_weight")
+
+    def __init__(
+        self, longest: int, prior: Callable[[], list[float]] | float, memory: float
+    ) -> None:
+        self._prior = prior
+        self._memory = memory
+        self._tried, self._hit = [0.0] * longest, [0.0] * longest
+        self._weight = 1.0  # of the next draft: growing weights are cheaper than decaying sums
+        self._known: list[float] | None = None
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learn from a draft of ``drafted`` tokens, of which the first ``accepted`` were right."""
+        tried, hit = self._tried, self._hit
+        self._weight /= self._memory
+        weight, self._known = self._weight, None
+        for level in range(min(accepted, len(tried))):
+            tried[level] += weight
+            hit[level] += weight
+        if accepted < min(drafted, len(tried)):
+            tried[accepted] += weight
+        if weight > 1e12:
+            self._tried = [value / weight for value in tried]
+            self._hit = [value / weight for value in hit]
+            self._weight = 1.0
+
+    @property
+    def experience(self) -> float:
+        """Recent drafts that it knows."""
+        return self._tried[0] / self._weight
+
+    def rates(self) -> list[float]:
+        """Probability that a depth is right, given that those before it are.  # [longest]"""
+        if self._known is None:
+            known = PRIOR_DRAFTS * self._weight
+            if callable(self._prior):
+                priors = self._prior()
+            else:
+                mean = (sum(self._hit) + known * self._prior) / (sum(self._tried) + known)
+                priors = [mean] * len(self._hit)
+            self._known = [
+                (hit + known * prior) / (tried + known)
+                for hit, tried, prior in zip(self._hit, self._tried, priors, strict=True)
+            ]
+        return self._known
+
+
+class _Pace:
+    """Tokens and seconds of recent rounds."""
+
+    def __init__(self, memory: float) -> None:
+        self.tokens = self.seconds = 0.0
+        self._memory = memory
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens = self._memory * self.tokens + tokens
+        self.seconds = self._memory * self.seconds + seconds
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class _Known:
+    """What the sessions of an engine know together: acceptance by kind of prompt, and costs."""
+
+    def __init__(self, longest: int, context: LengthContext) -> None:
+        self.longest = longest
+        self._costs = context.costs if longest else None
+        self.learnt = Learnt(longest, (longest,), self._costs)
+        self._acceptance: dict[tuple[str, str, int], _Acceptance] = {}
+        self._draft: dict[tuple[str, int], Line] = {}
+        self._goes_on: dict[str, tuple[float, float]] = {}
+        self._read: dict[str, float] = {}  # seconds for each token that a drafter must read first
+        self.ask: dict[str, float] = {}  # seconds of a quick drafter's draft
+        self._verify: tuple[Load | None, list[float]] = None, []
+        self.pace = _Pace(SHARED_MEMORY)
+
+    def acceptance(self, workload: str, drafter: str, kind: int) -> _Acceptance:
+        key = workload, drafter, kind
+        if key not in self._acceptance:
+            first = FIRST_OF_QUICK if kind > 1 or drafter == RELAY else FIRST_OF_MODEL
+            self._acceptance[key] = _Acceptance(self.longest, first, SHARED_MEMORY)
+        return self._acceptance[key]
+
+    def verify(self, load: Load) -> list[float]:
+        """Seconds of a round by the nodes it verifies, drafting left out.  # [longest + 1]"""
+        if self._verify[0] is not load:  # once for all sessions of a step
+            seconds = [self.learnt.verify_seconds(n, load) for n in range(self.longest + 1)]
+            self._verify = load, seconds
+        return self._verify[1]
+
+    def draft(self, drafter: str, load: Load) -> tuple[float, float] | None:
+        """Seconds of a model's draft: for any, and for each token; None: not known yet."""
+        key = drafter, load.num_running.bit_length()
+        line, costs = self._draft.get(key), self._measured(drafter)
+        if line is None and costs is not None:
+            line = self._draft[key] = Line()
+            for depth in (1, 4):
+                line.add(depth, costs.draft(depth, load.num_running))
+        return None if line is None else line.fit(least_spread=2.0)
+
+    def _measured(self, drafter: str) -> RoundCosts | None:
+        """The costs measured before the first round, if this drafter was among them."""
+        known = self._costs is not None and drafter in self._costs.methods
+        return self._costs if known else None
+
+    def goes_on(self, drafter: str) -> float:
+        """Probability that a model's draft goes on after a token, as far as it was asked to."""
+        went, could = self._goes_on.get(drafter, (0.0, 0.0))
+        return (went + PRIOR_DRAFTS) / (could + PRIOR_DRAFTS)
+
+    def went_on(self, drafter: str, nodes: int, asked: int) -> None:
+        """Learn where a draft ended of which ``asked`` tokens were wanted."""
+        went, could = self._goes_on.get(drafter, (0.0, 0.0))
+        ended = nodes < asked
+        self._goes_on[drafter] = (
+            SHARED_MEMORY * went + nodes - 1,
+            SHARED_MEMORY * could + nodes - 1 + ended,
+        )
+
+    def read(self, drafter: str) -> float:
+        """Seconds for a model to read a token that it missed."""
+        costs = self._measured(drafter)
+        return self._read.get(drafter, 0.0 if costs is None else costs.read_seconds)
+
+    def timed(self, drafter: str, depth: int, behind: int, seconds: float, load: Load) -> None:
+        """Learn what a model's draft cost, for which it read ``behind`` tokens first."""
+        key = drafter, load.num_running.bit_length()
+        line = self._draft.get(key)
+        if line is None or behind <= CATCH_UP:  # too much is better than nothing: less corrects it
+            self._draft.setdefault(key, Line()).add(depth, seconds)
+        else:
+            reading = max(0.0, seconds - line.at(depth)) / behind
+            self._read[drafter] = 0.5 * (self._read.get(drafter, reading) + reading)
+
+    def asked(self, drafter: str, seconds: float) -> None:
+        """Learn what a quick drafter's draft cost."""
+        before = self.ask.get(drafter, seconds)
+        self.ask[drafter] = 0.9 * before + 0.1 * min(seconds, 4 * before)
+
+
+class _Unjudged:
+    """A draft whose fate is not known yet.
+
+    Attributes:
+        start: committed tokens that it follows.
+        kind: its class, as in :meth:`Auto._class`.
+        asked: tokens that were wanted; those it lacks count as wrong.
+        first: its first tokens are another drafter's: it is judged only if they are right.
+        right: its tokens that were committed, so far.
+    """
+
+    __slots__ = ("asked", "drafter", "first", "kind", "right", "start", "tokens")
+
+    def __init__(
+        self, drafter: str, kind: int, start: int, tokens: list[int], asked: int, first: int
+    ) -> None:
+        self.drafter, self.kind, self.start, self.tokens = drafter, kind, start, tokens
+        self.asked, self.first, self.right = asked, first, 0
+
+
+class _Offer(NamedTuple):
+    """A round that may come: its drafter (None: AR) and depth, expected tokens and seconds."""
+
+    drafter: str | None
+    depth: int
+    tokens: float
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def gain(self, speed: float) -> float:
+        """Tokens beyond those that its seconds are worth at ``speed``."""
+        return self.tokens - speed * self.seconds
+
+
+class _Candidate:
+    """What a session knows of one drafter."""
+
+    __slots__ = (
+        "acceptance", "asks", "hot", "length", "num_accepted", "num_picked", "promised", "worth",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.acceptance: dict[int, _Acceptance] = {}  # by class of the draft
+        self.asks = 0
+        self.hot = False  # its last draft was right for HOT tokens
+        self.worth = 0.0  # seconds that asking saves
+        self.length = 0  # tokens that it has read (a model)
+        self.num_picked = self.num_accepted = 0
+        self.promised = 0.0  # tokens per second, when last considered
+
+    def usual(self) -> list[float]:
+        """The acceptance of the class of drafts that it knows best."""
+        known = max(self.acceptance.values(), key=lambda each: each.experience, default=None)
+        return known.rates() if known is not None else []
+
+
+class Auto:
+    """One session's choice of drafter and length, and what it has learnt.
+
+    ``budget`` allows the longest draft; the drafter then asks this object as the
+    :class:`paceline.types.Portfolio` of the budget.
+    """
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, bounds: LengthBounds, config: Knobs, context: LengthContext) -> None:
+        self._longest = min(bounds.longest, bounds.nodes)
+        self._known = context.shared(
+            ("auto", self._longest), lambda: _Known(self._longest, context)
+        )
+        self._candidates: dict[str, _Candidate] = {}
+        self._unjudged: list[_Unjudged] = []
+        self._found: dict[str, Draft] = {}
+        self._credit = 0.0  # seconds that may be spent on learning
+        self._session: SessionView | None = None
+        self._pace = _Pace(MEMORY)
+        self._workload = ""
+        self._stop = ConfidenceStop(1, 0.0)
+        self.stop_rule: StopRule | None = self._stop
+        self._pick = Pick(None, 0)
+        self._num_ar = 0
+
+    # --- as a length controller ----------------------------------------------------------------
+
+    def budget(self, session: SessionView, load: Load) -> Budget:
+        """The longest draft that fits; :meth:`pick` then chooses within it."""
+        learnt = self._known.learnt
+        self._workload = self._workload or _workload(session)
+        self._judge(session.token_ids)
+        self._session, self._load, self._step = session, load, learnt.step(load)
+        self._step.first = self._step.first or session.session_id
+        self._room = min(self._longest, session.remaining - 1)
+        self._found, self._pick = {}, Pick(None, 0)
+        if self._room <= 0 or self._step.measures_ar:
+            self._num_ar += 1
+            self._step.asked.append(Budget(0, 0))
+            return Budget(0, 0)
+        return Budget(self._room, self._room, portfolio=self, patience_s=PATIENCE_S)
+
+    def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+        """As :meth:`paceline.lengths.base.LengthController.observe`."""
+        if not self._step.asked:  # the drafter failed before it asked
+            self._step.asked.append(Budget(0, 0))
+        self._known.learnt.record(self._step, outcome, draft_seconds, verify_seconds)
+        seconds = draft_seconds + verify_seconds
+        most = LEARNING_SHARE * MOST_CREDIT * seconds
+        self._credit = min(self._credit + LEARNING_SHARE * seconds, most)
+        seconds += self._known.learnt.overhead
+        self._known.pace.add(len(outcome.token_ids), seconds)
+        self._pace.add(len(outcome.token_ids), seconds)
+        if self._pick.drafter is not None:
+            self._candidates[self._pick.drafter].num_accepted += outcome.num_accepted
+
+    # --- as a portfolio ------------------------------------------------------------------------
+
+    def asks(self, drafter: str) -> int:
+        """As :meth:`paceline.types.Portfolio.asks`."""
+        candidate, price = self._of(drafter), self._known.ask.get(drafter, 0.0)
+        cheap = price <= LEARNING_SHARE * self._known.verify(self._load)[0]
+        if not (cheap and candidate.asks < FIRST_ASKS) and candidate.worth < price:
+            if self._credit < price:
+                return 0
+            self._credit -= price
+        candidate.asks += 1
+        return self._room
+
+    def found(self, drafter: str, draft: Draft, seconds: float) -> None:
+        """As :meth:`paceline.types.Portfolio.found`."""
+        self._known.asked(drafter, seconds)
+        if draft.num_nodes and is_chain(draft.parent_indices):
+            self._found[drafter] = draft
+            self._await(drafter, draft.token_ids.tolist(), draft.num_nodes)
+        else:
+            self._of(drafter).worth *= WORTH_MEMORY
+
+    def pick(self, drafters: Sequence[str]) -> Pick:
+        """As :meth:`paceline.types.Portfolio.pick`."""
+        verify = self._known.verify(self._load)
+        speed = self._speed(verify[0])
+        offers = [_Offer(None, 0, 1.0, verify[0])]
+        for name, draft in self._found.items():
+            offers += self._offers(name, draft.num_nodes, (0.0, 0.0, 1.0), speed)
+        for name in drafters:
+            offers += self._offers(name, self._longest_of(name), self._cost(name), speed)
+        # No round can be worth more than the best one: a higher speed was luck.
+        speed = min(speed, max(offer.speed for offer in offers))
+        chosen, depth, *_ = best = max(offers, key=lambda offer: offer.gain(speed))
+        if best.speed * verify[0] <= LEAST_GAIN:
+            chosen, depth = None, 0
+        others = (offer.gain(speed) for offer in offers if offer.drafter != chosen)
+        second = max(others, default=best.gain(speed))
+        for name in self._found:
+            candidate = self._of(name)
+            saved = (best.gain(speed) - second) / speed if name == chosen else 0.0
+            candidate.worth = WORTH_MEMORY * candidate.worth + (1.0 - WORTH_MEMORY) * saved
+        if chosen is None:
+            self._num_ar += 1
+        else:
+            self._of(chosen).num_picked += 1
+            self._stop.threshold = self._least_sure(chosen, depth, speed)
+        probe = self._probe([name for name in drafters if name != chosen])
+        self._step.asked.append(Budget(depth, depth))
+        self._step.has_shadow |= probe is not None
+        self._pick = Pick(chosen, depth, probe)
+        return self._pick
+
+    def _least_sure(self, drafter: str, depth: int, speed: float) -> float:
+        """Confidence below which one more token costs more than it promises."""
+        if depth < 2 or drafter in self._found:
+            return 0.0
+        verify = self._known.verify(self._load)
+        seconds = (verify[depth] - verify[1]) / (depth - 1)
+        seconds += self._cost(drafter)[1]
+        return min(MOST_SURE, max(0.0, speed * seconds / REACHED))
+
+    def drafted(self, drafter: str, draft: Draft, seconds: float, asked: Asked) -> int:
+        """As :meth:`paceline.types.Portfolio.drafted`."""
+        candidate, nodes = self._of(drafter), draft.num_nodes
+        if seconds and nodes:
+            behind = asked.length - candidate.length
+            self._known.timed(drafter, nodes, behind, seconds, self._load)
+        candidate.length = asked.length
+        if not nodes or not is_chain(draft.parent_indices):
+            return 0
+        self._known.went_on(drafter, nodes, asked.depth)
+        self._await(drafter, draft.token_ids.tolist(), asked.depth, start=asked.length)
+        return self._room - nodes if drafter == self._pick.drafter and nodes == asked.depth else 0
+
+    def extended(self, draft: Draft, behind: list[int]) -> int:
+        """As :meth:`paceline.types.Portfolio.extended`."""
+        drafter = self._pick.drafter
+        assert drafter is not None
+        tokens, nodes = [*draft.token_ids.tolist(), *behind], draft.num_nodes
+        self._await(RELAY, tokens, len(behind), first=nodes)
+        verify, rates = self._known.verify(self._load), self._rates(drafter)
+        reached = math.prod(rates[:nodes])
+        speed, best, chosen, more = self._speed(verify[0]), 0.0, 0, 0.0
+        for n, rate in enumerate(self._rates(RELAY)[: len(behind)], 1):
+            reached *= rate
+            more += reached
+            gain = more - speed * (verify[nodes + n] - verify[nodes])
+            if gain > best:
+                best, chosen = gain, n
+        return chosen
+
+    # --- what it knows -------------------------------------------------------------------------
+
+    def explain(self) -> dict[str, Any]:
+        """What the session has chosen and why, for people and programs.
+
+        Returns:
+            ``ar`` (rounds without a draft), ``round_ms`` (of one), and for each drafter how often
+            it was chosen, what was accepted, its acceptance by depth, and the tokens per second
+            that it promised when it was last considered.
+        """
+        verify = self._known.verify(self._load) if self._session is not None else [0.0]
+        drafters = {}
+        for name, candidate in self._candidates.items():
+            drafters[name] = {
+                "rounds": candidate.num_picked,
+                "accepted": candidate.num_accepted,
+                "acceptance": [round(rate, 3) for rate in candidate.usual()[:4]],
+                "promised_tokens_per_second": round(candidate.promised, 1),
+            }
+        return {
+            "workload": self._workload,
+            "ar_rounds": self._num_ar,
+            "ar_round_ms": round(1e3 * verify[0], 3),
+            "last": self._pick.drafter or "ar",
+            "drafters": drafters,
+        }
+
+    def _speed(self, ar: float) -> float:
+        """Tokens per second that time is worth: the usual ones, but no fewer than AR's."""
+        tokens, seconds = self._pace.tokens, self._pace.seconds
+        if self._known.pace.tokens:
+            usual = PACE_ROUNDS * ar
+            tokens += usual * self._known.pace.speed
+            seconds += usual
+        return max(1.0 / ar, tokens / seconds if seconds else 0.0)
+
+    def _of(self, drafter: str) -> _Candidate:
+        candidate = self._candidates.get(drafter)
+        if candidate is None:
+            candidate = self._candidates[drafter] = _Candidate()
+        return candidate
+
+    def _class(self, drafter: str) -> int:
+        """What is known of the next draft: whether the last one was right, and its length, where it
+        is there already: longer ones come from longer matches."""
+        found = self._found.get(drafter)
+        size = 0 if found is None else min(found.num_nodes.bit_length(), 4)
+        return 2 * size + self._of(drafter).hot
+
+    def _rates(self, drafter: str) -> list[float]:
+        return self._acceptance(drafter, self._class(drafter)).rates()
+
+    def _acceptance(self, drafter: str, kind: int) -> _Acceptance:
+        known = self._of(drafter).acceptance
+        if kind not in known:
+            shared = self._known.acceptance(self._workload, drafter, kind)
+            known[kind] = _Acceptance(self._longest, shared.rates, MEMORY)
+        return known[kind]
+
+    def _longest_of(self, drafter: str) -> int:
+        """Longest draft of a model; a short one shows what its drafts cost."""
+        return min(self._room, 2 if self._known.draft(drafter, self._load) is None else self._room)
+
+    def _cost(self, drafter: str) -> tuple[float, float, float]:
+        """What a model's draft takes.
+
+        Returns:
+            Seconds for any draft, with a share of what it must read; seconds for each token; and
+            the probability that a draft goes on after a token.
+        """
+        session = self._session
+        assert session is not None
+        unknown = UNKNOWN_COST * self._known.verify(self._load)[0], 0.0
+        first, slope = self._known.draft(drafter, self._load) or unknown
+        behind = session.length - self._of(drafter).length
+        if behind > CATCH_UP:  # reading must pay within what is left, or within a while
+            rounds = max(1.0, min(session.remaining, HORIZON) / 2.0)
+            first += self._known.read(drafter) * behind / rounds
+        return first, slope, self._known.goes_on(drafter)
+
+    def _offers(
+        self, drafter: str, longest: int, cost: tuple[float, float, float], speed: float
+    ) -> list[_Offer]:
+        """Of a drafter's depths, the one worth most where time is worth ``speed`` tokens per
+        second, and the one with most tokens per second."""
+        verify, (first, slope, goes_on) = self._known.verify(self._load), cost
+        offers = []
+        tokens = reached = alive = 1.0
+        nodes = 0.0
+        for depth, rate in enumerate(self._rates(drafter)[: min(longest, self._room)], 1):
+            reached *= rate
+            if reached < UNLIKELY:
+                break
+            tokens += reached
+            nodes += alive
+            alive *= goes_on
+            whole = int(nodes)
+            seconds = verify[whole] + first + slope * nodes
+            if nodes > whole:
+                seconds += (nodes - whole) * (verify[whole + 1] - verify[whole])
+            offers.append(_Offer(drafter, depth, tokens, seconds))
+        if not offers:
+            return []
+        fastest = max(offers, key=lambda offer: offer.speed)
+        self._of(drafter).promised = fastest.speed
+        return [max(offers, key=lambda offer: offer.gain(speed)), fastest]
+
+    def _probe(self, drafters: Sequence[str]) -> tuple[str, int] | None:
+        """A model that drafts beside the round, if there is time to learn something."""
+        session = self._session
+        assert session is not None
+        if not drafters:
+            return None
+        drafter = min(drafters, key=lambda name: self._of(name).length)
+        depth = min(self._longest_of(drafter), 4)
+        first, slope, _ = self._cost(drafter)
+        behind = session.length - self._of(drafter).length
+        price = first + slope * depth + self._known.read(drafter) * behind
+        if self._credit < price:
+            return None
+        self._credit -= price
+        return drafter, depth
+
+    def _await(
+        self, drafter: str, tokens: list[int], asked: int, first: int = 0, start: int | None = None
+    ) -> None:
+        """Have a draft judged, which follows ``start`` committed tokens (None: all)."""
+        session, kind = self._session, self._class(drafter)
+        assert session is not None
+        start = session.length if start is None else start
+        self._unjudged.append(_Unjudged(drafter, kind, start, tokens, asked, first))
+
+    def _judge(self, token_ids: list[int]) -> None:
+        """Compare drafts with what was committed after them."""
+        going = []
+        newest = max((draft.start for draft in self._unjudged), default=0)
+        for draft in self._unjudged:
+            known, place = len(token_ids), draft.start + draft.right
+            tokens, wrong = draft.tokens, False
+            while draft.right < len(tokens) and place < known:
+                if token_ids[place] != tokens[draft.right]:
+                    wrong = True
+                    break
+                draft.right += 1
+                place += 1
+            if wrong or draft.right == len(tokens):
+                right = draft.right - draft.first
+                if right >= 0:
+                    self._acceptance(draft.drafter, draft.kind).observe(draft.asked, right)
+                    shared = self._known.acceptance(self._workload, draft.drafter, draft.kind)
+                    shared.observe(draft.asked, right)
+            elif known >= draft.start:  # else the session was truncated
+                going.append(draft)
+            if draft.start == newest:
+                self._of(draft.drafter).hot = draft.right - draft.first >= HOT
+        self._unjudged = going
+
+
+def _workload(session: SessionView) -> str:
+    """What a prompt looks like; nothing of its content is kept."""
+    kind = "long" if session.prompt_length >= LONG_PROMPT else "short"
+    if session.prediction:
+        kind = "prediction"
+    return kind if session.params.is_plain_argmax else f"{kind}, sampled"
+
+
+AUTO = LengthPart(
+    make=lambda knobs, context: Auto(length_bounds(knobs), knobs, context),
+    knobs=(LENGTH_MIN, LENGTH_MAX),
+    drafters=frozenset({"auto"}),
+    why="chooses among several drafters",
+    guarded=False,
+)

@@ -1,0 +1,198 @@
+"""Published checkpoints of block drafters: DFlash and DSpark.
+
+Two layouts, which differ in config.json only: that of ``speculators``
+(``speculators_model_type``), and the authors' own (``architectures``: ``DFlashDraftModel`` of
+z-lab, ``Qwen3DSparkModel`` of DeepSpec). The embedding is the target's, and so is the output layer
+unless the head drafts some of the tokens only. What is there for training is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidArgument
+from paceline.models.heads.base import HeadTarget
+from paceline.models.heads.blocks import BlockSight
+from paceline.models.heads.dflash import DFlash
+from paceline.models.heads.dspark import DSpark
+from paceline.models.layouts import listed
+from paceline.models.llama_config import LlamaConfig
+
+BLOCK_HEADS: Mapping[str, type[DFlash]] = {head.kind: head for head in (DFlash, DSpark)}
+_ORIGINAL = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
+_OF_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+# Fields of z-lab's layout that change what is computed, and the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "output_multiplier": (None, 1), "final_logit_softcapping": (None, 0),
+    "input_embedding_scale": (None, 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What either layout says.
+
+    Attributes:
+        layers: config.json of the layers.
+        features: numbers of the target's layers, from 1.
+        num_logits: tokens that the head can draft; None: all.
+    """
+
+    kind: str
+    layers: Mapping[str, Any]
+    features: Sequence[int]
+    block_size: int
+    mask_token: int
+    from_anchor: bool
+    causal_windows: bool
+    num_logits: int | None
+    more: Mapping[str, Any]
+
+
+def block_kind(config: Mapping[str, Any]) -> str | None:
+    """The kind of a published block drafter by its config.json; None: it is none."""
+    kind = config.get("speculators_model_type")
+    if kind is None:
+        named = config.get("architectures") or [None]
+        return _ORIGINAL.get(named[0])
+    return kind if kind in BLOCK_HEADS else None
+
+
+def read_block_head(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget
+) -> DFlash:
+    """The head that a published checkpoint describes, not yet prepared for drafting.
+
+    Args:
+        config: its config.json.
+        tensors: its weights by name.
+
+    Raises:
+        InvalidArgument: it is for another target, or is or lacks something that changes what it
+            computes; the message says what was found and what was expected.
+    """
+    layout = _layout(config, target)
+    layers = _layer_config(layout.layers, target)
+    sights = [
+        BlockSight(window, window is not None and layout.causal_windows)
+        for window in layers.windows
+    ]
+    cls = BLOCK_HEADS[layout.kind]
+    options = cls.Options(
+        num_layers=layers.num_layers, block_size=layout.block_size,
+        features=tuple(layout.features), mask_token=layout.mask_token,
+        from_anchor=layout.from_anchor, **layout.more,
+    )  # fmt: skip
+    head = cls(target, options, layers, sights, layout.num_logits)
+    _fill(head, dict(tensors))
+    return head
+
+
+def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
+    kind = block_kind(config)
+    if kind is None:
+        found = config.get("speculators_model_type") or config.get("architectures")
+        raise InvalidArgument("head", found, f"one of {', '.join(BLOCK_HEADS)}")
+    spark: dict[str, Any] = {}
+    if kind == "dspark":
+        spark = {
+            "markov_rank": config.get("markov_rank", 256),
+            "markov_kind": config.get("markov_head_type", "vanilla"),
+            "confidence_head": config.get("enable_confidence_head", True),
+            "confidence_reads_token": config.get("confidence_head_with_markov", True),
+        }
+    if "speculators_model_type" in config:
+        layers = config.get("transformer_layer_config") or {}
+        vocab_size, drafted = target.config.vocab_size, config.get("draft_vocab_size", 32000)
+        return _Layout(
+            kind, layers, _needed(config, "aux_hidden_state_layer_ids"),
+            config.get("block_size", 8), _needed(config, "mask_token_id"),
+            config.get("sample_from_anchor", kind == "dspark"),
+            not config.get("sliding_window_non_causal", False),
+            None if drafted == vocab_size else drafted, spark,
+        )  # fmt: skip
+    own = {**config, **config.get("dflash_config", {})}
+    for key, neutral in _NEUTRAL.items():
+        if own.get(key) not in neutral:
+            raise InvalidArgument(key, own[key], f"{neutral[1]}, or none")
+    # Their layers count from 0, and a feature is what comes out of one.
+    features = [number + 1 for number in _needed(own, "target_layer_ids")]
+    last = target.config.num_layers
+    if last in features:  # they would read it behind the final norm
+        raise InvalidArgument("target_layer_ids", last - 1, f"numbers below {last - 1}")
+    causal = own.get("is_causal")
+    return _Layout(
+        kind, config, features, _needed(own, "block_size"), _needed(own, "mask_token_id"),
+        kind == "dspark", causal is None or causal, None, spark,
+    )  # fmt: skip
+
+
+def _needed(config: Mapping[str, Any], key: str) -> Any:
+    if config.get(key) is None:
+        raise InvalidArgument(key, None, "a value in the config.json of a block drafter")
+    return config[key]
+
+
+def _layer_config(raw: Mapping[str, Any], target: HeadTarget) -> LlamaConfig:
+    # Checkpoints leave out what transformers has as a default.
+    from transformers import AutoConfig
+
+    kind = raw.get("model_type", "qwen3")
+    whole = AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
+    # Whatever the type says, the layers are Qwen3's.
+    layers = LlamaConfig.from_dict({**whole.to_dict(), "mlp_bias": False})
+    layers = replace(layers, head_norms=True)
+    for key in ("hidden_size", "vocab_size"):
+        there, here = getattr(layers, key), getattr(target.config, key)
+        if there != here:
+            raise InvalidArgument(
+                "head", f"a drafter for a target with {key} {there}",
+                f"a drafter for the loaded target, whose {key} is {here}",
+            )  # fmt: skip
+    return layers
+
+
+def _fill(head: DFlash, tensors: dict[str, Tensor]) -> None:
+    """Copy a checkpoint's weights into the head, all of them and no others."""
+    for name in _OF_TARGET:
+        tensors.pop(name, None)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if head.lm_head is None:
+        tensors.pop("lm_head.weight", None)
+    else:
+        head.vocabulary.copy_(_vocabulary(d2t, t2d, head))
+    wanted = head.state_dict()
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise InvalidArgument("head", f"weights without {listed(missing)}", "all that it needs")
+    unknown = [name for name in tensors if name not in wanted]
+    if unknown:
+        raise InvalidArgument(
+            "head", f"weights with {listed(unknown)}", f"those of a {head.kind} drafter alone"
+        )
+    for name, into in wanted.items():
+        if tensors[name].shape != into.shape:
+            raise InvalidArgument(
+                name, list(tensors[name].shape), f"{list(into.shape)}, as config.json says"
+            )
+    head.load_state_dict(tensors)
+
+
+def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, head: DFlash) -> Tensor:
+    """The token of each logit."""
+    size, count = head.target.config.vocab_size, len(head.vocabulary)
+    if d2t is None or len(d2t) != count:
+        found = None if d2t is None else len(d2t)
+        raise InvalidArgument("d2t", found, f"{count} entries, one for each logit")
+    tokens = torch.arange(count) + d2t.long()
+    inside = int(tokens.min()) >= 0 and int(tokens.max()) < size
+    if not inside or len(tokens.unique()) != count:
+        raise InvalidArgument("d2t", "other entries", f"{count} different tokens below {size}")
+    if t2d is not None and t2d.nonzero().flatten().tolist() != sorted(tokens.tolist()):
+        raise InvalidArgument("t2d", "other tokens than d2t", "the same ones")
+    return tokens

@@ -1,0 +1,360 @@
+"""Method auto: it finds the drafter that pays, judges those it does not use, and stays exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config import SpeculationConfig
+from paceline.drafters import auto as auto_drafter
+from paceline.drafters.auto import AutoDrafter
+from paceline.drafters.base import DRAFTERS, Drafter
+from paceline.engine import Engine
+from paceline.engine.intake import LONGEST_READ
+from paceline.errors import InvalidArgument
+from paceline.lengths.auto import LEARNING_SHARE, Auto
+from paceline.lengths.base import LengthContext, length_bounds
+from paceline.loading import load_engine
+from paceline.plan import resolve
+from paceline.request import Request
+from paceline.sampling import SamplingParams
+from paceline.session import Session
+from paceline.types import Budget, Draft, Load, Outcome, Verification
+from tests.modelzoo import make_model
+
+Accuracy = Callable[[int], float]  # of a drafted token, by its position in the text
+
+
+class Clock:
+    """Seconds that only drafters and verifications let pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Costs:
+    """A verification costs ``first + more * rows`` seconds."""
+
+    methods: tuple[str, ...] = ()
+    read_seconds = 0.0
+
+    def __init__(self, first: float, more: float) -> None:
+        self.first, self.more = first, more
+
+    def verify(self, nodes: float, batch: int) -> float:
+        return self.first + self.more * nodes
+
+    def draft(self, depth: int, batch: int) -> float:
+        raise AssertionError("no method of this profile was measured")
+
+
+class Guess(Drafter):
+    """Drafts the text itself, each token right with some probability."""
+
+    def __init__(
+        self,
+        text: Sequence[int],
+        accuracy: Accuracy,
+        clock: Clock,
+        *,
+        seconds: float = 0.0,
+        quick: bool = False,
+        seed: int = 1,
+    ) -> None:
+        self.quick = quick
+        self._text, self._accuracy, self._clock, self._seconds = text, accuracy, clock, seconds
+        self._random = np.random.default_rng(seed)
+        self.num_drafts = 0
+
+    def propose(self, sessions: Any, budgets: Sequence[Budget]) -> list[Draft | Future[Draft]]:
+        drafts: list[Draft | Future[Draft]] = []
+        for session, budget in zip(sessions, budgets, strict=True):
+            self.num_drafts += 1
+            self._clock.now += self._seconds * (budget.depth if not self.quick else 1)
+            places = range(session.length, session.length + budget.depth)
+            right = (self._random.random() < self._accuracy(place) for place in places)
+            tokens = [self._text[p] if ok else -2 for p, ok in zip(places, right, strict=True)]
+            drafts.append(Draft.chain(tokens))
+        return drafts
+
+
+@dataclasses.dataclass
+class Run:
+    """What a simulated session did: for each round, its drafter and its tokens, and the seconds."""
+
+    rounds: list[tuple[str, int]]
+    seconds: list[float]
+    controller: Auto
+
+    def speed(self, first: int = 0) -> float:
+        return sum(n for _, n in self.rounds[first:]) / sum(self.seconds[first:])
+
+    def drafters(self, first: int = 0) -> Counter[str]:
+        return Counter(name for name, _ in self.rounds[first:])
+
+
+def simulate(
+    monkeypatch: pytest.MonkeyPatch,
+    parts: dict[str, Callable[[Sequence[int], Clock], Guess]],
+    costs: Costs,
+    *,
+    tokens: int = 1500,
+    context: LengthContext | None = None,
+    names: dict[str, str] | None = None,
+) -> Run:
+    """A session whose target is a text and whose time is the clock's."""
+    text = [int(t) for t in np.random.default_rng(0).integers(0, 1000, tokens + 64)]
+    clock = Clock()
+    monkeypatch.setattr(auto_drafter, "time", clock)
+    drafters = {name: make(text, clock) for name, make in parts.items()}
+    config = SpeculationConfig(method="auto", drafters=tuple(drafters))
+    plan = resolve(config)
+    context = context or LengthContext(profile=costs)
+    session: Any = Session(
+        "s", text[:8], SamplingParams(max_tokens=tokens), plan, length_context=context
+    )
+    controller: Any = session.length_controller
+    drafter = AutoDrafter(drafters.__getitem__, {})
+    drafter.open(session)
+    run = Run([], [], controller)
+    while not session.finished:
+        load, before = Load(1, 0), clock.now
+        budget = controller.budget(session, load)
+        (draft,) = drafter.propose([session], [budget])
+        drafted = clock.now
+        clock.now += costs.verify(1 + draft.num_nodes, 1)
+        right = list(
+            itertools.takewhile(
+                lambda pair: pair[0] == pair[1],
+                zip(draft.token_ids.tolist(), text[session.length :], strict=False),
+            )
+        )
+        accepted = len(right)
+        committed = session.commit(text[session.length : session.length + accepted + 1])
+        outcome = Outcome(
+            draft=draft,
+            path=tuple(range(accepted)),
+            next_token=committed[-1],
+            token_ids=committed,
+            num_accepted=min(accepted, len(committed)),
+            verification=Verification(None),  # type: ignore[arg-type]
+        )
+        controller.observe(outcome, drafted - before, clock.now - drafted)
+        drafter.observe([session], [outcome])
+        run.rounds.append((controller.explain()["last"], len(committed)))
+        run.seconds.append(clock.now - before)
+    return run
+
+
+def model(accuracy: float | Accuracy, seconds: float = 1e-4, seed: int = 1) -> Any:
+    rate = accuracy if callable(accuracy) else lambda place: accuracy
+    return lambda text, clock: Guess(text, rate, clock, seconds=seconds, seed=seed)
+
+
+def lookup(accuracy: float | Accuracy, seed: int = 1) -> Any:
+    rate = accuracy if callable(accuracy) else lambda place: accuracy
+    return lambda text, clock: Guess(text, rate, clock, seconds=1e-5, quick=True, seed=seed)
+
+
+CHEAP = Costs(2e-3, 1e-4)  # a verified row costs a twentieth of a round
+LINEAR = Costs(0.0, 2e-3)  # a row costs as much as a round: drafts can never pay
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, name: str, part: Any, costs: Costs) -> float:
+    return simulate(monkeypatch, {name: part}, costs, tokens=3000).speed(100)
+
+
+@pytest.mark.parametrize("best", ["prompt_lookup", "draft_model"])
+def test_the_better_drafter_drafts(monkeypatch: pytest.MonkeyPatch, best: str) -> None:
+    good, bad = 0.9, 0.2
+    shares = []
+    for seed in range(1, 5):
+        parts = {
+            "prompt_lookup": lookup(good if best == "prompt_lookup" else bad, seed),
+            "draft_model": model(good if best == "draft_model" else bad, seed=seed),
+        }
+        run = simulate(monkeypatch, parts, CHEAP, tokens=3000)
+        assert run.drafters(20)[best] > 0.9 * len(run.rounds[20:])
+        shares.append(run.speed(100) / alone(monkeypatch, best, parts[best], CHEAP))
+    assert np.mean(shares) > 0.97
+
+
+def test_a_quick_drafter_is_judged_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts are compared with the text although another drafter's are verified."""
+    run = simulate(
+        monkeypatch, {"prompt_lookup": lookup(0.1), "draft_model": model(0.95)}, CHEAP, tokens=400
+    )
+    judged = run.controller.explain()["drafters"]["prompt_lookup"]
+    assert run.drafters()["prompt_lookup"] <= 2
+    assert judged["acceptance"][0] < 0.4
+
+
+def test_drafts_that_cannot_pay_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"prompt_lookup": lookup(0.8), "draft_model": model(0.8)}
+    run = simulate(monkeypatch, parts, LINEAR)
+    ar = 1 / LINEAR.verify(1, 1)
+    assert run.drafters(8)["ar"] == len(run.rounds) - 8
+    assert run.speed() > (1 - 1.5 * LEARNING_SHARE) * ar
+
+
+def test_learning_takes_its_share_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dear model that is useless: it drafts now and then, within the share."""
+    parts = {"prompt_lookup": lookup(0.9), "draft_model": model(0.0, seconds=5e-3)}
+    run = simulate(monkeypatch, parts, CHEAP, tokens=4000)
+    useful = [CHEAP.verify(1 + 16, 1)] * len(run.rounds)
+    assert sum(run.seconds[20:]) < (1 + 1.5 * LEARNING_SHARE) * sum(useful[20:])
+
+
+def test_the_best_drafter_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 32 rounds of the change it is at 95 % of the new best's speed."""
+    middle = 1500
+    first = lookup(lambda place: 0.95 if place < middle else 0.05)
+    then = model(lambda place: 0.05 if place < middle else 0.95)
+    both = {"prompt_lookup": first, "draft_model": then}
+    run = simulate(monkeypatch, both, CHEAP, tokens=3000)
+    places = np.cumsum([n for _, n in run.rounds])
+    change = int(np.searchsorted(places, middle))
+    best = alone(monkeypatch, "draft_model", model(0.95), CHEAP)
+    assert run.drafters(change + 32)["draft_model"] > 0.9 * len(run.rounds[change + 32 :])
+    assert run.speed(change + 32) > 0.95 * best
+
+
+def test_a_new_session_begins_with_what_others_have_learnt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = {"prompt_lookup": lookup(0.1), "draft_model": model(0.3, seconds=1e-3)}
+    context = LengthContext(profile=CHEAP)
+    first = simulate(monkeypatch, parts, CHEAP, tokens=600, context=context)
+    second = simulate(monkeypatch, parts, CHEAP, tokens=40, context=context)
+    assert first.drafters()["draft_model"] > 0  # it was tried
+    assert second.drafters()["draft_model"] == 0
+
+
+def test_what_a_session_keeps_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"prompt_lookup": lookup(0.6), "draft_model": model(0.7)}
+    context = LengthContext(profile=CHEAP)
+    simulate(monkeypatch, parts, CHEAP, tokens=600, context=context)  # what sessions share
+    tracemalloc.start(8)
+    run = simulate(monkeypatch, parts, CHEAP, tokens=600, context=context)
+    own = tracemalloc.take_snapshot().filter_traces(
+        [tracemalloc.Filter(True, "*/lengths/auto.py", all_frames=True)]
+    )
+    tracemalloc.stop()
+    assert run.rounds
+    assert 0 < sum(trace.size for trace in own.traces) < 64 * 1024
+
+
+# --- in an engine ---------------------------------------------------------------------------------
+
+PROMPTS = (
+    "def load(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef load_all(",
+    "Question: What is 12 + 30?\nAnswer:",
+)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Engine:
+    return load_engine()
+
+
+def generate(engine: Any, temperature: float, **knobs: Any) -> list[Session]:
+    prompts = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
+    params = SamplingParams(max_tokens=48, temperature=temperature, seed=5)
+    sessions: list[Session] = engine.generate(prompts, params, SpeculationConfig(**knobs))
+    return sessions
+
+
+def test_it_uses_what_is_loaded_and_says_why(demo: Engine) -> None:
+    engine = demo.sibling()
+    (session, _) = generate(engine, 0.0, method="auto")
+    chosen = session.config[DRAFTERS]
+    assert chosen is not None
+    assert set(chosen) >= {"suffix", "copyspec", "prompt_lookup", "draft_model"}
+    assert "predicted_outputs" not in chosen  # no prediction came with the request
+    assert session.stats.mean_accepted_length > 1.5
+    why = session.length_controller.explain()  # type: ignore[attr-defined]
+    used = sum(part["rounds"] for part in why["drafters"].values())
+    assert used + why["ar_rounds"] >= session.stats.num_rounds
+    assert why["workload"] == "short"
+    assert why["ar_round_ms"] > 0
+
+
+def test_a_head_reads_no_long_prompt(demo: Engine) -> None:
+    engine = demo.sibling()
+    for length, reads in ((LONGEST_READ, True), (LONGEST_READ + 1, False)):
+        session = engine.submit(
+            Request([5] * length, SamplingParams(max_tokens=4), SpeculationConfig(method="auto"))
+        )
+        assert ("eagle" in (session.config[DRAFTERS] or ())) is reads
+        engine.cancel(session.session_id)
+
+
+def test_a_prediction_adds_its_drafter(demo: Engine) -> None:
+    engine = demo.sibling()
+    prompt = engine.tokenizer.encode(PROMPTS[0])  # type: ignore[union-attr]
+    session = engine.submit(
+        Request(
+            prompt, SamplingParams(max_tokens=8), SpeculationConfig(method="auto"),
+            prediction=prompt[:4],
+        )
+    )  # fmt: skip
+    assert "predicted_outputs" in (session.config[DRAFTERS] or ())
+    engine.cancel(session.session_id)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_part_that_fails_is_left_out(demo: Engine, temperature: float) -> None:
+    class Broken(Drafter):
+        quick = True
+
+        def propose(self, sessions: Any, budgets: Any) -> list[Draft | Future[Draft]]:
+            raise RuntimeError("broken")
+
+    engine = demo.sibling()
+    expected = [s.output_ids for s in generate(engine, temperature, method="ar")]
+    engine.drafters["prompt_lookup"] = Broken()
+    found = generate(engine, temperature, method="auto", drafters=("prompt_lookup", "suffix"))
+    assert [s.output_ids for s in found] == expected
+    assert not any(s.stats.drafter_lost for s in found)
+    assert any(s.stats.num_accepted for s in found)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"acceptance": "rejection"}, "acceptance: got 'rejection', expected 'coupled'"),
+        ({"shape": "kary"}, "shape: got 'kary', expected 'chain'"),
+        ({"drafters": ("suffix", "nothing")}, r"drafters\[1\]: got 'nothing', expected one of"),
+        ({"drafters": ("suffix", "suffix")}, r"drafters\[1\]"),
+        ({"length": "fixed", "method": "draft_model", "drafters": ("suffix",)}, "drafters"),
+        ({"length": "auto", "method": "draft_model"}, "chooses among several drafters"),
+    ],
+)
+def test_what_it_refuses(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        resolve(SpeculationConfig(**{"method": "auto", **knobs}))
+
+
+def test_an_engine_without_a_drafter_still_runs_it(zoo: Path) -> None:
+    engine = load_engine(make_model("llama", zoo))
+    prompts, params = [[1, 2, 3, 1, 2]], SamplingParams(max_tokens=24, ignore_eos=True)
+    (ar,) = engine.generate(prompts, params, SpeculationConfig(method="ar"))
+    (found,) = engine.generate(prompts, params, SpeculationConfig(method="auto"))
+    assert found.output_ids == ar.output_ids
+
+
+def test_bounds_of_its_drafts() -> None:
+    plan = resolve(SpeculationConfig(method="auto", num_speculative_tokens=4))
+    assert length_bounds(plan.config).longest == 4

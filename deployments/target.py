@@ -15,6 +15,7 @@ from paceline.deployments.config import DeploymentConfig
 from paceline.deployments.drafter_leases import DrafterLeases
 from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_engine
+from paceline.errors import InvalidArgument
 from paceline.rpc.access import Gate
 from paceline.rpc.bridge import on_engine
 from paceline.rpc.drafter_pool import DrafterPool
@@ -134,6 +135,10 @@ class TargetDeployment:
                 return pool.connected
 
             self._lease_drafters(config, use)
+        try:
+            await asyncio.to_thread(engine.intake.prepare, config.speculation)
+        except InvalidArgument as error:
+            logger.warning("requests that name no method will be refused: %s", error)
         return EngineThread(engine).start()
 
     async def _start_vllm(self, config: DeploymentConfig) -> VllmEngine:

@@ -13,10 +13,12 @@ from paceline.constraints import ConstraintCompiler
 from paceline.drafters.base import DRAFTERS
 from paceline.engine.drafting import DrafterSet
 from paceline.errors import InvalidArgument, ResourceExhausted
+from paceline.lengths.auto import heads_of, workload_of
 from paceline.lengths.base import LengthContext
 from paceline.methods import AUTO_CHOICES, Method
 from paceline.plan import Plan, resolve
 from paceline.request import Request
+from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget, Target
 from paceline.tokenizer import Tokenizer
@@ -90,6 +92,14 @@ class Intake:
             )
         return session
 
+    def prepare(self, speculation: SpeculationConfig | None) -> None:
+        """Make the drafters of a method, so that its first request does not wait for their weights.
+
+        Raises:
+            InvalidArgument: this engine cannot run the method.
+        """
+        self._plan(Request((0,), SamplingParams(), speculation))
+
     def refusal(self, method: Method) -> str | None:
         """Why a method cannot run here; None if it can."""
         reason = self._drafters.refusal(method)
@@ -125,6 +135,8 @@ class Intake:
         # prompt, also what the prefix cache has.
         short = len(request.prompt_ids) <= LONGEST_READ
         reads_states = short and not self._drafters.remote
+        heads = heads_of(self.length_context)
+        workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
         for methods in AUTO_CHOICES:
             for method in (self._catalogue[name] for name in methods if name in self._catalogue):
                 if (
@@ -132,7 +144,8 @@ class Intake:
                     and not self.refusal(method)
                     and (request.prediction or not method.reads_prediction)
                 ):
-                    names.append(method.drafter)
+                    if not method.needs or heads.join(method.drafter, workload):
+                        names.append(method.drafter)
                     break
         return config.model_copy(update={DRAFTERS.name: tuple(names) or None})
 

@@ -41,6 +41,7 @@ from paceline.types import Asked, Budget, Draft, Load, Need, Outcome, Pick, Roun
 
 if TYPE_CHECKING:
     from paceline.knobs import Knobs
+    from paceline.sampling import SamplingParams
     from paceline.view import SessionView
 
 LEARNING_SHARE = 0.02  # of the time: drafts that are made only to be judged
@@ -61,6 +62,9 @@ MOST_SURE = 0.9  # highest confidence that a draft must have to go on
 RELAY = "relay"  # what is looked up behind a model's draft
 PATIENCE_S = 0.08  # longest wait for a draft of another process
 LONG_PROMPT = 512  # tokens: there is much to copy from
+HEAD_ROUNDS = 64.0  # rounds of sessions with a head, until it is known whether it is chosen
+LEAST_CHOSEN = 0.05  # share of the rounds in which a head must be chosen
+HEAD_AGAIN = 16  # sessions, of which one has a head that others did not choose
 
 
 class _Acceptance:
@@ -215,6 +219,39 @@ class _Known:
         self.ask[drafter] = 0.9 * before + 0.1 * min(seconds, 4 * before)
 
 
+class Heads:
+    """Whether sessions should have a head.
+
+    A head costs its session time in every round, chosen or not: it reads all committed tokens, and
+    its session cannot begin with entries of the prefix cache.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], tuple[float, float]] = {}
+        self._refused = 0
+
+    def join(self, head: str, workload: str) -> bool:
+        """Whether a new session of that kind of prompt (:func:`workload_of`) has the head."""
+        rounds, chosen = self._seen.get((workload, head), (0.0, 0.0))
+        if rounds < HEAD_ROUNDS or chosen >= LEAST_CHOSEN * rounds:
+            return True
+        self._refused += 1
+        return self._refused % HEAD_AGAIN == 0
+
+    def count(self, head: str, workload: str, chosen: bool) -> None:
+        """Learn from a round of a session that has the head."""
+        rounds, before = self._seen.get((workload, head), (0.0, 0.0))
+        self._seen[workload, head] = (
+            SHARED_MEMORY * rounds + 1.0,
+            SHARED_MEMORY * before + chosen,
+        )
+
+
+def heads_of(context: LengthContext) -> Heads:
+    """What the sessions of an engine know together about heads."""
+    return context.shared(("auto", "heads"), Heads)
+
+
 class _Unjudged:
     """A draft whose fate is not known yet.
 
@@ -289,6 +326,7 @@ class Auto:
         self._known = context.shared(
             ("auto", self._longest), lambda: _Known(self._longest, context)
         )
+        self._heads = heads_of(context)
         self._candidates: dict[str, _Candidate] = {}
         self._unjudged: list[_Unjudged] = []
         self._found: dict[str, Draft] = {}
@@ -306,7 +344,9 @@ class Auto:
     def budget(self, session: SessionView, load: Load) -> Budget:
         """The longest draft that fits; :meth:`pick` then chooses within it."""
         learnt = self._known.learnt
-        self._workload = self._workload or _workload(session)
+        self._workload = self._workload or workload_of(
+            session.prompt_length, bool(session.prediction), session.params
+        )
         self._judge(session.token_ids)
         self._session, self._load, self._step = session, load, learnt.step(load)
         self._step.first = self._step.first or session.session_id
@@ -379,6 +419,8 @@ class Auto:
         else:
             self._of(chosen).num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
+        for name in drafters:
+            self._heads.count(name, self._workload, name == chosen)
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None
@@ -510,9 +552,12 @@ class Auto:
         """Of a drafter's depths, the one worth most where time is worth ``speed`` tokens per
         second, and the one with most tokens per second."""
         verify, (first, slope, goes_on) = self._known.verify(self._load), cost
-        offers = []
+        gain, pace = -math.inf, 0.0
+        best: tuple[int, float, float] | None = None
+        fastest = 0, 1.0, verify[0]
         tokens = reached = alive = 1.0
         nodes = 0.0
+        # The loop of every round: it makes no object for a depth.
         for depth, rate in enumerate(self._rates(drafter)[: min(longest, self._room)], 1):
             reached *= rate
             if reached < UNLIKELY:
@@ -524,12 +569,16 @@ class Auto:
             seconds = verify[whole] + first + slope * nodes
             if nodes > whole:
                 seconds += (nodes - whole) * (verify[whole + 1] - verify[whole])
-            offers.append(_Offer(drafter, depth, tokens, seconds))
-        if not offers:
+            if tokens - speed * seconds > gain:
+                gain = tokens - speed * seconds
+                best = depth, tokens, seconds
+            if tokens > pace * seconds:
+                pace = tokens / seconds
+                fastest = depth, tokens, seconds
+        if best is None:
             return []
-        fastest = max(offers, key=lambda offer: offer.speed)
-        self._of(drafter).promised = fastest.speed
-        return [max(offers, key=lambda offer: offer.gain(speed)), fastest]
+        self._of(drafter).promised = pace
+        return [_Offer(drafter, *best), _Offer(drafter, *fastest)]
 
     def _probe(self, drafters: Sequence[str]) -> tuple[str, int] | None:
         """A model that drafts beside the round, if there is time to learn something."""
@@ -582,12 +631,12 @@ class Auto:
         self._unjudged = going
 
 
-def _workload(session: SessionView) -> str:
+def workload_of(prompt_length: int, has_prediction: bool, params: SamplingParams) -> str:
     """What a prompt looks like; nothing of its content is kept."""
-    kind = "long" if session.prompt_length >= LONG_PROMPT else "short"
-    if session.prediction:
+    kind = "long" if prompt_length >= LONG_PROMPT else "short"
+    if has_prediction:
         kind = "prediction"
-    return kind if session.params.is_plain_argmax else f"{kind}, sampled"
+    return kind if params.is_plain_argmax else f"{kind}, sampled"
 
 
 AUTO = LengthPart(

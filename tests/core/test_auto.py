@@ -21,7 +21,7 @@ from paceline.drafters.base import DRAFTERS, Drafter
 from paceline.engine import Engine
 from paceline.engine.intake import LONGEST_READ
 from paceline.errors import InvalidArgument
-from paceline.lengths.auto import LEARNING_SHARE, Auto
+from paceline.lengths.auto import HEAD_AGAIN, LEARNING_SHARE, Auto, heads_of
 from paceline.lengths.base import LengthContext, length_bounds
 from paceline.loading import load_engine
 from paceline.plan import resolve
@@ -291,14 +291,38 @@ def test_it_uses_what_is_loaded_and_says_why(demo: Engine) -> None:
     assert why["ar_round_ms"] > 0
 
 
-def test_a_head_reads_no_long_prompt(demo: Engine) -> None:
+def has_head(engine: Engine, length: int = 8) -> bool:
+    """Whether a request with a prompt of that length gets the demo target's head."""
+    session = engine.submit(
+        Request([5] * length, SamplingParams(max_tokens=4), SpeculationConfig(method="auto"))
+    )
+    engine.cancel(session.session_id)
+    return "eagle" in (session.config[DRAFTERS] or ())
+
+
+def test_a_head_reads_no_long_prompt() -> None:
+    engine = load_engine()  # one that has learnt nothing yet
+    assert has_head(engine, LONGEST_READ)
+    assert not has_head(engine, LONGEST_READ + 1)
+
+
+def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
+    engine = load_engine()
+    heads = heads_of(engine.length_context)
+    for _ in range(100):
+        heads.count("eagle", "short", chosen=False)
+    assert sum(has_head(engine) for _ in range(2 * HEAD_AGAIN)) == 2
+    for _ in range(10):
+        heads.count("eagle", "short", chosen=True)
+    assert all(has_head(engine) for _ in range(4))
+
+
+def test_drafters_can_be_made_before_the_first_request(demo: Engine, zoo: Path) -> None:
     engine = demo.sibling()
-    for length, reads in ((LONGEST_READ, True), (LONGEST_READ + 1, False)):
-        session = engine.submit(
-            Request([5] * length, SamplingParams(max_tokens=4), SpeculationConfig(method="auto"))
-        )
-        assert ("eagle" in (session.config[DRAFTERS] or ())) is reads
-        engine.cancel(session.session_id)
+    engine.intake.prepare(SpeculationConfig(method="eagle"))
+    assert "eagle" in engine.drafters
+    with pytest.raises(InvalidArgument, match="method"):
+        load_engine(make_model("llama", zoo)).intake.prepare(SpeculationConfig(method="eagle"))
 
 
 def test_a_prediction_adds_its_drafter(demo: Engine) -> None:

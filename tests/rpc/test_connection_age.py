@@ -18,7 +18,7 @@ async def _connections_lost(age_s: float | None) -> int:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-        # Polled: a watch that a timeout ends stays in gRPC, and its event reaches a later test's loop.
+        # Polled: a watch that a timeout ends stays in gRPC, and outlives this loop.
         deadline = asyncio.get_running_loop().time() + 2.5
         while not lost and asyncio.get_running_loop().time() < deadline:
             lost += channel.get_state() != grpc.ChannelConnectivity.READY

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline.deployments.config import DeploymentConfig
 from paceline.deployments.drafter_leases import DrafterLeases
+from paceline.deployments.experience import ExperienceFile
 from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_engine
 from paceline.errors import InvalidArgument
@@ -72,6 +73,7 @@ class TargetDeployment:
         self._drafters = drafters
         self._pool: DrafterPool | None = None
         self._leasing: asyncio.Task[None] | None = None
+        self._experience: asyncio.Task[None] | None = None
         tls = config.data_plane_tls
         self._tracing = config.tracing.start("paceline-target")
         self._engine: Serving
@@ -103,6 +105,9 @@ class TargetDeployment:
         self._reporting = report_engine(config.model.name, self._engine, self._server.gate)
         self._fingerprint = str(self._engine.engine.target.fingerprint)
         self._leases = LeaseBook(self._server.address, self._fingerprint)
+        if config.engine != "vllm":
+            file = ExperienceFile(self._engine, self._fingerprint)
+            self._experience = asyncio.create_task(file.run())
         if self._pool is not None:
             ready = await asyncio.to_thread(self._pool.wait_ready, DRAFTER_TIMEOUT_S)
             if not ready:
@@ -231,9 +236,10 @@ class TargetDeployment:
             await self._reporting.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.stop)
-        if self._leasing is not None:
-            self._leasing.cancel()
-            await asyncio.gather(self._leasing, return_exceptions=True)
+        for task in (self._leasing, self._experience):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.stop)
         if self._pool is not None:

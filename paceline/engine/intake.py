@@ -13,8 +13,9 @@ from paceline.constraints import ConstraintCompiler
 from paceline.drafters.base import DRAFTERS
 from paceline.engine.drafting import DrafterSet
 from paceline.errors import InvalidArgument, ResourceExhausted
-from paceline.lengths.auto import heads_of, workload_of
+from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
+from paceline.lengths.experience import experience_of
 from paceline.methods import AUTO_CHOICES, Method
 from paceline.plan import Plan, resolve
 from paceline.request import Request
@@ -135,7 +136,7 @@ class Intake:
         # prompt, also what the prefix cache has.
         short = len(request.prompt_ids) <= LONGEST_READ
         reads_states = short and not self._drafters.remote
-        heads = heads_of(self.length_context)
+        heads = experience_of(self.length_context).heads
         workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
         for methods in AUTO_CHOICES:
             for method in (self._catalogue[name] for name in methods if name in self._catalogue):

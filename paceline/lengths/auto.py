@@ -16,7 +16,7 @@ choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.lengths.base import (
@@ -29,6 +29,7 @@ from paceline.lengths.base import (
     Line,
     length_bounds,
 )
+from paceline.lengths.experience import RELAY, SHARED_MEMORY, DepthRates, experience_of
 from paceline.lengths.goodput import (
     CATCH_UP,
     HORIZON,
@@ -46,81 +47,16 @@ if TYPE_CHECKING:
 
 LEARNING_SHARE = 0.02  # of the time: drafts that are made only to be judged
 MOST_CREDIT = 32  # rounds whose share may be saved up for a dear draft
-SHARED_MEMORY = 0.995  # decay of what sessions have learnt together, for each judged draft
 MEMORY = 0.95  # decay of what one session has learnt, for each judged draft
-# Acceptance of a drafter that no session has seen draft: of models so high that they are tried, and
-# of quick drafters so low that they are not, since their drafts are judged in any case.
-FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
 UNKNOWN_COST = 0.2  # of a model's first draft, in rounds of AR
-PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
 HOT = 2  # right tokens of a draft after which the next one is likelier to be right, too
 PACE_ROUNDS = 4.0  # rounds of AR whose time other sessions' speed outweighs a session's own
 FIRST_ASKS = 4  # rounds in which a new session asks every quick drafter
 WORTH_MEMORY = 0.9  # decay of what a quick drafter's drafts have saved, for each time it was asked
 REACHED = 0.7  # probability that all tokens before a draft's next one are right
 MOST_SURE = 0.9  # highest confidence that a draft must have to go on
-RELAY = "relay"  # what is looked up behind a model's draft
 PATIENCE_S = 0.08  # longest wait for a draft of another process
 LONG_PROMPT = 512  # tokens: there is much to copy from
-HEAD_ROUNDS = 64.0  # rounds of sessions with a head, until it is known whether it is chosen
-LEAST_CHOSEN = 0.05  # share of the rounds in which a head must be chosen
-HEAD_AGAIN = 16  # sessions, of which one has a head that others did not choose
-
-
-class _Acceptance:
-    """Moving acceptance rate of each depth, near a prior of each depth while little is known.
-
-    Args:
-        prior: rates to expect while nothing is known; or one rate, to which a depth without
-            experience prefers the mean of the others.  # [longest]
-        memory: decay for each draft.
-    """
-
-    __slots__ = ("_hit", "_known", "_memory", "_prior", "_tried", "_weight")
-
-    def __init__(
-        self, longest: int, prior: Callable[[], list[float]] | float, memory: float
-    ) -> None:
-        self._prior = prior
-        self._memory = memory
-        self._tried, self._hit = [0.0] * longest, [0.0] * longest
-        self._weight = 1.0  # of the next draft: growing weights are cheaper than decaying sums
-        self._known: list[float] | None = None
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Learn from a draft of ``drafted`` tokens, of which the first ``accepted`` were right."""
-        tried, hit = self._tried, self._hit
-        self._weight /= self._memory
-        weight, self._known = self._weight, None
-        for level in range(min(accepted, len(tried))):
-            tried[level] += weight
-            hit[level] += weight
-        if accepted < min(drafted, len(tried)):
-            tried[accepted] += weight
-        if weight > 1e12:
-            self._tried = [value / weight for value in tried]
-            self._hit = [value / weight for value in hit]
-            self._weight = 1.0
-
-    @property
-    def experience(self) -> float:
-        """Recent drafts that it knows."""
-        return self._tried[0] / self._weight
-
-    def rates(self) -> list[float]:
-        """Probability that a depth is right, given that those before it are.  # [longest]"""
-        if self._known is None:
-            known = PRIOR_DRAFTS * self._weight
-            if callable(self._prior):
-                priors = self._prior()
-            else:
-                mean = (sum(self._hit) + known * self._prior) / (sum(self._tried) + known)
-                priors = [mean] * len(self._hit)
-            self._known = [
-                (hit + known * prior) / (tried + known)
-                for hit, tried, prior in zip(self._hit, self._tried, priors, strict=True)
-            ]
-        return self._known
 
 
 class _Pace:
@@ -147,20 +83,15 @@ class _Known:
         self.longest = longest
         self._costs = context.costs if longest else None
         self.learnt = Learnt(longest, (longest,), self._costs)
-        self._acceptance: dict[tuple[str, str, int], _Acceptance] = {}
+        self.experience = experience_of(context)
         self._draft: dict[tuple[str, int], Line] = {}
-        self._goes_on: dict[str, tuple[float, float]] = {}
         self._read: dict[str, float] = {}  # seconds for each token that a drafter must read first
         self.ask: dict[str, float] = {}  # seconds of a quick drafter's draft
         self._verify: tuple[Load | None, list[float]] = None, []
         self.pace = _Pace(SHARED_MEMORY)
 
-    def acceptance(self, workload: str, drafter: str, kind: int) -> _Acceptance:
-        key = workload, drafter, kind
-        if key not in self._acceptance:
-            first = FIRST_OF_QUICK if kind > 1 or drafter == RELAY else FIRST_OF_MODEL
-            self._acceptance[key] = _Acceptance(self.longest, first, SHARED_MEMORY)
-        return self._acceptance[key]
+    def acceptance(self, workload: str, drafter: str, kind: int) -> DepthRates:
+        return self.experience.rates(self.longest, workload, drafter, kind)
 
     def verify(self, load: Load) -> list[float]:
         """Seconds of a round by the nodes it verifies, drafting left out.  # [longest + 1]"""
@@ -184,20 +115,6 @@ class _Known:
         known = self._costs is not None and drafter in self._costs.methods
         return self._costs if known else None
 
-    def goes_on(self, drafter: str) -> float:
-        """Probability that a model's draft goes on after a token, as far as it was asked to."""
-        went, could = self._goes_on.get(drafter, (0.0, 0.0))
-        return (went + PRIOR_DRAFTS) / (could + PRIOR_DRAFTS)
-
-    def went_on(self, drafter: str, nodes: int, asked: int) -> None:
-        """Learn where a draft ended of which ``asked`` tokens were wanted."""
-        went, could = self._goes_on.get(drafter, (0.0, 0.0))
-        ended = nodes < asked
-        self._goes_on[drafter] = (
-            SHARED_MEMORY * went + nodes - 1,
-            SHARED_MEMORY * could + nodes - 1 + ended,
-        )
-
     def read(self, drafter: str) -> float:
         """Seconds for a model to read a token that it missed."""
         costs = self._measured(drafter)
@@ -217,39 +134,6 @@ class _Known:
         """Learn what a quick drafter's draft cost."""
         before = self.ask.get(drafter, seconds)
         self.ask[drafter] = 0.9 * before + 0.1 * min(seconds, 4 * before)
-
-
-class Heads:
-    """Whether sessions should have a head.
-
-    A head costs its session time in every round, chosen or not: it reads all committed tokens, and
-    its session cannot begin with entries of the prefix cache.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], tuple[float, float]] = {}
-        self._refused = 0
-
-    def join(self, head: str, workload: str) -> bool:
-        """Whether a new session of that kind of prompt (:func:`workload_of`) has the head."""
-        rounds, chosen = self._seen.get((workload, head), (0.0, 0.0))
-        if rounds < HEAD_ROUNDS or chosen >= LEAST_CHOSEN * rounds:
-            return True
-        self._refused += 1
-        return self._refused % HEAD_AGAIN == 0
-
-    def count(self, head: str, workload: str, chosen: bool) -> None:
-        """Learn from a round of a session that has the head."""
-        rounds, before = self._seen.get((workload, head), (0.0, 0.0))
-        self._seen[workload, head] = (
-            SHARED_MEMORY * rounds + 1.0,
-            SHARED_MEMORY * before + chosen,
-        )
-
-
-def heads_of(context: LengthContext) -> Heads:
-    """What the sessions of an engine know together about heads."""
-    return context.shared(("auto", "heads"), Heads)
 
 
 class _Unjudged:
@@ -298,7 +182,7 @@ class _Candidate:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.acceptance: dict[int, _Acceptance] = {}  # by class of the draft
+        self.acceptance: dict[int, DepthRates] = {}  # by class of the draft
         self.asks = 0
         self.hot = False  # its last draft was right for HOT tokens
         self.worth = 0.0  # seconds that asking saves
@@ -326,10 +210,10 @@ class Auto:
         self._known = context.shared(
             ("auto", self._longest), lambda: _Known(self._longest, context)
         )
-        self._heads = heads_of(context)
         self._candidates: dict[str, _Candidate] = {}
         self._unjudged: list[_Unjudged] = []
         self._found: dict[str, Draft] = {}
+        self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
         self._session: SessionView | None = None
         self._pace = _Pace(MEMORY)
@@ -351,7 +235,7 @@ class Auto:
         self._session, self._load, self._step = session, load, learnt.step(load)
         self._step.first = self._step.first or session.session_id
         self._room = min(self._longest, session.remaining - 1)
-        self._found, self._pick = {}, Pick(None, 0)
+        self._found, self._costs, self._pick = {}, {}, Pick(None, 0)
         if self._room <= 0 or self._step.measures_ar:
             self._num_ar += 1
             self._step.asked.append(Budget(0, 0))
@@ -420,7 +304,7 @@ class Auto:
             self._of(chosen).num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
         for name in drafters:
-            self._heads.count(name, self._workload, name == chosen)
+            self._known.experience.heads.count(name, self._workload, name == chosen)
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None
@@ -445,7 +329,7 @@ class Auto:
         candidate.length = asked.length
         if not nodes or not is_chain(draft.parent_indices):
             return 0
-        self._known.went_on(drafter, nodes, asked.depth)
+        self._known.experience.went_on(drafter, nodes, asked.depth)
         self._await(drafter, draft.token_ids.tolist(), asked.depth, start=asked.length)
         return self._room - nodes if drafter == self._pick.drafter and nodes == asked.depth else 0
 
@@ -518,11 +402,11 @@ class Auto:
     def _rates(self, drafter: str) -> list[float]:
         return self._acceptance(drafter, self._class(drafter)).rates()
 
-    def _acceptance(self, drafter: str, kind: int) -> _Acceptance:
+    def _acceptance(self, drafter: str, kind: int) -> DepthRates:
         known = self._of(drafter).acceptance
         if kind not in known:
             shared = self._known.acceptance(self._workload, drafter, kind)
-            known[kind] = _Acceptance(self._longest, shared.rates, MEMORY)
+            known[kind] = DepthRates(self._longest, shared.rates, MEMORY)
         return known[kind]
 
     def _longest_of(self, drafter: str) -> int:
@@ -530,12 +414,18 @@ class Auto:
         return min(self._room, 2 if self._known.draft(drafter, self._load) is None else self._room)
 
     def _cost(self, drafter: str) -> tuple[float, float, float]:
-        """What a model's draft takes.
+        """What a model's draft takes, in this round.
 
         Returns:
             Seconds for any draft, with a share of what it must read; seconds for each token; and
             the probability that a draft goes on after a token.
         """
+        found = self._costs.get(drafter)
+        if found is None:
+            found = self._costs[drafter] = self._cost_now(drafter)
+        return found
+
+    def _cost_now(self, drafter: str) -> tuple[float, float, float]:
         session = self._session
         assert session is not None
         unknown = UNKNOWN_COST * self._known.verify(self._load)[0], 0.0
@@ -544,7 +434,7 @@ class Auto:
         if behind > CATCH_UP:  # reading must pay within what is left, or within a while
             rounds = max(1.0, min(session.remaining, HORIZON) / 2.0)
             first += self._known.read(drafter) * behind / rounds
-        return first, slope, self._known.goes_on(drafter)
+        return first, slope, self._known.experience.goes_on(drafter)
 
     def _offers(
         self, drafter: str, longest: int, cost: tuple[float, float, float], speed: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,8 +22,9 @@ from paceline.drafters.base import DRAFTERS, Drafter
 from paceline.engine import Engine
 from paceline.engine.intake import LONGEST_READ
 from paceline.errors import InvalidArgument
-from paceline.lengths.auto import HEAD_AGAIN, LEARNING_SHARE, Auto, heads_of
+from paceline.lengths.auto import LEARNING_SHARE, Auto
 from paceline.lengths.base import LengthContext, length_bounds
+from paceline.lengths.experience import HEAD_AGAIN, MOST_WEIGHT, Experience, experience_of
 from paceline.loading import load_engine
 from paceline.plan import resolve
 from paceline.request import Request
@@ -242,6 +244,57 @@ def test_a_new_session_begins_with_what_others_have_learnt(
     assert second.drafters()["draft_model"] == 0
 
 
+def test_experience_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a document; a new engine with it does not try a drafter that others found useless."""
+    parts = {"prompt_lookup": lookup(0.1), "draft_model": model(0.3, seconds=1e-3)}
+    context = LengthContext(profile=CHEAP)
+    first = simulate(monkeypatch, parts, CHEAP, tokens=600, context=context)
+    document = json.loads(json.dumps(experience_of(context).document()))
+    later = LengthContext(profile=CHEAP)
+    experience_of(later).merge(document)
+    second = simulate(monkeypatch, parts, CHEAP, tokens=80, context=later)
+    anew = simulate(monkeypatch, parts, CHEAP, tokens=80, context=LengthContext(profile=CHEAP))
+    assert first.drafters()["draft_model"] > 0
+    assert second.drafters()["draft_model"] < anew.drafters()["draft_model"]
+
+
+def test_experience_of_two_engines_is_weighed() -> None:
+    one, other = Experience(), Experience()
+    for _ in range(300):
+        one.rates(4, "short", "suffix", 2).observe(4, 4)
+    for _ in range(100):
+        other.rates(4, "short", "suffix", 2).observe(4, 0)
+    one.merge(other.document())
+    rate = one.rates(4, "short", "suffix", 2).rates()[0]
+    assert 0.6 < rate < 0.72  # 156 recent drafts that were right, 79 that were not
+    (tried, _) = one.rates(4, "short", "suffix", 2).seen
+    assert max(tried) <= MOST_WEIGHT * 1.001
+    before = one.document()
+    one.merge(before)  # the same again changes no rate
+    assert one.rates(4, "short", "suffix", 2).rates()[0] == pytest.approx(rate, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None, [], {}, {"version": 2, "rates": [], "goes_on": [], "heads": []},
+        {"version": 1, "rates": [[4, "short", "suffix", 2, [1.0], [1.0]]], "goes_on": [],
+         "heads": []},
+        {"version": 1, "rates": [[1, "short", "suffix", 2, [1.0], [2.0]]], "goes_on": [],
+         "heads": []},
+        {"version": 1, "rates": [[1, "short", "suffix", 2, [float("nan")], [1.0]]], "goes_on": [],
+         "heads": []},
+        {"version": 1, "rates": [], "goes_on": [["draft_model", 3.0, 1.0]], "heads": []},
+        {"version": 1, "rates": [], "goes_on": [], "heads": [["short", "eagle", -1.0, 0.0]]},
+    ],
+)  # fmt: skip
+def test_a_document_that_is_none_is_refused(document: Any) -> None:
+    experience = Experience()
+    with pytest.raises(InvalidArgument, match="experience"):
+        experience.merge(document)
+    assert experience.document() == Experience().document()
+
+
 def test_what_a_session_keeps_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"prompt_lookup": lookup(0.6), "draft_model": model(0.7)}
     context = LengthContext(profile=CHEAP)
@@ -249,7 +302,10 @@ def test_what_a_session_keeps_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     tracemalloc.start(8)
     run = simulate(monkeypatch, parts, CHEAP, tokens=600, context=context)
     own = tracemalloc.take_snapshot().filter_traces(
-        [tracemalloc.Filter(True, "*/lengths/auto.py", all_frames=True)]
+        [
+            tracemalloc.Filter(True, f"*/lengths/{name}.py", all_frames=True)
+            for name in ("auto", "experience")
+        ]
     )
     tracemalloc.stop()
     assert run.rounds
@@ -308,7 +364,7 @@ def test_a_head_reads_no_long_prompt() -> None:
 
 def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
     engine = load_engine()
-    heads = heads_of(engine.length_context)
+    heads = experience_of(engine.length_context).heads
     for _ in range(100):
         heads.count("eagle", "short", chosen=False)
     assert sum(has_head(engine) for _ in range(2 * HEAD_AGAIN)) == 2

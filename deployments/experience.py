@@ -1,0 +1,102 @@
+"""Keeps what method ``auto`` has learnt in a file, for the next start and for other replicas.
+
+The file lies in the cache folder, one for each model: replicas of a node share it, and so do those
+of several nodes whose cache folder is a shared volume. It holds numbers only, nothing of any text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from typing import Any
+
+from paceline.cache import cache_folder, locked
+from paceline.engine import Engine, EngineThread
+from paceline.errors import InvalidArgument
+from paceline.lengths.experience import experience_of
+
+INTERVAL_S = 60.0
+"""Seconds between two exchanges with the file."""
+LARGEST_BYTES = 16 * 2**20
+_TIMEOUT_S = 10.0  # for an engine that is in a long step
+
+logger = logging.getLogger(__name__)
+
+
+class ExperienceFile:
+    """Exchanges an engine's experience with the file of its model.
+
+    Args:
+        fingerprint: of the target.
+    """
+
+    def __init__(self, engine: EngineThread, fingerprint: str) -> None:
+        name = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
+        self.path = cache_folder("experience") / f"{name}.json"
+        self._engine = engine
+        self._written = ""
+        self._works = True
+
+    def exchange(self) -> None:
+        """Learn what others have added to the file, and write what is known now.
+
+        An unreadable file is replaced; a folder that cannot be written is reported once.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with locked(self.path.with_suffix(".lock")):
+                found = self._read()
+                known = self._engine.call(lambda engine: _merged(engine, found)).result(_TIMEOUT_S)
+                text = json.dumps(known)
+                part = self.path.with_suffix(f".{os.getpid()}.tmp")
+                part.write_text(text, "utf-8")
+                part.replace(self.path)
+                self._written = text
+        except OSError as error:
+            if self._works:
+                logger.warning("method auto starts anew after a restart: %s", error)
+            self._works = False
+
+    def _read(self) -> Any:
+        """The document in the file; None if it is this replica's own, or there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_size > LARGEST_BYTES:
+                logger.warning("%s is too large to be read, and replaced", self.path)
+                return None
+            text = self.path.read_text("utf-8", errors="replace")
+            if text != self._written:
+                try:
+                    return json.loads(text)
+                except ValueError as error:
+                    logger.warning("%s is no JSON, and replaced: %s", self.path, error)
+        return None
+
+    async def run(self) -> None:
+        """Exchange every :data:`INTERVAL_S` seconds until cancelled, and then once more."""
+        try:
+            while True:
+                await asyncio.to_thread(self._try_to_exchange)
+                await asyncio.sleep(INTERVAL_S)
+        finally:
+            await asyncio.to_thread(self._try_to_exchange)
+
+    def _try_to_exchange(self) -> None:
+        try:
+            self.exchange()
+        except Exception:  # serving does not depend on it
+            logger.exception("cannot exchange experience with %s", self.path)
+
+
+def _merged(engine: Engine, found: Any) -> dict[str, Any]:
+    """The engine's experience with that of a document added; between two steps."""
+    experience = experience_of(engine.length_context)
+    if found is not None:
+        try:
+            experience.merge(found)
+        except InvalidArgument as error:
+            logger.warning("the experience of another version is not used: %s", error)
+    return experience.document()

@@ -1,0 +1,240 @@
+"""What the sessions of an engine learn together for method ``auto``: a prior for later sessions.
+
+It holds numbers only, by kind of prompt and drafter: nothing of any text. As a document it outlives
+the engine and goes to others (:meth:`Experience.document`, :meth:`Experience.merge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.errors import InvalidArgument
+from paceline.lengths.base import LengthContext
+
+VERSION = 1
+SHARED_MEMORY = 0.995  # decay of what sessions have learnt together, for each judged draft
+PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
+# Acceptance of a drafter that no session has seen draft: of models so high that they are tried, and
+# of quick drafters so low that they are not, since their drafts are judged in any case.
+FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
+RELAY = "relay"  # what is looked up behind a model's draft
+HEAD_ROUNDS = 64.0  # rounds of sessions with a head, until it is known whether it is chosen
+LEAST_CHOSEN = 0.05  # share of the rounds in which a head must be chosen
+HEAD_AGAIN = 16  # sessions, of which one has a head that others did not choose
+MOST_WEIGHT = 1.0 / (1.0 - SHARED_MEMORY)  # that decaying counts reach
+
+
+class DepthRates:
+    """Moving acceptance rate of each depth, near a prior of each depth while little is known.
+
+    Args:
+        prior: rates to expect while nothing is known; or one rate, to which a depth without
+            experience prefers the mean of the others.  # [longest]
+        memory: decay for each draft.
+    """
+
+    __slots__ = ("_hit", "_known", "_memory", "_prior", "_tried", "_weight")
+
+    def __init__(
+        self, longest: int, prior: Callable[[], list[float]] | float, memory: float
+    ) -> None:
+        self._prior = prior
+        self._memory = memory
+        self._tried, self._hit = [0.0] * longest, [0.0] * longest
+        self._weight = 1.0  # of the next draft: growing weights are cheaper than decaying sums
+        self._known: list[float] | None = None
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learn from a draft of ``drafted`` tokens, of which the first ``accepted`` were right."""
+        tried, hit = self._tried, self._hit
+        self._weight /= self._memory
+        weight, self._known = self._weight, None
+        for level in range(min(accepted, len(tried))):
+            tried[level] += weight
+            hit[level] += weight
+        if accepted < min(drafted, len(tried)):
+            tried[accepted] += weight
+        if weight > 1e12:
+            self._tried = [value / weight for value in tried]
+            self._hit = [value / weight for value in hit]
+            self._weight = 1.0
+
+    @property
+    def experience(self) -> float:
+        """Recent drafts that it knows."""
+        return self._tried[0] / self._weight
+
+    def rates(self) -> list[float]:
+        """Probability that a depth is right, given that those before it are.  # [longest]"""
+        if self._known is None:
+            known = PRIOR_DRAFTS * self._weight
+            if callable(self._prior):
+                priors = self._prior()
+            else:
+                mean = (sum(self._hit) + known * self._prior) / (sum(self._tried) + known)
+                priors = [mean] * len(self._hit)
+            self._known = [
+                (hit + known * prior) / (tried + known)
+                for hit, tried, prior in zip(self._hit, self._tried, priors, strict=True)
+            ]
+        return self._known
+
+    @property
+    def seen(self) -> tuple[list[float], list[float]]:
+        """Drafts that reached each depth, and those that were right there; old ones count less."""
+        weight = self._weight
+        return [value / weight for value in self._tried], [value / weight for value in self._hit]
+
+    def add(self, tried: Sequence[float], hit: Sequence[float]) -> None:
+        """Add what another one has :attr:`seen`; together it counts as recent drafts do at most."""
+        known_tried, known_hit = self.seen
+        together = [a + b for a, b in zip(known_tried, tried, strict=True)]
+        scale = min(1.0, 1.0 / ((1.0 - self._memory) * max(*together, 1e-9)))
+        self._tried = [scale * value for value in together]
+        self._hit = [scale * (a + b) for a, b in zip(known_hit, hit, strict=True)]
+        self._weight, self._known = 1.0, None
+
+
+class Heads:
+    """Whether sessions should have a head.
+
+    A head costs its session time in every round, chosen or not: it reads all committed tokens, and
+    its session cannot begin with entries of the prefix cache.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, str], tuple[float, float]] = {}  # rounds, and chosen in
+        self._refused = 0
+
+    def join(self, head: str, workload: str) -> bool:
+        """Whether a new session of that kind of prompt (:func:`workload_of`) has the head."""
+        rounds, chosen = self.seen.get((workload, head), (0.0, 0.0))
+        if rounds < HEAD_ROUNDS or chosen >= LEAST_CHOSEN * rounds:
+            return True
+        self._refused += 1
+        return self._refused % HEAD_AGAIN == 0
+
+    def count(self, head: str, workload: str, chosen: bool) -> None:
+        """Learn from a round of a session that has the head."""
+        rounds, before = self.seen.get((workload, head), (0.0, 0.0))
+        self.seen[workload, head] = (
+            SHARED_MEMORY * rounds + 1.0,
+            SHARED_MEMORY * before + chosen,
+        )
+
+
+class Experience:
+    """Acceptance by kind of prompt, drafter and class of its draft; where drafts end; heads.
+
+    Attributes:
+        heads: whether sessions should have one.
+    """
+
+    def __init__(self) -> None:
+        self.heads = Heads()
+        self._rates: dict[tuple[int, str, str, int], DepthRates] = {}
+        self._goes_on: dict[str, tuple[float, float]] = {}
+
+    def rates(self, longest: int, workload: str, drafter: str, kind: int) -> DepthRates:
+        """Acceptance of drafts of at most ``longest`` tokens, of a class of drafts."""
+        key = longest, workload, drafter, kind
+        if key not in self._rates:
+            first = FIRST_OF_QUICK if kind > 1 or drafter == RELAY else FIRST_OF_MODEL
+            self._rates[key] = DepthRates(longest, first, SHARED_MEMORY)
+        return self._rates[key]
+
+    def goes_on(self, drafter: str) -> float:
+        """Probability that a model's draft goes on after a token, as far as it was asked to."""
+        went, could = self._goes_on.get(drafter, (0.0, 0.0))
+        return (went + PRIOR_DRAFTS) / (could + PRIOR_DRAFTS)
+
+    def went_on(self, drafter: str, nodes: int, asked: int) -> None:
+        """Learn where a draft ended of which ``asked`` tokens were wanted."""
+        went, could = self._goes_on.get(drafter, (0.0, 0.0))
+        ended = nodes < asked
+        self._goes_on[drafter] = (
+            SHARED_MEMORY * went + nodes - 1,
+            SHARED_MEMORY * could + nodes - 1 + ended,
+        )
+
+    # --- for later engines, and others ---------------------------------------------------------
+
+    def document(self) -> dict[str, Any]:
+        """What is known, as JSON values."""
+        return {
+            "version": VERSION,
+            "rates": [[*key, *rates.seen] for key, rates in sorted(self._rates.items())],
+            "goes_on": [[name, *pair] for name, pair in sorted(self._goes_on.items())],
+            "heads": [[*key, *pair] for key, pair in sorted(self.heads.seen.items())],
+        }
+
+    def merge(self, document: Any) -> None:
+        """Add what others know; what both know counts by its number of drafts.
+
+        Raises:
+            InvalidArgument: it is no document of this version; then nothing is added.
+        """
+        rates, goes_on, heads = _checked(document)
+        for (longest, workload, drafter, kind), (tried, hit) in rates.items():
+            self.rates(longest, workload, drafter, kind).add(tried, hit)
+        for name, pair in goes_on.items():
+            self._goes_on[name] = _together(self._goes_on.get(name, (0.0, 0.0)), pair)
+        for key, pair in heads.items():
+            self.heads.seen[key] = _together(self.heads.seen.get(key, (0.0, 0.0)), pair)
+
+
+def experience_of(context: LengthContext) -> Experience:
+    """What the sessions of an engine have learnt together."""
+    return context.shared(("auto", "experience"), Experience)
+
+
+def _together(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    first, second = one[0] + other[0], one[1] + other[1]
+    scale = min(1.0, MOST_WEIGHT / max(first, second, 1e-9))
+    return scale * first, scale * second
+
+
+_Rates = Mapping[tuple[int, str, str, int], tuple[list[float], list[float]]]
+
+
+def _checked(
+    document: Any,
+) -> tuple[_Rates, dict[str, tuple[float, float]], dict[tuple[str, str], tuple[float, float]]]:
+    """The parts of a document.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    try:
+        if document["version"] != VERSION:
+            raise ValueError(f"version {document['version']}")
+        rates = {}
+        for longest, workload, drafter, kind, tried, hit in document["rates"]:
+            if not 0 < longest == len(tried) == len(hit) <= 1024:
+                raise ValueError(f"{len(tried)} rates for drafts of {longest} tokens")
+            key = int(longest), str(workload), str(drafter), int(kind)
+            pairs = [_pair(right, reached) for reached, right in zip(tried, hit, strict=True)]
+            rates[key] = [reached for _, reached in pairs], [right for right, _ in pairs]
+        goes_on = {str(name): _pair(*pair) for name, *pair in document["goes_on"]}
+        heads = {
+            (str(workload), str(head)): _pair(chosen, rounds)[::-1]
+            for workload, head, rounds, chosen in document["heads"]
+        }
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(
+            "experience", str(error), f"a document of version {VERSION}, as it was written"
+        ) from error
+    return rates, goes_on, heads
+
+
+def _pair(part: Any, whole: Any) -> tuple[float, float]:
+    """Two counts of which the first one is a part of the second.
+
+    Raises:
+        ValueError: they are not.
+    """
+    part, whole = float(part), float(whole)
+    if not 0.0 <= part <= whole * (1.0 + 1e-9) <= 2.0 * MOST_WEIGHT * 1024:
+        raise ValueError(f"{part} of {whole}")
+    return part, whole

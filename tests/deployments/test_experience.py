@@ -1,0 +1,96 @@
+"""What method auto learns is kept in a file that replicas share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.config import SpeculationConfig
+from paceline.deployments.experience import ExperienceFile
+from paceline.engine import EngineThread
+from paceline.lengths.experience import experience_of
+from paceline.loading import load_engine
+from paceline.request import Request
+from paceline.sampling import SamplingParams
+
+FINGERPRINT = "a target"
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[EngineThread]]:
+    threads = [EngineThread(load_engine()).start() for _ in range(2)]
+    yield threads
+    for thread in threads:
+        thread.stop()
+
+
+def generate(thread: EngineThread) -> None:
+    request = Request(
+        (1, 2, 3, 1, 2), SamplingParams(max_tokens=64), SpeculationConfig(method="auto")
+    )
+    thread.call(lambda engine: engine.generate([request.prompt_ids], request.params,
+                                               request.speculation)).result(60)  # fmt: skip
+
+
+def known(thread: EngineThread) -> dict[str, object]:
+    return thread.call(lambda engine: experience_of(engine.length_context).document()).result(10)
+
+
+def test_a_replica_learns_what_another_one_has_written(
+    own_cache: Path, replicas: list[EngineThread]
+) -> None:
+    first, second = replicas
+    files = [ExperienceFile(thread, FINGERPRINT) for thread in replicas]
+    generate(first)
+    files[0].exchange()
+    assert known(second)["rates"] == []
+    files[1].exchange()
+    assert known(second)["rates"] == known(first)["rates"] != []
+    before = known(second)
+    for _ in range(3):  # nothing new: nothing counts twice
+        files[1].exchange()
+    assert known(second) == before
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"version": 7}'])
+def test_a_damaged_file_is_replaced(
+    own_cache: Path, replicas: list[EngineThread], content: str
+) -> None:
+    file = ExperienceFile(replicas[0], FINGERPRINT)
+    file.path.parent.mkdir(parents=True)
+    file.path.write_text(content)
+    generate(replicas[0])
+    file.exchange()
+    assert json.loads(file.path.read_text()) == known(replicas[0])
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_else(
+    own_cache: Path, replicas: list[EngineThread], caplog: pytest.LogCaptureFixture
+) -> None:
+    (own_cache / "paceline" / "experience").write_text("a file where the folder should be")
+    file = ExperienceFile(replicas[0], FINGERPRINT)
+    file.exchange()
+    file.exchange()
+    assert caplog.text.count("starts anew after a restart") == 1
+
+
+def test_the_last_exchange_comes_when_it_is_stopped(
+    own_cache: Path, replicas: list[EngineThread]
+) -> None:
+    async def serve() -> ExperienceFile:
+        file = ExperienceFile(replicas[0], FINGERPRINT)
+        task = asyncio.create_task(file.run())
+        async with asyncio.timeout(30):
+            while not await asyncio.to_thread(file.path.exists):  # noqa: ASYNC110  # another's file
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(generate, replicas[0])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return file
+
+    file = asyncio.run(serve())
+    assert json.loads(file.path.read_text())["rates"]

@@ -346,6 +346,7 @@ def run_on_server(
             config,
             prediction=request.prediction,
             return_prompt_token_ids=transcript is not None,
+            return_explanation=True,
             numerics_mismatch=numerics_mismatch,
         ) as generation,
     ):
@@ -371,6 +372,7 @@ def run_on_server(
         "drafter_pid": last.drafter_pid,
         "fingerprint": done.fingerprint,
         "numerics_changed": done.numerics_changed,
+        **({} if last.explanation is None else {"explain": dict(last.explanation)}),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from types import TracebackType
@@ -32,6 +32,7 @@ from paceline.rpc.gen.paceline.v1 import (
 from paceline.rpc.messages import (
     MAX_MESSAGE_BYTES,
     build,
+    explanation_of,
     sampling_to_message,
     speculation_to_message,
     statistics_from_message,
@@ -211,6 +212,7 @@ class Round:
     prompt_token_ids: tuple[int, ...] = ()
     draft: generate_pb2.RoundDraft | None = None  # if the request asks for it
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    explanation: Mapping[str, Any] | None = None  # of method `auto`, if the request asks for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +329,7 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         numerics_changed=reply.numerics_changed,
         prompt_token_ids=tuple(reply.prompt_token_ids),
         draft=reply.draft if reply.HasField("draft") else None,
+        explanation=explanation_of(reply),
     )
 
 
@@ -414,6 +417,7 @@ class _Client(Generic[G]):
         timeout: float | None = None,
         return_draft: bool = False,
         return_prompt_token_ids: bool = False,
+        return_explanation: bool = False,
         numerics_mismatch: str | None = None,
     ) -> G:
         """Start generating; the rounds come as they are committed.
@@ -422,6 +426,7 @@ class _Client(Generic[G]):
             prediction: the expected output; a draft, which never changes the output.
             return_draft: rounds have their drafts (``Round.draft``).
             return_prompt_token_ids: the last round has the prompt's tokens.
+            return_explanation: the last round says what method ``auto`` chose and why.
             numerics_mismatch: when the server is lost and comes back with other numerics,
                 "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
                 as the server's configuration says.
@@ -432,6 +437,7 @@ class _Client(Generic[G]):
         request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
         request.return_draft = return_draft
         request.return_prompt_token_ids = return_prompt_token_ids
+        request.return_explanation = return_explanation
         start, timeout = self._start_generation, timeout or self._timeout
         return self._generation(start, request, timeout, self._resume_s)
 

@@ -17,6 +17,7 @@ from paceline.bounds import LONGEST_TOKEN
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
 from paceline.errors import InvalidArgument
+from paceline.lengths.auto import Auto
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
 from paceline.rpc.access import CallAdmission, Gate
@@ -167,6 +168,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                     reply.fingerprint, reply.numerics_changed = str(self._fingerprint), changed
                     reply.prompt_length = session.prompt_length
                     first = False
+                if finished and request.return_explanation:
+                    _explain(reply, session)
                 if finished and request.return_prompt_token_ids:
                     reply.prompt_token_ids.extend(prompt_ids)
                 if drafts is not None and event.outcome is not None:
@@ -363,3 +366,13 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 reply.drafter_address, reply.drafter_pid = drafter.location(session.session_id)
             else:
                 reply.drafter_pid = os.getpid()
+
+
+def _explain(reply: generate_pb2.GenerateReply, session: Session) -> None:
+    """Add what method ``auto`` chose; nothing for other methods."""
+    controller = session.length_controller
+    if isinstance(controller, Auto):
+        why = controller.explain()
+        for name, drafter in why.pop("drafters").items():
+            reply.explanation.drafters[name].MergeFrom(generate_pb2.DrafterExplanation(**drafter))
+        reply.explanation.MergeFrom(generate_pb2.Explanation(**why))

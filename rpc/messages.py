@@ -20,7 +20,7 @@ from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
 from paceline.knobs import Knobs
 from paceline.numerics import Fingerprint, check_mismatch, mismatch
-from paceline.rpc.gen.paceline.v1 import common_pb2
+from paceline.rpc.gen.paceline.v1 import common_pb2, generate_pb2
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
 from paceline.types import EMPTY_DRAFT, Draft, DraftProbs
@@ -290,3 +290,25 @@ def statistics_from_message(message: common_pb2.Statistics) -> SessionStatistics
     if message.HasField("first_token_seconds"):
         stats.first_token_at = message.first_token_seconds
     return stats
+
+
+def explanation_of(reply: generate_pb2.GenerateReply) -> dict[str, Any] | None:
+    """What method ``auto`` chose and why, as :meth:`paceline.lengths.auto.Auto.explain` has it."""
+    if not reply.HasField("explanation"):
+        return None
+    why = reply.explanation
+    return {
+        "workload": why.workload,
+        "ar_rounds": why.ar_rounds,
+        "ar_round_ms": why.ar_round_ms,
+        "last": why.last,
+        "drafters": {
+            name: {
+                "rounds": drafter.rounds,
+                "accepted": drafter.accepted,
+                "acceptance": list(drafter.acceptance),
+                "promised_tokens_per_second": drafter.promised_tokens_per_second,
+            }
+            for name, drafter in sorted(why.drafters.items())
+        },
+    }

@@ -137,6 +137,23 @@ class CompletionChoice(_Choice):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class DrafterExplanation(Answered):
+    rounds: int
+    accepted: int
+    acceptance: list[float]
+    promised_tokens_per_second: float
+
+
+class Explanation(Answered):
+    """What method `auto` chose, and why (`return_explanation`)."""
+
+    workload: str
+    ar_rounds: int
+    ar_round_ms: float
+    last: str
+    drafters: dict[str, DrafterExplanation]
+
+
 class _Whole(Answered):
     id: str
     created: int
@@ -145,6 +162,7 @@ class _Whole(Answered):
     usage: Usage
     metrics: RequestMetrics
     numerics: Numerics
+    explanations: list[Explanation | None] | None = None
 
 
 class CompletionObject(_Whole):

@@ -26,7 +26,7 @@ from paceline.drafters.predicted_outputs import method_with_prediction
 from paceline.errors import InvalidArgument
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import common_pb2, generate_pb2
-from paceline.rpc.messages import sampling_to_message, speculation_to_message
+from paceline.rpc.messages import explanation_of, sampling_to_message, speculation_to_message
 from paceline.sampling import MAX_SEED, SamplingParams
 
 Body = dict[str, Any]
@@ -154,7 +154,7 @@ class Answer(ABC):
             return
         more: Body = {}
         if self.finished and not self.body.wants_usage:
-            more["metrics"] = self._metrics()
+            more = {"metrics": self._metrics(), **self._explanations()}
         piece = self.piece(choice, reply)
         if reply.HasField("draft"):
             piece["round"] = choice.rounds[-1]
@@ -209,6 +209,7 @@ class Answer(ABC):
                 message.CopyFrom(prompt)
                 message.sampling.CopyFrom(sampling_to_message(params))
                 message.return_draft = bool(self.body.return_rounds)
+                message.return_explanation = bool(self.body.return_explanation)
                 message.numerics_mismatch = self.body.numerics_mismatch or ""
                 if speculation is not None:
                     message.speculation.CopyFrom(speculation)
@@ -262,12 +263,15 @@ class Answer(ABC):
         return best
 
     def closing(self) -> Body:
-        """The keys that are known at the end: usage, metrics and numerics."""
+        """The keys that are known at the end: usage, metrics, numerics and explanations."""
         numerics = {
             "fingerprints": list(dict.fromkeys(choice.fingerprint for choice in self.choices)),
             "changed": any(choice.numerics_changed for choice in self.choices),
         }
-        return {"usage": self._usage(), "metrics": self._metrics(), "numerics": numerics}
+        return {
+            "usage": self._usage(), "metrics": self._metrics(), "numerics": numerics,
+            **self._explanations(),
+        }  # fmt: skip
 
     def token_name(self, entry: TokenEntry) -> str:
         """The name of a token in log-probabilities."""
@@ -324,6 +328,12 @@ class Answer(ABC):
                 "rejected_prediction_tokens": sum(r.prediction_length for r in last) - predicted,
             },
         }
+
+    def _explanations(self) -> Body:
+        """What method `auto` chose for each choice, and why, where the request asks for it."""
+        if not self.body.return_explanation:
+            return {}
+        return {"explanations": [explanation_of(reply) for reply in self._last]}
 
     def _metrics(self) -> Body:
         if self.method == "ar":

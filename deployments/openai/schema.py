@@ -174,6 +174,7 @@ class _Request(Body):
     return_token_ids: Flag | None = None
     return_tokens_as_token_ids: Flag | None = None
     return_rounds: Flag | None = None
+    return_explanation: Flag | None = None
     numerics_mismatch: Literal["refuse", "allow"] | None = None
     speculation: dict[str, Any] | None = None
     prediction: PredictedOutput | None = None

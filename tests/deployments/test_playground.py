@@ -113,6 +113,21 @@ def test_rounds_say_what_was_drafted(
     assert not eventually(lambda: bool(target.engine.sessions), 0)
 
 
+def test_auto_says_what_it_chose(url: str) -> None:
+    request: dict[str, Any] = {"prompt": "def load(path):\n", "speculation": {"method": "auto"}}
+    whole = complete(url, return_explanation=True, return_rounds=True, **request)
+    (why,) = whole["explanations"]
+    used = sum(drafter["rounds"] for drafter in why["drafters"].values())
+    assert 0 < why["ar_rounds"] + used <= len(whole["choices"][0]["rounds"])
+    assert {"suffix", "prompt_lookup", "draft_model"} <= why["drafters"].keys()
+    assert all(0 <= rate <= 1 for d in why["drafters"].values() for rate in d["acceptance"])
+    chunks = complete(url, return_explanation=True, stream=True, **request)["chunks"]
+    assert chunks[-1]["explanations"][0]["workload"] == why["workload"]
+    request["speculation"] = {"method": "prompt_lookup"}
+    assert complete(url, return_explanation=True, **request)["explanations"] == [None]
+    assert "explanations" not in complete(url, **request)
+
+
 # --- the files ------------------------------------------------------------------------------------
 
 

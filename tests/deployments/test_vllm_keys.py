@@ -481,7 +481,8 @@ EXAMPLES: dict[str, Any] = {
     "logits_processors": ["x"], "request_id": "x", "user": "x", "metadata": {"x": "y"},
     "store": True, "service_tier": "flex", "safety_identifier": "x", "prompt_cache_key": "x",
     "prompt_cache_options": {}, "prompt_cache_retention": "24h",
-    "speculation": {"method": "ar"}, "return_rounds": True, "numerics_mismatch": "allow",
+    "speculation": {"method": "ar"}, "return_rounds": True, "return_explanation": True,
+    "numerics_mismatch": "allow",
 }  # fmt: skip
 BESIDE: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},

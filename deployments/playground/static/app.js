@@ -155,6 +155,7 @@ async function follow(run, chunks) {
         if (choice.round) run.add(choice.round);
         reason = choice.finish_reason ?? reason;
       }
+      if (chunk.explanations?.[0]) run.explain(chunk.explanations[0]);
     }
     run.say(reason === "length" ? "reached max tokens" : "finished", "done");
   } catch (error) {

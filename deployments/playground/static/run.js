@@ -19,6 +19,7 @@ export class Run {
     this.place = find(".place");
     this.told = find(".told");
     this.tree = find(".tree");
+    this.why = find(".why");
     this.figures = Object.fromEntries(
       [...this.element.querySelectorAll("[data-figure]")].map((e) => [e.dataset.figure, e]),
     );
@@ -61,6 +62,7 @@ export class Run {
     this.text.replaceChildren();
     this.tree.replaceChildren();
     this.told.textContent = "\u00a0";
+    this.why.hidden = true;
     this.say("");
     this.draw();
   }
@@ -96,6 +98,31 @@ export class Run {
     this.spans.push(spans);
     this.text.append(...spans);
     this.scheduleDraw();
+  }
+
+  /** Show what method auto chose in this generation, and why. */
+  explain({ workload, ar_rounds, ar_round_ms, drafters }) {
+    this.why.querySelector("caption").textContent =
+      `What auto chose (prompt: ${workload}). Without a draft: ${ar_rounds} rounds, ${number(ar_round_ms, 1)} ms each.`;
+    const rows = Object.entries(drafters).sort(([, a], [, b]) => b.rounds - a.rounds);
+    this.why.querySelector("tbody").replaceChildren(
+      ...rows.map(([name, of]) => {
+        const row = document.createElement("tr");
+        const cells = [
+          name, number(of.rounds, 0), number(of.accepted, 0),
+          of.acceptance.length ? `${number(100 * of.acceptance[0], 0)} %` : "–",
+          of.promised_tokens_per_second ? number(of.promised_tokens_per_second, 0) : "–",
+        ];
+        row.append(...cells.map((text, i) => {
+          const cell = document.createElement(i ? "td" : "th");
+          if (!i) cell.scope = "row";
+          cell.textContent = text;
+          return cell;
+        }));
+        return row;
+      }),
+    );
+    this.why.hidden = false;
   }
 
   /** Tokens per second after the first round, by the server's clock; NaN before the second. */

@@ -54,6 +54,7 @@ export async function* generate(kind, prompt, body, key, signal) {
       ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
       stream: true,
       return_rounds: true,
+      return_explanation: true,
     }),
   });
   let complete = false;

@@ -35,6 +35,7 @@ class GenerateRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_MISMATCH_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RETURN_EXPLANATION_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
     add_special_tokens: _builtins.bool
@@ -56,6 +57,8 @@ class GenerateRequest(_message.Message):
     """
     return_prompt_token_ids: _builtins.bool
     """The last reply has the ids of the prompt's tokens."""
+    return_explanation: _builtins.bool
+    """The last reply says what method `auto` chose and why (GenerateReply.explanation)."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Each id in [0, vocab_size)."""
@@ -91,10 +94,11 @@ class GenerateRequest(_message.Message):
         fingerprint: _builtins.str = ...,
         numerics_mismatch: _builtins.str = ...,
         return_prompt_token_ids: _builtins.bool = ...,
+        return_explanation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -135,6 +139,7 @@ class GenerateReply(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """1, 2, ...; 0 in a last reply without tokens (the session has ended outside of a round)."""
     num_accepted: _builtins.int
@@ -190,6 +195,12 @@ class GenerateReply(_message.Message):
         has no logprob. They come before the first tokens, in replies of their own with round 0.
         """
 
+    @_builtins.property
+    def explanation(self) -> Global___Explanation:
+        """Where GenerateRequest.return_explanation asks for it and the method is `auto`. A generation that
+        went on elsewhere is explained from there on.
+        """
+
     def __init__(
         self,
         *,
@@ -213,16 +224,108 @@ class GenerateReply(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
+        explanation: Global___Explanation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "explanation", b"explanation", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "explanation", b"explanation", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stop_cause: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stop_cause: _TypeAlias = _typing.Literal["stop_cause", b"stop_cause"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_cause) -> _WhichOneofReturnType_stop_cause | None: ...
 
 Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
+
+@_typing.final
+class Explanation(_message.Message):
+    """What method `auto` chose in the rounds of a generation, and why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DraftersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___DrafterExplanation: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___DrafterExplanation | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WORKLOAD_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    AR_ROUNDS_FIELD_NUMBER: _builtins.int
+    AR_ROUND_MS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    workload: _builtins.str
+    """What the prompt looks like: "short", "long" or "prediction", and whether tokens are sampled."""
+    last: _builtins.str
+    """Drafter of the last round; "ar" without a draft."""
+    ar_rounds: _builtins.int
+    """Rounds without a draft, and the milliseconds of one."""
+    ar_round_ms: _builtins.float
+    @_builtins.property
+    def drafters(self) -> _containers.MessageMap[_builtins.str, Global___DrafterExplanation]: ...
+    def __init__(
+        self,
+        *,
+        workload: _builtins.str = ...,
+        last: _builtins.str = ...,
+        ar_rounds: _builtins.int = ...,
+        ar_round_ms: _builtins.float = ...,
+        drafters: _abc.Mapping[_builtins.str, Global___DrafterExplanation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ar_round_ms", b"ar_round_ms", "ar_rounds", b"ar_rounds", "drafters", b"drafters", "last", b"last", "workload", b"workload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class DrafterExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    PROMISED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    """Rounds in which it was chosen, and its tokens that were accepted in them."""
+    accepted: _builtins.int
+    promised_tokens_per_second: _builtins.float
+    """What it promised when it was last considered."""
+    @_builtins.property
+    def acceptance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Probability that its token at each depth is right, given those before it."""
+
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+        acceptance: _abc.Iterable[_builtins.float] | None = ...,
+        promised_tokens_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "accepted", b"accepted", "promised_tokens_per_second", b"promised_tokens_per_second", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterExplanation: _TypeAlias = DrafterExplanation  # noqa: Y015
 
 @_typing.final
 class RoundDraft(_message.Message):

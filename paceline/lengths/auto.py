@@ -108,7 +108,8 @@ class _Known:
             line = self._draft[key] = Line()
             for depth in (1, 4):
                 line.add(depth, costs.draft(depth, load.num_running))
-        return None if line is None else line.fit(least_spread=2.0)
+        # One draft may have been disturbed, and a model that looks dear would not be asked again.
+        return None if line is None or line.weight < 1.5 else line.fit(least_spread=2.0)
 
     def _measured(self, drafter: str) -> RoundCosts | None:
         """The costs measured before the first round, if this drafter was among them."""

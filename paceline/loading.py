@@ -19,12 +19,12 @@ from paceline.memory import give_back
 from paceline.methods import DRAFTERS
 from paceline.model_names import resolve_heads, resolve_model
 from paceline.models import kernels
+from paceline.models.architectures import MODEL_TYPES
 from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary, heads_folder
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
-from paceline.models.llama_config import MODEL_TYPES
 from paceline.numerics import refuse_portable
 from paceline.profile import LoadCosts, profile_key
 from paceline.target import ModelTarget

@@ -70,6 +70,29 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_sliding": ("mistral", _LLAMA_SIZES | {"num_key_value_heads": 2, "sliding_window": 16}),
     "qwen2": ("qwen2", _LLAMA_SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", _LLAMA_SIZES | {"num_key_value_heads": 2, "head_dim": 32}),
+    "gpt_oss": (
+        "gpt_oss",
+        _LLAMA_SIZES
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "sliding_window": 16,
+            "swiglu_limit": 1.0,  # what a small random model comes near to
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "gpt2": (
         "gpt2",
         {
@@ -101,7 +124,82 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", _GEMMA_SIZES),
     "gemma2": (
         "gemma2",
-        _GEMMA_SIZES | {"sliding_window": 16, "num_hidden_layers": 4, "tie_word_embeddings": False},
+        _GEMMA_SIZES
+        | {
+            "sliding_window": 16,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": False,
+            # Caps that scores and logits of a small random model come near to.
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 10.0,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _GEMMA_SIZES
+        | {
+            "sliding_window": 12,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo2": ("olmo2", _LLAMA_SIZES | {"num_key_value_heads": 2}),
+    "granite": (
+        "granite",
+        _LLAMA_SIZES
+        | {
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "smollm3": (
+        "smollm3",
+        _LLAMA_SIZES
+        | {
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+        },
+    ),
+    "phi3": (
+        "phi3",
+        _LLAMA_SIZES
+        | {
+            "num_key_value_heads": 2,
+            "original_max_position_embeddings": 256,
+            "sliding_window": 40,
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.5, 2.0],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+            },
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _LLAMA_SIZES
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     ),
     "gpt_neox": (
         "gpt_neox",
@@ -135,13 +233,25 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# One checkpoint of each architecture that declares differences from Llama.
+DIFFERENT_KINDS = (
+    "olmo2",
+    "granite",
+    "smollm3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "qwen3_moe",
+    "gpt_oss",
+)
 _FAST_PATH_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FAST_PATH_KINDS = (
     *(kind for kind, (model_type, _) in _KINDS.items() if model_type in _FAST_PATH_TYPES),
+    *DIFFERENT_KINDS,
     "llama_sharded",
     "llama_legacy_rope",
 )
-GENERAL_PATH_KINDS = ("gpt2", "opt", "gemma", "gemma2", "gpt_neox", "bloom", "mamba")
+GENERAL_PATH_KINDS = ("gpt2", "opt", "gemma", "gpt_neox", "bloom", "mamba")
 
 
 def _legacy_rope(folder: Path) -> None:
@@ -222,6 +332,8 @@ def _random_values(
     noise = torch.randn(parameter.shape, generator=generator)
     if "A_log" in name:
         return parameter  # decay rates of a state-space model: only their own values are stable
+    if name.endswith("sinks"):
+        return noise
     if parameter.dim() < 2:
         # Biases are small (a large one in the last norm would favour one token everywhere); a
         # norm's weights spread around what the model starts from, 1 or Gemma's 0.

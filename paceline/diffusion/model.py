@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.models.architectures import PLAIN_MODEL_TYPES
 from paceline.models.llama_config import LlamaConfig
 
 Tensor = torch.Tensor
@@ -73,7 +74,7 @@ class MaskedModel:
             ModelNotFound: a file or a key is missing.
         """
         folder = Path(folder)
-        config = LlamaConfig.from_folder(folder)
+        config = LlamaConfig.from_folder(folder, PLAIN_MODEL_TYPES)
         file = folder / "model.safetensors"
         if not file.exists():
             raise ModelNotFound(f"{file} does not exist")

@@ -150,6 +150,10 @@ class CudaOps(TorchOps):
         delta = None  # what is still to be added to x
         for i in range(first, last):
             layer = stack.layers[i]
+            assert layer.input_norm is not None
+            assert layer.post_norm is not None
+            assert layer.gate_up is not None
+            assert layer.down is not None
             normed = self._add_rmsnorm(x, delta, layer.input_norm, stack.eps)
             qkv = self.linear(normed, layer.qkv, layer.qkv_bias)
             self._rope_store_fused(stack, layer, qkv, keys[i], values[i], rows)
@@ -235,8 +239,9 @@ def fused_ops(stack: Stack, by_row: bool) -> TorchOps:
     Args:
         stack: of the model, on its device. Its first layer is what is tried.
     """
-    dtype = stack.layers[0].input_norm.dtype
-    if not CudaOps.supports(dtype, stack.head_dim, stack.hidden_size):
+    dtype = stack.layers[0].qkv.data.dtype
+    fits = CudaOps.supports(dtype, stack.head_dim, stack.hidden_size)
+    if not fits or not stack.is_plain:  # the kernels compute no declared differences
         return TorchOps(by_row)
     reason = "switched off by PACELINE_KERNELS=off"
     if os.environ.get("PACELINE_KERNELS", "on") != "off":
@@ -260,7 +265,7 @@ def check(ops: TorchOps, stack: Stack) -> None:
             depends on its neighbours where it must not.
     """
     layer = stack.layers[0]
-    dtype, device = layer.input_norm.dtype, layer.input_norm.device
+    dtype, device = layer.qkv.data.dtype, layer.qkv.data.device
     trial = replace(stack, layers=tuple(replace(layer, window=window) for window in (None, 9)))
     pool = KVPool(2, 255, stack.num_kv_heads, stack.head_dim, dtype, device)
     rows = _trial_rows(pool, len(stack.cos_sin))

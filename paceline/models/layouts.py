@@ -124,7 +124,7 @@ class StoredTensor:
         """Some columns of a matrix. Errors: as of :meth:`read`."""
         return np.ascontiguousarray(self.read((slice(None), columns)).numpy())
 
-    def read(self, rows: slice | tuple[slice, slice] = slice(None)) -> torch.Tensor:
+    def read(self, rows: slice | tuple[slice, ...] = slice(None)) -> torch.Tensor:
         """Some of its rows, mapped: a caller that keeps them should copy them.
 
         Each call maps the file anew, so that its pages leave memory together with the rows.

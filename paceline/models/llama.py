@@ -1,4 +1,5 @@
-"""The fast path: Llama, Mistral, Qwen2 and Qwen3 checkpoints in Hugging Face format.
+"""The fast path: checkpoints in Hugging Face format of Llama and of architectures much like it
+(:mod:`paceline.models.architectures`).
 
 One packed forward serves any mix of prompts, chains and trees of any number of sequences. Rows of
 all of them lie behind one another; only attention knows where a row's context is. With
@@ -105,7 +106,8 @@ class LlamaRunner:
 
     def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: str) -> Ops:
         config = self.config
-        widths = config.head_dim, config.hidden_size, config.intermediate_size
+        sizes = {routing.size for routing in config.routings if routing is not None}
+        widths = config.head_dim, config.hidden_size, config.intermediate_size, *sizes
         if NativeOps.supports(self.dtype, self.device, *widths):
             try:
                 return NativeOps(self.dtype, int8=int8, numerics=numerics)
@@ -229,7 +231,7 @@ class LlamaRunner:
         if Need.LAYER_STATES in wants:
             assert states is not None
             extras[Need.LAYER_STATES] = states.transpose(0, 1)
-        logits = self._ops.linear(hidden, weights.head).float()
+        logits = self._ops.logits(stack, hidden, weights.head)
         return ForwardResult(logits, batch.row_offsets, extras, batch.extra_offsets, selected)
 
     def _replay(self, batch: PackedBatch) -> Tensor | None:
@@ -271,8 +273,7 @@ class LlamaRunner:
     @property
     def products(self) -> list[Weight]:
         """The weights that a forward multiplies with, the output layer last."""
-        layers = self._weights.stack.layers
-        of_layers = [w for each in layers for w in (each.qkv, each.out, each.gate_up, each.down)]
+        of_layers = [w for layer in self._weights.stack.layers for w in layer.products()]
         return [*of_layers, self._weights.head]
 
     def logits_of_hidden(self, hidden: Tensor) -> Tensor:
@@ -280,7 +281,7 @@ class LlamaRunner:
 
         # [num_rows, hidden_size] -> [num_rows, vocab_size] float32
         """
-        return self._ops.linear(hidden.contiguous(), self._weights.head).float()
+        return self._ops.logits(self._weights.stack, hidden.contiguous(), self._weights.head)
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Logits of a residual stream, through the shared norm and head.

@@ -1,17 +1,25 @@
-"""config.json of Llama, Mistral, Qwen2 and Qwen3 checkpoints."""
+"""config.json of the fast path's checkpoints: Llama and the architectures that are much like it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.models.architectures import (
+    ARCHITECTURES,
+    MODEL_TYPES,
+    PLAIN_MODEL_TYPES,
+    Architecture,
+)
+from paceline.models.config_values import count_of, flag_of, number_of
+from paceline.models.differences import LLAMA, Differences, Rope, Routing
 from paceline.models.int4 import int4_format
 from paceline.models.layouts import check_quantization, listed, read_config
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+from paceline.models.mxfp4 import has_mxfp4_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +43,58 @@ class LlamaConfig:
     out_bias: bool = False  # of the projection behind attention
     mlp_bias: bool = False
     head_norms: bool = False  # queries and keys are normed in each head
+    differs: Differences = LLAMA
+    local_rope: dict[str, Any] | None = None
+    ropes: tuple[Rope | None, ...] = ()  # table of each layer, None = no positions; (): global
+    routings: tuple[Routing | None, ...] = ()  # experts of each layer, None = dense; (): none
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether layers are Llama's: biases, norms of heads and windows are all they choose."""
+        return self.model_type in PLAIN_MODEL_TYPES
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that positions rotate, the first ones."""
+        return int(self.head_dim * (self.rope.get("partial_rotary_factor") or 1))
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The table that a layer takes; None where it has no positions."""
+        return self.ropes[layer] if self.ropes else "global"
+
+    def routing_of(self, layer: int) -> Routing | None:
+        """How tokens choose experts in a layer; None for a dense one."""
+        return self.routings[layer] if self.routings else None
 
     @property
     def head_layers(self) -> float:
-        """Weights of the output layer over those of one decoder layer."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = 2 * (q_size + kv_size) + 3 * self.intermediate_size  # each times hidden_size
-        return self.vocab_size / layer
+        """Weights of the output layer over those that a token multiplies with in a layer."""
+        return self.vocab_size * self.hidden_size * self.num_layers / self._layer_weights(True)
 
     @property
     def num_weights(self) -> int:
         """Of all matrices, a tied embedding counted once."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = (2 * (q_size + kv_size) + 3 * self.intermediate_size) * self.hidden_size
         tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * layer + tables
+        return self._layer_weights(False) + tables
+
+    def _layer_weights(self, of_token: bool) -> int:
+        """Of all layers; of the experts all, or those that a token takes."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        total = 2 * (q_size + kv_size) * self.num_layers
+        for routing in self.routings or (None,) * self.num_layers:
+            if routing is None:
+                total += 3 * self.intermediate_size
+            else:
+                experts = routing.top if of_token else routing.count
+                total += routing.count + 3 * routing.size * experts
+        return total * self.hidden_size
 
     @staticmethod
-    def from_folder(folder: Path) -> LlamaConfig:
+    def from_folder(folder: Path, types: Sequence[str] = MODEL_TYPES) -> LlamaConfig:
         """Read config.json.
+
+        Args:
+            types: model types to take.
 
         Raises:
             ModelNotFound: the file is missing or lacks a key.
@@ -61,60 +102,82 @@ class LlamaConfig:
         """
         raw = read_config(folder)
         try:
-            return LlamaConfig.from_dict(raw)
+            return LlamaConfig.from_dict(raw, types)
         except KeyError as error:
             raise ModelNotFound(f"{folder}/config.json lacks {error}") from error
 
     @staticmethod
-    def from_dict(raw: dict[str, Any]) -> LlamaConfig:
+    def from_dict(raw: dict[str, Any], types: Sequence[str] = MODEL_TYPES) -> LlamaConfig:
         """Read a parsed config.json.
+
+        Args:
+            types: as of :meth:`from_folder`.
 
         Raises:
             KeyError: it lacks a key.
             InvalidArgument: as :meth:`from_folder`.
         """
         model_type = raw["model_type"]
-        if model_type not in MODEL_TYPES:
-            raise InvalidArgument("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
-        if int4_format(raw) is None:
+        if model_type not in types:
+            raise InvalidArgument("model_type", model_type, f"one of {', '.join(types)}")
+        kind = ARCHITECTURES[model_type]
+        if int4_format(raw) is None and not has_mxfp4_experts(raw):
             check_quantization(raw)
         for key, neutral in _NEUTRAL.items():
-            if key in raw and raw[key] not in neutral:
+            if key in raw and key not in kind.reads and raw[key] not in neutral:
                 allowed = f"{json.dumps(neutral[0])}, the only value that the fast path computes"
                 raise InvalidArgument(key, raw[key], allowed)
         # transformers' defaults for missing keys differ between the model types.
-        raw = _DEFAULTS[model_type] | raw
-        heads, hidden = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
-        kv_heads = _count(raw, "num_key_value_heads", heads)
+        raw = kind.defaults | raw
+        heads, hidden = count_of(raw, "num_attention_heads"), count_of(raw, "hidden_size")
+        kv_heads = count_of(raw, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise InvalidArgument("num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
         if raw.get("head_dim") is None and hidden % heads:
             raise InvalidArgument("hidden_size", hidden, f"a multiple of {heads} heads")
-        head_dim = _count(raw, "head_dim", hidden // heads)
+        head_dim = count_of(raw, "head_dim", hidden // heads)
         if head_dim % 2:
             raise InvalidArgument("head_dim", head_dim, "an even number: positions rotate pairs")
-        layers, context = _count(raw, "num_hidden_layers"), _count(raw, "max_position_embeddings")
-        # Llama and Qwen3 have biases by choice, Qwen2 always, Mistral never.
-        by_choice = model_type in ("llama", "qwen3") and _flag(raw, "attention_bias")
-        return LlamaConfig(
+        layers = count_of(raw, "num_hidden_layers")
+        context = count_of(raw, "max_position_embeddings")
+        by_choice = kind.qkv_bias is None and flag_of(raw, "attention_bias")
+        windows = _windows(raw, kind, layers, context)
+        local = kind.local_rope(raw)
+        routings = tuple(kind.routing(raw, i) for i in range(layers))
+        ropes = tuple(kind.rope(raw, i, window is not None) for i, window in enumerate(windows))
+        rope = _rope(kind.global_rope(raw), kind, context)
+        if rope["rope_type"] == "longrope":
+            # Longer texts would need other frequencies from their first token on.
+            context = min(context, rope["original_max_position_embeddings"])
+        config = LlamaConfig(
             model_type=model_type,
-            vocab_size=_count(raw, "vocab_size"),
+            vocab_size=count_of(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_count(raw, "intermediate_size"),
+            intermediate_size=count_of(raw, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             context_length=context,
             rms_norm_eps=_epsilon(raw),
-            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
-            rope=_rope(raw),
-            windows=_windows(raw, layers, context),
-            qkv_bias=by_choice or model_type == "qwen2",
-            out_bias=by_choice,
-            mlp_bias=model_type == "llama" and _flag(raw, "mlp_bias"),
-            head_norms=model_type == "qwen3",
+            tie_word_embeddings=flag_of(raw, "tie_word_embeddings"),
+            rope=rope,
+            windows=windows,
+            qkv_bias=by_choice or bool(kind.qkv_bias),
+            out_bias=by_choice and kind.out_bias is None,
+            mlp_bias=kind.mlp_bias and flag_of(raw, "mlp_bias"),
+            head_norms=kind.head_norms,
+            differs=kind.differences(raw),
+            local_rope=None if local is None else _rope(local, kind, context),
+            ropes=ropes if {*ropes} != {"global"} else (),
+            routings=routings if any(routings) else (),
         )
+        if config.rotary_dim % 2 or not 0 < config.rotary_dim <= head_dim:
+            factor = rope.get("partial_rotary_factor")
+            raise InvalidArgument(
+                "partial_rotary_factor", factor, f"at most 1, and an even part of {head_dim}"
+            )
+        return config
 
 
 # Keys that change what other models compute, and the values under which they change nothing.
@@ -135,25 +198,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False, None),
     "no_rope_layers": (None, []),
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
-    },
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {
-        "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
-        "head_dim": 128,
-    },
-}  # fmt: skip
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-
-
-def _count(raw: dict[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    value = raw[key] if default is None or raw.get(key) is not None else default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidArgument(key, value, f"an integer of {least} or more")
-    return value
 
 
 def _epsilon(raw: dict[str, Any]) -> float:
@@ -163,14 +207,7 @@ def _epsilon(raw: dict[str, Any]) -> float:
     return float(value)
 
 
-def _flag(raw: dict[str, Any], key: str) -> bool:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidArgument(key, value, "true or false")
-    return bool(value)
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+def _rope(raw: dict[str, Any], model: Architecture, context: int) -> dict[str, Any]:
     """The rotary embedding's parameters: rope_parameters, or the older rope_theta and
     rope_scaling."""
     scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
@@ -182,38 +219,46 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     names = [rope[key] for key in ("rope_type", "type") if rope.get(key)] or ["default"]
     if names[0] != names[-1]:
         raise InvalidArgument("rope_parameters.type", names[-1], f"{names[0]}, as in rope_type")
-    kind = names[0]
-    if kind not in _ROPE_TYPES:
-        raise InvalidArgument("rope_type", kind, f"one of {', '.join(_ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise InvalidArgument(
-            "rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], "1"
-        )
+    kind = "longrope" if names[0] == "su" else names[0]  # its first name
+    if kind not in model.ropes:
+        raise InvalidArgument("rope_type", names[0], f"one of {', '.join(model.ropes)}")
+    key = "partial_rotary_factor"
+    if key in model.reads:
+        inside = rope if rope.get(key) is not None else raw
+        rope = rope | {key: number_of(inside, key, 1.0)}
+    elif rope.get(key) not in (None, 1):
+        raise InvalidArgument(f"rope_parameters.{key}", rope[key], "1")
     rope = {"rope_theta": raw.get("rope_theta", 10000.0), **rope, "rope_type": kind}
     original = raw.get("original_max_position_embeddings")
-    if original is not None and kind in ("llama3", "yarn"):
+    if original is not None and kind in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = original  # before that in rope_parameters
+    if kind == "longrope":
+        original = count_of(rope, "original_max_position_embeddings")
+        if rope.get("factor") is None:
+            rope["factor"] = context / original
     return rope
 
 
-def _windows(raw: dict[str, Any], layers: int, context: int) -> tuple[int | None, ...]:
+def _windows(
+    raw: dict[str, Any], model: Architecture, layers: int, context: int
+) -> tuple[int | None, ...]:
     """The sliding window of each layer; None for one that attends to everything."""
     model_type, window = raw["model_type"], raw.get("sliding_window")
     full, sliding = "full_attention", "sliding_attention"
-    if model_type.startswith("qwen") and not _flag(raw, "use_sliding_window"):
+    if model.window_flag and not flag_of(raw, "use_sliding_window"):
         window = None
     if window is not None:
-        window = _count(raw, "sliding_window")
-    if model_type == "llama":
+        window = count_of(raw, "sliding_window")
+    if model.slides is None:
         if window is not None and window < context and raw.get("use_sliding_window", True):
             raise InvalidArgument(
                 "sliding_window", window, f"null: models of type {model_type} have no window"
             )
         window = None
-    first = 0
-    if model_type.startswith("qwen"):
-        first = _count(raw, "max_window_layers", 28, least=0)
-    usual = [full if window is None or i < first else sliding for i in range(layers)]
+    slides = [
+        window is not None and bool(model.slides and model.slides(raw, i)) for i in range(layers)
+    ]
+    usual = [sliding if each else full for each in slides]
     kinds = raw.get("layer_types") or usual
     if not isinstance(kinds, list):
         raise InvalidArgument("layer_types", kinds, f"a list of {full} and {sliding}")
@@ -222,7 +267,7 @@ def _windows(raw: dict[str, Any], layers: int, context: int) -> tuple[int | None
         raise InvalidArgument("layer_types", unknown[0], f"{full} or {sliding}")
     if len(kinds) != layers:
         raise InvalidArgument("layer_types", f"{len(kinds)} entries", f"{layers}, one each layer")
-    if kinds != usual and (window is None or model_type == "mistral"):
+    if kinds != usual and (window is None or not model.layer_types):
         raise InvalidArgument(
             "layer_types", listed(set(kinds)),
             f"{usual[0]} in all layers, which is what sliding_window says for {model_type}",

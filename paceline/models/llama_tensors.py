@@ -1,4 +1,4 @@
-"""The tensors of Llama, Mistral, Qwen2 and Qwen3 checkpoints: names, shapes, and reading them."""
+"""The tensors of the fast path's checkpoints: names, shapes, and reading them."""
 
 from __future__ import annotations
 
@@ -21,42 +21,76 @@ from paceline.models.layouts import (
     stored_tensors,
 )
 from paceline.models.llama_config import LlamaConfig
+from paceline.models.mxfp4 import ExpertTensor, has_mxfp4_experts, split_experts
 from paceline.models.quants import QUANT_TYPES, Quantised, read_blocks
 from paceline.models.rope import scaled_frequencies
 
 Tensor = torch.Tensor
-Stored = StoredTensor | GgufTensor | Int4Tensor
+FloatTensor = StoredTensor | ExpertTensor
+Stored = FloatTensor | GgufTensor | Int4Tensor
+
+
+def norm_names(config: LlamaConfig) -> dict[str, str]:
+    """The norms of a layer's residual stream: field of a Layer -> name in checkpoints."""
+    if not config.differs.output_norms:
+        return {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+    names = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+    if config.differs.input_norms:
+        names |= {"input_norm": "input_layernorm", "post_norm": "pre_feedforward_layernorm"}
+    return names
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight of a model, as transformers names them."""
-    hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-    linears = {  # name: outputs, inputs, has a bias
+    attention = {  # name: outputs, inputs, has a bias
         "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
         "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, config.out_bias),
-        "mlp.gate_proj": (ffn, hidden, config.mlp_bias),
-        "mlp.up_proj": (ffn, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, ffn, config.mlp_bias),
     }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.differs.fused:
+        for letter in "qkv":
+            del attention[f"self_attn.{letter}_proj"]
+        attention["self_attn.qkv_proj"] = q_size + 2 * kv_size, hidden, config.qkv_bias
+    norms = dict.fromkeys(norm_names(config).values(), hidden)
     if config.head_norms:
-        norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
+        wide = config.differs.wide_norms
+        norms["self_attn.q_norm"] = q_size if wide else dim
+        norms["self_attn.k_norm"] = kv_size if wide else dim
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     for i in range(config.num_layers):
-        for name, (outputs, inputs, has_bias) in linears.items():
+        for name, (outputs, inputs, has_bias) in (attention | _mlp_linears(config, i)).items():
             shapes[f"model.layers.{i}.{name}.weight"] = outputs, inputs
             if has_bias:
                 shapes[f"model.layers.{i}.{name}.bias"] = (outputs,)
         shapes |= {f"model.layers.{i}.{name}.weight": (size,) for name, size in norms.items()}
+        if config.differs.sinks:
+            shapes[f"model.layers.{i}.self_attn.sinks"] = (config.num_heads,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = config.vocab_size, hidden
     return shapes
+
+
+def _mlp_linears(config: LlamaConfig, layer: int) -> dict[str, tuple[int, int, bool]]:
+    """Name: outputs, inputs, has a bias."""
+    hidden, routing = config.hidden_size, config.routing_of(layer)
+    parts = ["mlp"] if routing is None else [f"mlp.experts.{e}" for e in range(routing.count)]
+    ffn = config.intermediate_size if routing is None else routing.size
+    biased = config.mlp_bias if routing is None else routing.biases
+    linears = {} if routing is None else {routing.router: (routing.count, hidden, biased)}
+    for part in parts:
+        if config.differs.fused:
+            linears[f"{part}.gate_up_proj"] = 2 * ffn, hidden, biased
+        else:
+            linears[f"{part}.gate_proj"] = ffn, hidden, biased
+            linears[f"{part}.up_proj"] = ffn, hidden, biased
+        linears[f"{part}.down_proj"] = hidden, ffn, biased
+    return linears
 
 
 def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
@@ -79,14 +113,19 @@ def stored_weights(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
     if gguf_folder.is_folder(folder):
         tensors = dict(gguf_folder.tensors(folder))
     else:
-        form = int4_format(read_config(folder))
-        stored = stored_tensors(folder, ("int32",) if form else ())
+        raw = read_config(folder)
+        form, is_mxfp4 = int4_format(raw), has_mxfp4_experts(raw)
+        stored = stored_tensors(folder, ("int32",) if form else ("uint8",) if is_mxfp4 else ())
         _drop_copied_head(folder, config, stored)
         _drop_frequencies(folder, config, stored)
         tensors = dict(stored)
         if form is not None:
             tensors = dict(int4_tensors(form, stored))
             _drop_zero_biases(config, tensors)
+            _check_no_codes(tensors)
+        routings = [each for each in config.routings if each is not None and each.stacked]
+        if routings:
+            tensors = dict(split_experts(routings, config.hidden_size, stored))
             _check_no_codes(tensors)
     _check_weights(folder, config, tensors)
     return tensors

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.errors import InvalidArgument
 from paceline.memory import check_fits
+from paceline.models.differences import Routing
 from paceline.models.int4 import int4_format
-from paceline.models.layouts import StoredTensor, in_pieces, read_config
+from paceline.models.layouts import in_pieces, read_config
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import (
+    FloatTensor,
     Stored,
     in_blocks,
+    norm_names,
     read_weight,
     stored_weights,
     weight_files,
 )
 from paceline.models.native_ops import NativeOps
-from paceline.models.ops import Layer, Ops, Stack
+from paceline.models.ops import Experts, Layer, Ops, Stack
 from paceline.models.packed import PackedWeights, identity
 from paceline.models.packing import Packing, Weight
 from paceline.models.quants import QUANT_TYPES, Quantised, concatenate, quantise
@@ -40,7 +44,8 @@ class LlamaWeights:
     """All tensors that a forward reads.
 
     Attributes:
-        is_tied: the output layer is the embedding.
+        embedding: what the first layer reads.
+        is_tied: the output layer is this embedding, without a scale.
         num_parameters: numbers in the checkpoint; a tied embedding counts once.
     """
 
@@ -53,18 +58,26 @@ class LlamaWeights:
 
     def digest(self, config: LlamaConfig, ops: Ops, dtype: torch.dtype) -> str:
         """Of all tensors, in one layout independent of the ops, and of what else decides bits."""
-        numbers = {
+        numbers: dict[str, Any] = {
             "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
             "rms_norm_eps": config.rms_norm_eps,
             "windows": config.windows,
         }
+        if declared := config.differs.declared():
+            numbers["differences"] = declared
+        if config.ropes:
+            numbers["ropes"] = config.ropes
+        if config.routings:
+            numbers["routings"] = [r and asdict(r) for r in config.routings]
         return digest_tensors(self._tensors(ops, dtype), numbers)
 
     def _tensors(self, ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | InParts]]:
         yield "embedding", self.embedding
         yield "cos_sin", self.stack.cos_sin
+        if self.stack.local_cos_sin is not None:
+            yield "local_cos_sin", self.stack.local_cos_sin
         yield "final_norm", self.final_norm
         for i, layer in enumerate(self.stack.layers):
             for f in fields(Layer):
@@ -73,6 +86,11 @@ class LlamaWeights:
                     yield _named(f"{i}.{f.name}", value, ops, dtype)
                 elif isinstance(value, Tensor):
                     yield f"{i}.{f.name}", value
+            if layer.experts is not None:
+                for at, weight in enumerate(layer.products()[2:]):
+                    yield _named(f"{i}.experts.{at}", weight, ops, dtype)
+                for at, bias in enumerate(layer.experts.biases()):
+                    yield f"{i}.experts.bias.{at}", bias
         if not self.is_tied or self.head.packing >= Packing.NIBBLES:
             yield _named("head", self.head, ops, dtype)
 
@@ -150,7 +168,7 @@ class _Loader:
             is_head = self._config.tie_word_embeddings and packer is not None
             if len(tensor.shape) != 2 or (name == _EMBEDDING and not is_head):
                 continue
-            if packer is not None and not isinstance(tensor, StoredTensor) and in_blocks(tensor):
+            if packer is not None and not isinstance(tensor, FloatTensor) and in_blocks(tensor):
                 total += tensor.size
                 continue
             size: float = dtype.itemsize
@@ -164,7 +182,7 @@ class _Loader:
         return total
 
     def load(self) -> LlamaWeights:
-        config = self._config
+        config, scale = self._config, self._config.differs.embedding_scale
         table = self._find(_EMBEDDING)
         embedding = self._store.tensor("embedding", lambda: self._floats(table))
         layers = tuple(self._layer(i) for i in range(config.num_layers))
@@ -176,39 +194,84 @@ class _Loader:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
-            cos_sin=rope_table(config).to(self._device).contiguous(),
+            cos_sin=self._rope_table(config.rope),
+            local_cos_sin=None
+            if config.local_rope is None
+            else self._rope_table(config.local_rope),
+            differs=config.differs,
         )
-        final_norm = self._take("model.norm.weight")
+        final_norm = self._norm("model.norm.weight")
         is_tied = config.tie_word_embeddings
         if is_tied and self._packer is None:
             head = self._ops.pack(embedding)
         else:
             head = self._packed("head", [table if is_tied else self._find("lm_head.weight")])
         assert not self._tensors  # each one has its place
+        if scale != 1.0:  # the product that a forward would compute, rounded as it would be
+            embedding = embedding * torch.tensor(scale, dtype=self._dtype)
         return LlamaWeights(
-            embedding=embedding, stack=stack, final_norm=final_norm, head=head, is_tied=is_tied,
-            num_parameters=self._num_parameters,
+            embedding=embedding, stack=stack, final_norm=final_norm, head=head,
+            is_tied=is_tied and scale == 1.0, num_parameters=self._num_parameters,
         )  # fmt: skip
 
+    def _rope_table(self, rope: dict[str, Any]) -> Tensor:
+        return rope_table(replace(self._config, rope=rope)).to(self._device).contiguous()
+
     def _layer(self, i: int) -> Layer:
-        at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        qkv, gate_up = [f"{at}.{x}_proj" for x in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        normed = self._config.head_norms
+        config, at, mlp = self._config, f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        normed, routing = config.head_norms, config.routing_of(i)
+        qkv = [f"{at}.qkv_proj"] if config.differs.fused else [f"{at}.{x}_proj" for x in "qkv"]
+        gate_up = self._gate_up(mlp)
+        norms = {
+            field: self._norm(f"model.layers.{i}.{name}.weight")
+            for field, name in norm_names(config).items()
+        }
         return Layer(
-            input_norm=self._take(f"model.layers.{i}.input_layernorm.weight"),
+            **{"input_norm": None, "post_norm": None, **norms},
             qkv=self._fused(*qkv),
             qkv_bias=self._bias(*qkv),
-            q_norm=self._take(f"{at}.q_norm.weight") if normed else None,
-            k_norm=self._take(f"{at}.k_norm.weight") if normed else None,
+            q_norm=self._norm(f"{at}.q_norm.weight") if normed else None,
+            k_norm=self._norm(f"{at}.k_norm.weight") if normed else None,
             out=self._fused(f"{at}.o_proj"),
             out_bias=self._bias(f"{at}.o_proj"),
-            post_norm=self._take(f"model.layers.{i}.post_attention_layernorm.weight"),
-            gate_up=self._fused(*gate_up),
-            gate_up_bias=self._bias(*gate_up),
-            down=self._fused(f"{mlp}.down_proj"),
-            down_bias=self._bias(f"{mlp}.down_proj"),
-            window=self._config.windows[i],
+            gate_up=None if routing else self._fused(*gate_up),
+            gate_up_bias=None if routing else self._bias(*gate_up),
+            down=None if routing else self._fused(f"{mlp}.down_proj"),
+            down_bias=None if routing else self._bias(f"{mlp}.down_proj"),
+            window=config.windows[i],
+            rope=config.rope_of(i),
+            sinks=self._take(f"{at}.sinks") if config.differs.sinks else None,
+            experts=None if routing is None else self._experts(mlp, routing),
         )
+
+    def _gate_up(self, mlp: str) -> list[str]:
+        fused = self._config.differs.fused
+        return [f"{mlp}.gate_up_proj"] if fused else [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+
+    def _experts(self, mlp: str, routing: Routing) -> Experts:
+        parts = [f"{mlp}.experts.{e}" for e in range(routing.count)]
+        router = f"{mlp.removesuffix('mlp')}{routing.router}"
+        gate_up, down = [self._gate_up(part) for part in parts], [f"{p}.down_proj" for p in parts]
+        biases: dict[str, Any] = {}
+        if routing.biases:
+            biases = {
+                "router_bias": self._bias(router),
+                "gate_up_bias": tuple(self._bias(*names) for names in gate_up),
+                "down_bias": tuple(self._bias(name) for name in down),
+            }
+        return Experts(
+            routing=routing,
+            router=self._fused(router),
+            gate_up=tuple(self._fused(*names) for names in gate_up),
+            down=tuple(self._fused(name) for name in down),
+            **biases,
+        )
+
+    def _norm(self, name: str) -> Tensor:
+        """A norm's weight, with what a model adds to it."""
+        offset = self._config.differs.norm_offset
+        weight = self._take(name)
+        return weight if offset == 0.0 else (weight.float() + offset).to(weight.dtype)
 
     def _find(self, name: str) -> Stored:
         tensor = self._tensors.pop(name)

@@ -59,7 +59,7 @@ class NativeOps:
     ) -> None:
         library, suffix = kernels.load(), self._DTYPES[dtype]
         check_structs(library)
-        kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
+        kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float, "n": ctypes.c_size_t}
 
         def function(name: str, signature: str) -> Any:
             result = getattr(library, f"{name}_{suffix}")
@@ -68,6 +68,7 @@ class NativeOps:
 
         self._run_layers = function("run_layers", "ppiippppp")
         self._rmsnorm = function("rmsnorm", "pppiif")
+        self._finish_logits = function("finish_logits", "ppn")
         self._linear = function("linear", "ppippiiii")
         self._greedy_chain = function("greedy_chain", "ppipppipppppipiipppipppp")
         self.packer = Packer(dtype, int8=int8, numerics=numerics)
@@ -103,6 +104,13 @@ class NativeOps:
         if failed:
             raise MemoryError("no memory for a product")
         return out
+
+    def logits(self, stack: Stack, hidden: Tensor, head: Weight) -> Tensor:
+        product = self.linear(hidden, head)
+        if stack.differs.finishes_logits:
+            model = CModel.of(stack, 0)
+            self._finish_logits(ctypes.addressof(model), product.data_ptr(), product.numel())
+        return product.float()
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -225,8 +233,7 @@ class NativeOps:
         if id(stack) not in self._tables:
             model = CModel.of(stack, num_slots)
             layers = (CLayer * len(stack.layers))(*map(CLayer.of, stack.layers))
-            products = [(y.qkv, y.out, y.gate_up, y.down) for y in stack.layers]
-            size = sum(w.num_outputs * w.num_inputs for each in products for w in each)
+            size = sum(w.num_outputs * w.num_inputs for y in stack.layers for w in y.products())
             self._tables[id(stack)] = (stack, model, layers, size)
         _, model, layers, size = self._tables[id(stack)]
         heads = len(stack.layers) * stack.num_heads * stack.head_dim

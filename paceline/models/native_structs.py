@@ -8,9 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.models.ops import Layer, Stack
+from paceline.models.differences import Activation, Rope
+from paceline.models.ops import Experts, Layer, Stack
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
+
+_ROPES: tuple[Rope | None, ...] = ("global", "local", None)
+"""In the order of ``enum rope`` in kernels/decode.c."""
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped")
+"""In the order of ``enum activation`` in kernels/model.h."""
 
 
 class CRows(ctypes.Structure):
@@ -60,6 +66,16 @@ class CModel(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("cos_sin", ctypes.c_void_p),
+        ("local_cos_sin", ctypes.c_void_p),
+        ("rotary", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("wide_norms", ctypes.c_int32),
+        ("residual_scale", ctypes.c_float),
+        ("attention_cap", ctypes.c_float),
+        ("logit_divisor", ctypes.c_float),
+        ("logit_cap", ctypes.c_float),
+        ("gate_slope", ctypes.c_float),
+        ("gate_limit", ctypes.c_float),
     ]
 
     @classmethod
@@ -74,8 +90,18 @@ class CModel(ctypes.Structure):
             num_slots=num_slots,
             threads=1,
             eps=stack.eps,
-            scale=stack.head_dim**-0.5,
+            scale=stack.attention_scale,
             cos_sin=stack.cos_sin.data_ptr(),
+            local_cos_sin=address(stack.local_cos_sin),
+            rotary=stack.cos_sin.shape[1],
+            activation=_ACTIVATIONS.index(stack.differs.activation),
+            wide_norms=stack.differs.wide_norms,
+            residual_scale=stack.differs.residual_scale,
+            attention_cap=stack.differs.attention_cap,
+            logit_divisor=stack.differs.logit_divisor,
+            logit_cap=stack.differs.logit_cap,
+            gate_slope=stack.differs.gate_slope,
+            gate_limit=stack.differs.gate_limit,
         )
 
 
@@ -85,9 +111,44 @@ class CWeight(ctypes.Structure):
     _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]
 
     @classmethod
-    def of(cls, weight: Weight) -> CWeight:
-        """Points to the weight's data."""
-        return cls(weight.data.data_ptr(), weight.packing)
+    def of(cls, weight: Weight | None) -> CWeight:
+        """Points to the weight's data; to nothing for None."""
+        return cls() if weight is None else cls(weight.data.data_ptr(), weight.packing)
+
+
+class CExperts(ctypes.Structure):
+    """``struct experts``."""
+
+    _fields_ = [
+        ("count", ctypes.c_int32),
+        ("top", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("normed", ctypes.c_int32),
+        ("router", CWeight),
+        ("gate_up", ctypes.POINTER(CWeight)),
+        ("down", ctypes.POINTER(CWeight)),
+        ("router_bias", ctypes.c_void_p),
+        ("gate_up_bias", ctypes.POINTER(ctypes.c_void_p)),
+        ("down_bias", ctypes.POINTER(ctypes.c_void_p)),
+    ]
+
+    @classmethod
+    def of(cls, experts: Experts) -> CExperts:
+        """Points to the weights' data."""
+        routing = experts.routing
+        table = CWeight * routing.count
+        return cls(
+            count=routing.count,
+            top=routing.top,
+            size=routing.size,
+            normed=routing.normed,
+            router=CWeight.of(experts.router),
+            gate_up=table(*map(CWeight.of, experts.gate_up)),
+            down=table(*map(CWeight.of, experts.down)),
+            router_bias=address(experts.router_bias),
+            gate_up_bias=_addresses(experts.gate_up_bias),
+            down_bias=_addresses(experts.down_bias),
+        )
 
 
 class CLayer(ctypes.Structure):
@@ -107,29 +168,39 @@ class CLayer(ctypes.Structure):
         ("down", CWeight),
         ("down_bias", ctypes.c_void_p),
         ("window", ctypes.c_int64),  # 0 for all positions
+        ("attention_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("rope", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("experts", ctypes.POINTER(CExperts)),
     ]
 
     @classmethod
     def of(cls, layer: Layer) -> CLayer:
         """Points to the layer's tensors."""
         return cls(
-            input_norm=layer.input_norm.data_ptr(),
+            input_norm=address(layer.input_norm),
             qkv=CWeight.of(layer.qkv),
             qkv_bias=address(layer.qkv_bias),
             q_norm=address(layer.q_norm),
             k_norm=address(layer.k_norm),
             out=CWeight.of(layer.out),
             out_bias=address(layer.out_bias),
-            post_norm=layer.post_norm.data_ptr(),
+            post_norm=address(layer.post_norm),
             gate_up=CWeight.of(layer.gate_up),
             gate_up_bias=address(layer.gate_up_bias),
             down=CWeight.of(layer.down),
             down_bias=address(layer.down_bias),
             window=layer.window or 0,
+            attention_norm=address(layer.attention_norm),
+            mlp_norm=address(layer.mlp_norm),
+            rope=_ROPES.index(layer.rope),
+            sinks=address(layer.sinks),
+            experts=None if layer.experts is None else ctypes.pointer(CExperts.of(layer.experts)),
         )
 
 
-STRUCTS = (CRows, CModel, CWeight, CLayer)
+STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts)
 """In the order of ``struct_size`` in kernels/decode.c."""
 
 
@@ -156,3 +227,7 @@ def path_addresses(rows: Rows) -> npt.NDArray[np.int64]:
 def address(value: torch.Tensor | None) -> int | None:
     """Where a tensor's data are; None is C's null pointer."""
     return None if value is None else value.data_ptr()
+
+
+def _addresses(values: tuple[torch.Tensor, ...] | None) -> ctypes.Array[ctypes.c_void_p] | None:
+    return None if values is None else (ctypes.c_void_p * len(values))(*map(address, values))

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from paceline.models.differences import LLAMA, Differences, Rope, Routing
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 
@@ -23,19 +24,56 @@ Tensor = torch.Tensor
 class Layer:
     """The weights of one decoder layer."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None  # of what attention reads
     qkv: Weight  # [(H + 2G) * D, hidden]
     qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None  # [D]
+    q_norm: Tensor | None  # [D], or [H * D]
+    k_norm: Tensor | None  # [D], or [G * D]
     out: Weight  # [hidden, H * D]
     out_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Weight  # [2 * ffn, hidden]
+    post_norm: Tensor | None  # of what the MLP reads
+    gate_up: Weight | None  # [2 * ffn, hidden]
     gate_up_bias: Tensor | None
-    down: Weight  # [hidden, ffn]
+    down: Weight | None  # [hidden, ffn]
     down_bias: Tensor | None
     window: int | None  # positions that attention sees, None for all
+    attention_norm: Tensor | None = None  # of what attention adds
+    mlp_norm: Tensor | None = None  # of what the MLP adds
+    rope: Rope | None = "global"  # table of positions, None for no positions
+    sinks: Tensor | None = None  # [H], further scores of each softmax
+    experts: Experts | None = None  # in place of ``gate_up`` and ``down``
+
+    def products(self) -> list[Weight]:
+        """All weights of products."""
+        if self.experts is not None:
+            pairs = zip(self.experts.gate_up, self.experts.down, strict=True)
+            mlp = [self.experts.router, *(weight for pair in pairs for weight in pair)]
+        else:
+            assert self.gate_up is not None
+            assert self.down is not None
+            mlp = [self.gate_up, self.down]
+        return [self.qkv, self.out, *mlp]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Experts:
+    """The experts of a layer, and what chooses among them."""
+
+    routing: Routing
+    router: Weight  # [count, hidden]
+    gate_up: tuple[Weight, ...]  # count x [2 * size, hidden]
+    down: tuple[Weight, ...]  # count x [hidden, size]
+    router_bias: Tensor | None = None
+    gate_up_bias: tuple[Tensor, ...] | None = None
+    down_bias: tuple[Tensor, ...] | None = None
+
+    def biases(self) -> list[Tensor]:
+        """All of them, if there are any."""
+        if self.router_bias is None:
+            return []
+        assert self.gate_up_bias is not None
+        assert self.down_bias is not None
+        return [self.router_bias, *self.gate_up_bias, *self.down_bias]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -49,7 +87,25 @@ class Stack:
     num_kv_heads: int
     head_dim: int
     eps: float
-    cos_sin: Tensor  # [positions, D] float32: D/2 cosines, D/2 sines
+    cos_sin: Tensor  # [positions, rotary_dim] float32: cosines, then as many sines
+    local_cos_sin: Tensor | None = None  # of layers that say so
+    differs: Differences = LLAMA
+
+    def table(self, layer: Layer) -> Tensor | None:
+        """Cosines and sines of a layer's positions."""
+        return {"global": self.cos_sin, "local": self.local_cos_sin, None: None}[layer.rope]
+
+    @property
+    def attention_scale(self) -> float:
+        """Of the scores of queries and keys."""
+        scale = self.differs.attention_scale
+        return self.head_dim**-0.5 if scale is None else scale
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing differs from Llama but biases, norms of heads and windows."""
+        some = all(y.rope == "global" and y.experts is None for y in self.layers)
+        return some and self.differs == LLAMA and self.cos_sin.shape[1] == self.head_dim
 
 
 class Fuse(NamedTuple):
@@ -91,6 +147,10 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``.  # [R, inputs] -> [R, outputs]"""
+        ...
+
+    def logits(self, stack: Stack, hidden: Tensor, head: Weight) -> Tensor:
+        """The output layer.  # [R, hidden] -> [R, vocab_size] float32"""
         ...
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

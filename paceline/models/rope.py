@@ -15,7 +15,7 @@ from paceline.models.llama_config import LlamaConfig
 
 
 def rope_table(config: LlamaConfig, length: int | None = None) -> torch.Tensor:
-    """Cosines and sines of the first ``length`` positions.  # [length, head_dim] float32
+    """Cosines and sines of the first ``length`` positions.  # [length, rotary_dim] float32
 
     The table has the same bits on every processor, but for rope types whose frequencies come from
     transformers (all that :func:`rope_frequencies` does not know): torch's power function may
@@ -42,10 +42,10 @@ def rope_table(config: LlamaConfig, length: int | None = None) -> torch.Tensor:
 
 
 def scaled_frequencies(config: LlamaConfig) -> tuple[npt.NDArray[np.float32], float]:
-    """Radians per position of each pair [head_dim / 2], and the scale of cosines and sines."""
+    """Radians per position of each pair [rotary_dim / 2], and the scale of cosines and sines."""
     frequencies = rope_frequencies(config)
     if frequencies is not None:
-        return frequencies, 1.0
+        return frequencies, _longrope_scale(config)
     # Long-context variants follow transformers, which defines these checkpoints.
     from transformers import LlamaConfig as Reference
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -60,18 +60,22 @@ def scaled_frequencies(config: LlamaConfig) -> tuple[npt.NDArray[np.float32], fl
 
 
 def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
-    """Radians a position of each pair, for the rope types default, linear and llama3.
+    """Radians a position of each pair, for the rope types default, linear, llama3 and longrope.
 
     Step by step what transformers' modeling_rope_utils.py computes in float32, with a power that
-    is correctly rounded instead of torch's.  # [head_dim / 2]; None: another rope type
+    is correctly rounded instead of torch's.  # [rotary_dim / 2]; None: another rope type
     """
     kind, number = config.rope["rope_type"], np.float32
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in ("default", "linear", "llama3", "longrope"):
         return None
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / number(config.head_dim)
+    dim = config.rotary_dim
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / number(dim)
     theta = Decimal(float(number(_rope_number(config, "rope_theta"))))
     with localcontext(Context(prec=40)):  # integers only: the same digits everywhere
         powers = [float(theta ** Decimal(float(exponent))) for exponent in exponents]
+    if kind == "longrope":
+        stretches = _stretches(config, len(powers))
+        return number(1.0) / (stretches * np.array(powers, np.float32))
     frequencies: npt.NDArray[np.float32] = number(1.0) / np.array(powers, np.float32)
     if kind == "default":
         factors = config.rope.get("frequency_factors")  # of a GGUF file
@@ -90,6 +94,29 @@ def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
     mixed = (number(1.0) - share) * stretched / factor + share * stretched
     between = (wavelengths >= number(old / high)) & (wavelengths <= number(old / low))
     return np.where(between, mixed, stretched)
+
+
+def _stretches(config: LlamaConfig, count: int) -> npt.NDArray[np.float32]:
+    """LongRoPE's factor of each pair, for texts within the original context."""
+    name = "short_factor"
+    found = config.rope.get(name)
+    right = isinstance(found, list) and len(found) == count
+    if not right or not all(isinstance(x, (int, float)) and x > 0 for x in found or ()):
+        raise InvalidArgument(
+            f"rope_parameters.{name}", found, f"a list of {count} numbers above 0"
+        )
+    return np.array(found, np.float32)
+
+
+def _longrope_scale(config: LlamaConfig) -> float:
+    """LongRoPE's scale of cosines and sines (arXiv 2402.13753); 1 for other types."""
+    if config.rope["rope_type"] != "longrope":
+        return 1.0
+    if config.rope.get("attention_factor") is not None:
+        return _rope_number(config, "attention_factor")
+    factor = _rope_number(config, "factor")
+    original = _rope_number(config, "original_max_position_embeddings")
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _rope_number(config: LlamaConfig, name: str) -> float:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.models.ops import Layer, Stack
+from paceline.models.differences import Differences
+from paceline.models.ops import Experts, Layer, Stack
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 from paceline.types import IndexArray
@@ -43,6 +44,14 @@ class TorchOps:
         tiles = [F.linear(tile, weight.data, bias) for tile in padded.split(self._TILE)]
         return torch.cat(tiles)[: len(x)]
 
+    def logits(self, stack: Stack, hidden: Tensor, head: Weight) -> Tensor:
+        product, differs = self.linear(hidden, head), stack.differs
+        if not differs.finishes_logits:
+            return product.float()
+        if self.by_row:  # a vector's last numbers may take another way through a library's tanh
+            return torch.cat([finished(row.clone(), differs) for row in product.split(1)])
+        return finished(product, differs)
+
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -59,21 +68,75 @@ class TorchOps:
         rows: Rows,
         states: Tensor | None = None,
     ) -> None:
-        contexts = [rows.context(row) for row in range(len(x))]
+        contexts, differs = [rows.context(row) for row in range(len(x))], stack.differs
+
+        def add(delta: Tensor, norm: Tensor | None) -> None:
+            delta = delta if norm is None else self.rmsnorm(delta, norm, stack.eps)
+            x.add_(delta if differs.residual_scale == 1.0 else delta * differs.residual_scale)
+
+        def normed(norm: Tensor | None) -> Tensor:
+            return x if norm is None else self.rmsnorm(x, norm, stack.eps)
+
         for i in range(first, last):
             layer = stack.layers[i]
-            normed = self.rmsnorm(x, layer.input_norm, stack.eps)
-            qkv = self.linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = self.linear(normed(layer.input_norm), layer.qkv, layer.qkv_bias)
             heads = qkv.view(len(x), -1, stack.head_dim)  # [R, H + 2G, D]
             self._rope_store(stack, layer, heads, keys[i], values[i], rows)
             seen = contexts if layer.window is None else [c[-layer.window :] for c in contexts]
-            attended = self._attention(heads[:, : stack.num_heads], keys[i], values[i], seen)
-            x += self.linear(attended, layer.out, layer.out_bias)
-            normed = self.rmsnorm(x, layer.post_norm, stack.eps)
-            gate, up = self.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x += self.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            attended = self._attention(
+                stack, layer, heads[:, : stack.num_heads], keys[i], values[i], seen
+            )
+            add(self.linear(attended, layer.out, layer.out_bias), layer.attention_norm)
+            inner = normed(layer.post_norm)
+            if layer.experts is not None:
+                add(self._mix(stack, layer.experts, inner), layer.mlp_norm)
+            else:
+                assert layer.gate_up is not None
+                assert layer.down is not None
+                gate_up = self.linear(inner, layer.gate_up, layer.gate_up_bias)
+                active = self._activated(stack, gate_up)
+                add(self.linear(active, layer.down, layer.down_bias), layer.mlp_norm)
             if states is not None:
                 states[i - first] = x
+
+    @staticmethod
+    def _activated(stack: Stack, gate_up: Tensor) -> Tensor:
+        """# [R, 2 * ffn] -> [R, ffn]"""
+        gate, up = gate_up.chunk(2, dim=-1)
+        differs = stack.differs
+        if differs.activation == "gelu_tanh":
+            return F.gelu(gate, approximate="tanh") * up
+        if differs.activation == "clamped":
+            gate = gate.clamp(max=differs.gate_limit)
+            up = up.clamp(-differs.gate_limit, differs.gate_limit)
+            return (up + 1) * (gate * torch.sigmoid(gate * differs.gate_slope))
+        return F.silu(gate) * up
+
+    def _mix(self, stack: Stack, experts: Experts, x: Tensor) -> Tensor:
+        """The chosen experts' results, weighted, in the order of experts.  # [R, hidden]"""
+        routing, out = experts.routing, torch.zeros_like(x)
+        scores = self.linear(x, experts.router, experts.router_bias).float()
+        if self.by_row:
+            shares = torch.cat([row.clone().softmax(-1) for row in scores.split(1)])
+        else:
+            shares = scores.softmax(-1)
+        # A stable order: of equal shares the first.
+        order = shares.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top]
+        chosen = shares.gather(-1, order)
+        if routing.normed:
+            total = chosen[:, :1].clone()
+            for i in range(1, routing.top):  # in this order, whatever the number of rows
+                total += chosen[:, i : i + 1]
+            chosen = chosen / total
+        chosen = chosen.to(x.dtype)
+        for e, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            takes, place = torch.where(order == e)
+            if len(takes):
+                biases = experts.gate_up_bias, experts.down_bias
+                first, last = (each[e] if each else None for each in biases)
+                active = self._activated(stack, self.linear(x[takes], gate_up, first))
+                out[takes] += self.linear(active, down, last) * chosen[takes, place, None]
+        return out
 
     def _rope_store(
         self, stack: Stack, layer: Layer, heads: Tensor, keys: Tensor, values: Tensor, rows: Rows
@@ -82,40 +145,69 @@ class TorchOps:
         num_q, num_k = stack.num_heads, stack.num_kv_heads
         positions = torch.from_numpy(rows.positions).to(heads.device, torch.long)
         slots = torch.from_numpy(rows.slots).to(heads.device, torch.long)
-        if layer.q_norm is not None:
-            heads[:, :num_q] = self.rmsnorm(heads[:, :num_q], layer.q_norm, stack.eps)
-        if layer.k_norm is not None:
-            k = heads[:, num_q : num_q + num_k]
-            heads[:, num_q : num_q + num_k] = self.rmsnorm(k, layer.k_norm, stack.eps)
-        cosine, sine = stack.cos_sin[positions][:, None].chunk(2, dim=-1)  # [R, 1, D/2]
-        a, b = heads[:, : num_q + num_k].float().chunk(2, dim=-1)
-        rotated = torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
-        heads[:, : num_q + num_k] = rotated.to(heads.dtype)
+        for norm, first, count in ((layer.q_norm, 0, num_q), (layer.k_norm, num_q, num_k)):
+            if norm is not None:
+                part = heads[:, first : first + count]
+                wide = part.flatten(1) if stack.differs.wide_norms else part
+                heads[:, first : first + count] = self.rmsnorm(wide, norm, stack.eps).view_as(part)
+        table = stack.table(layer)
+        if table is not None:
+            cosine, sine = table[positions][:, None].chunk(2, dim=-1)  # [R, 1, rotary_dim / 2]
+            turning = heads[:, : num_q + num_k, : table.shape[1]]
+            a, b = turning.float().chunk(2, dim=-1)
+            rotated = torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
+            turning.copy_(rotated)
         keys[slots] = heads[:, num_q : num_q + num_k]
         values[slots] = heads[:, num_q + num_k :]
 
     def _attention(
-        self, query: Tensor, keys: Tensor, values: Tensor, contexts: Sequence[IndexArray]
-    ) -> Tensor:
+        self, stack: Stack, layer: Layer, query: Tensor, keys: Tensor, values: Tensor,
+        contexts: Sequence[IndexArray],
+    ) -> Tensor:  # fmt: skip
         """Each row's query over its own context.  # [R, H, D] -> [R, H * D]"""
         if self.by_row:
             each = zip(query.split(1), contexts, strict=True)
-            return torch.cat([self._attend(q, keys, values, c[None], None) for q, c in each])
+            one = [self._attend(stack, layer, q, keys, values, c[None], None) for q, c in each]
+            return torch.cat(one)
         padded = np.zeros((len(contexts), max(map(len, contexts))), np.int32)
         mask = np.zeros(padded.shape, np.bool_)
         for r, context in enumerate(contexts):
             padded[r, : len(context)] = context
             mask[r, : len(context)] = True
         allowed = torch.from_numpy(mask).to(query.device)[:, None, None]  # [R, 1, 1, longest]
-        return self._attend(query, keys, values, padded, allowed)
+        return self._attend(stack, layer, query, keys, values, padded, allowed)
 
     @staticmethod
     def _attend(
-        query: Tensor, keys: Tensor, values: Tensor, contexts: IndexArray, mask: Tensor | None
-    ) -> Tensor:
+        stack: Stack, layer: Layer, query: Tensor, keys: Tensor, values: Tensor,
+        contexts: IndexArray, mask: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         index = torch.from_numpy(contexts).to(query.device, torch.long)
         k, v = keys[index].transpose(1, 2), values[index].transpose(1, 2)  # [R, G, L, D]
-        out = F.scaled_dot_product_attention(
-            query[:, :, None], k, v, attn_mask=mask, enable_gqa=True
-        )
-        return out.reshape(len(query), -1)
+        cap, sinks = stack.differs.attention_cap, layer.sinks
+        if not cap and sinks is None:
+            out = F.scaled_dot_product_attention(
+                query[:, :, None], k, v, attn_mask=mask, enable_gqa=True,
+                scale=stack.differs.attention_scale,
+            )  # fmt: skip
+            return out.reshape(len(query), -1)
+        grouped = query.unflatten(1, (k.shape[1], -1))  # [R, G, H / G, D]
+        scores = (grouped @ k.mT).float() * stack.attention_scale
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            further = sinks.float().view(1, k.shape[1], -1, 1).expand(len(query), -1, -1, 1)
+            scores = torch.cat([scores, further], -1).softmax(-1)[..., :-1]
+        else:
+            scores = scores.softmax(-1)
+        mixed: Tensor = scores.to(v.dtype) @ v
+        return mixed.reshape(len(query), -1)
+
+
+def finished(logits: Tensor, differs: Differences) -> Tensor:
+    """What the output layer's products become.  # [..., vocab_size] -> the same, float32"""
+    logits = logits.float() / differs.logit_divisor
+    cap = differs.logit_cap
+    return cap * torch.tanh(logits / cap) if cap else logits

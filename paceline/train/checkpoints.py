@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidArgument
+from paceline.models.architectures import PLAIN_MODEL_TYPES
 from paceline.models.layouts import read_config
-from paceline.models.llama_config import MODEL_TYPES
 from paceline.models.transformers_loading import load_causal_lm
 
 # Files of a tokenizer and its chat template, in all versions of transformers.
@@ -80,8 +80,8 @@ def first_layers(model: Any, count: int) -> Any:
 def check_layers(model: Any, field: str) -> None:
     """Raise InvalidArgument unless the model's layers can run one by one."""
     kind = model.config.model_type
-    if kind not in MODEL_TYPES:
-        raise InvalidArgument(field, kind, f"a model of type {', '.join(MODEL_TYPES)}")
+    if kind not in PLAIN_MODEL_TYPES:
+        raise InvalidArgument(field, kind, f"a model of type {', '.join(PLAIN_MODEL_TYPES)}")
 
 
 def check_exits(exits: Sequence[int], num_layers: int) -> None:

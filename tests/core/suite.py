@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
@@ -10,12 +11,13 @@ from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits
 from paceline.methods import METHODS, Method
 from paceline.models.heads import HeadLibrary
+from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
 from tests.core.prompts import code_prompts
 from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
-from tests.heads import untrained_heads
+from tests.heads import UntrainedHeads, untrained_heads
 
 BASE = SamplingParams(ignore_eos=True)
 SAMPLED = replace(BASE, temperature=1.0)
@@ -75,22 +77,37 @@ def count_for(batch: int, *, core: bool = False) -> int | None:
 
 
 class Suite:
-    """The demo pair, prompts, and AR's answers (computed ``batch`` at a time, once)."""
+    """The demo pair, prompts, and AR's answers (computed ``batch`` at a time, once).
 
-    def __init__(self, demo: Engine, num_prompts: int, num_tokens: int, *, batch: int) -> None:
+    Args:
+        folder: of another target, if the engine has one.
+    """
+
+    def __init__(
+        self,
+        demo: Engine,
+        num_prompts: int,
+        num_tokens: int,
+        *,
+        batch: int,
+        folder: Path = TARGET_DIR,
+    ) -> None:
         assert demo.tokenizer is not None
-        self.demo = demo
+        self.demo, self._folder = demo, folder
         self.prompts = code_prompts(demo.tokenizer, num_prompts)
         self.num_tokens = num_tokens
         self._batch = batch
         self._expected: dict[str, list[list[int]]] = {}
 
     def params(self, variant: str) -> list[SamplingParams]:
-        choices = VARIANTS[variant]
+        choices, size = VARIANTS[variant], self.demo.target.vocab_size
         return [
-            replace(choices[i % len(choices)], seed=1000 + i, max_tokens=self.num_tokens)
-            for i in range(len(self.prompts))
-        ]
+            replace(
+                choice, seed=1000 + i, max_tokens=self.num_tokens,
+                logit_bias={token % size: bias for token, bias in choice.logit_bias.items()},
+            )
+            for i, choice in enumerate(choices[i % len(choices)] for i in range(len(self.prompts)))
+        ]  # fmt: skip
 
     def expected(self, variant: str) -> list[list[int]]:
         if variant not in self._expected:
@@ -110,8 +127,15 @@ class Suite:
             tokenizer=self.demo.tokenizer,
             limits=EngineLimits(max_sessions=batch),
             catalogue=catalogue,
-            heads=HeadLibrary(untrained_heads(TARGET_DIR), TARGET_DIR, self.demo.target.runner),
+            heads=self._heads(),
         )
+
+    def _heads(self) -> HeadLibrary:
+        runner = self.demo.target.runner
+        if self._folder == TARGET_DIR:
+            return HeadLibrary(untrained_heads(TARGET_DIR), TARGET_DIR, runner)
+        assert isinstance(runner, LlamaRunner)
+        return UntrainedHeads(self._folder, runner)
 
     def speculation(self, method: str) -> SpeculationConfig:
         """The method with its defaults, but always drafting; the fakes draft trees."""

@@ -34,7 +34,9 @@ def ours(runner: LlamaRunner, ids: np.ndarray) -> torch.Tensor:
 def theirs(folder: Path, ids: np.ndarray, dtype: str = "float32") -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+    ).eval()  # not all of transformers' attentions cap their scores
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor(ids)[None], use_cache=False).logits
     return logits[0].float()

@@ -99,7 +99,9 @@ class Recording:
     def _stack(self, stack: Stack, num_slots: int) -> tuple[int, int]:
         model, layers = self._ops._table(stack, num_slots, 1, 1)
         assert isinstance(model, CModel)
-        model_at = self._struct(model, {"cos_sin": self._once(stack.cos_sin)})
+        tables = {"cos_sin": stack.cos_sin, "local_cos_sin": stack.local_cos_sin}
+        places = {name: self._once(each) for name, each in tables.items() if each is not None}
+        model_at = self._struct(model, places)
         layers_at = self._place(bytes(layers))
         for i, layer in enumerate(stack.layers):
             for field in fields(Layer):

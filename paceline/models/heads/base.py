@@ -29,6 +29,7 @@ from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import load_weights, read_floats
 from paceline.models.packing import Weight
+from paceline.models.torch_ops import finished
 from paceline.sampling import argmax_rows
 from paceline.types import FloatArray, IntArray, Need
 
@@ -42,7 +43,7 @@ class HeadTarget:
 
     Attributes:
         identity: names the weights and the tokenizer; a head fits one identity.
-        embedding: of every token.  # [vocab_size, hidden_size]
+        embedding: of every token, as layers read it.  # [vocab_size, hidden_size]
         lm_head: weight of the output layer.  # [vocab_size, hidden_size]
         fast_logits: the same product on the target's own kernels, without gradients.
         packed_lm_head: ``lm_head`` in the layout of these kernels.
@@ -72,7 +73,8 @@ class HeadTarget:
             return self.fast_logits(hidden.reshape(-1, hidden.shape[-1])).view(
                 *hidden.shape[:-1], -1
             )
-        return F.linear(hidden, self.lm_head)
+        product, differs = F.linear(hidden, self.lm_head), self.config.differs
+        return finished(product, differs) if differs.finishes_logits else product
 
     @staticmethod
     def from_folder(
@@ -88,6 +90,9 @@ class HeadTarget:
         embedding = tensors["model.embed_tokens.weight"].to(device, dtype)
         tied = config.tie_word_embeddings
         lm_head = embedding if tied else tensors["lm_head.weight"].to(device, dtype)
+        if config.differs.embedding_scale != 1.0:
+            scale = torch.tensor(config.differs.embedding_scale, dtype=dtype)
+            embedding = embedding * scale.to(device)
         return HeadTarget(target_identity(folder), config, embedding, lm_head, folder=folder)
 
     @staticmethod

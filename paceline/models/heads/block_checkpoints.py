@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidArgument
+from paceline.models.architectures import PLAIN_MODEL_TYPES
 from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.blocks import BlockSight
 from paceline.models.heads.dflash import DFlash
@@ -145,7 +146,7 @@ def _layer_config(raw: Mapping[str, Any], target: HeadTarget) -> LlamaConfig:
     kind = raw.get("model_type", "qwen3")
     whole = AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
     # Whatever the type says, the layers are Qwen3's.
-    layers = LlamaConfig.from_dict({**whole.to_dict(), "mlp_bias": False})
+    layers = LlamaConfig.from_dict({**whole.to_dict(), "mlp_bias": False}, PLAIN_MODEL_TYPES)
     layers = replace(layers, head_norms=True)
     for key in ("hidden_size", "vocab_size"):
         there, here = getattr(layers, key), getattr(target.config, key)

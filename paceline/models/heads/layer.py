@@ -110,6 +110,9 @@ class TargetLayers:
         config = target.config
         if abs(count) >= config.num_layers:
             raise InvalidArgument(option, abs(count), f"below {config.num_layers}")
+        if not config.is_plain:
+            allowed = f"0 for a target of type {config.model_type}: its layers are not Llama's"
+            raise InvalidArgument(option, abs(count), allowed)
         if target.folder is None:
             raise InvalidArgument(option, abs(count), "0 for a target without a folder")
         stored, like = stored_weights(target.folder, config), target.embedding
@@ -158,10 +161,14 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding.  # [batch, length, heads, head_dim], [length, head_dim]"""
-    cosine, sine = cos_sin.to(heads.dtype)[:, None].chunk(2, -1)  # [length, 1, head_dim / 2]
-    a, b = heads.chunk(2, -1)
-    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+    """Rotary embedding of a head's first numbers.
+
+    # [batch, length, heads, head_dim], [length, rotary_dim]
+    """
+    cosine, sine = cos_sin.to(heads.dtype)[:, None].chunk(2, -1)  # [length, 1, rotary_dim / 2]
+    turning, rest = heads[..., : cos_sin.shape[-1]], heads[..., cos_sin.shape[-1] :]
+    a, b = turning.chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine, rest], -1)
 
 
 class LayerStack:

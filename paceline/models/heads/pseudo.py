@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import InvalidArgument
+from paceline.models.architectures import PLAIN_MODEL_TYPES
 from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget
 from paceline.types import Need
 
@@ -94,7 +95,16 @@ class PseudoHead(Head):
     # --- training ------------------------------------------------------------------------------
 
     def bind(self, folder: Path) -> None:
-        """Load the target's layers: gradients have to pass through them."""
+        """Load the target's layers: gradients have to pass through them.
+
+        Raises:
+            InvalidArgument: a target whose layers transformers computes in other ways than the
+                fast path does: not all of its attentions cap scores, or have sinks.
+        """
+        if not self.target.config.is_plain:
+            raise InvalidArgument(
+                "target", self.target.config.model_type, f"one of {', '.join(PLAIN_MODEL_TYPES)}"
+            )
         from transformers import AutoModel
 
         model = AutoModel.from_pretrained(

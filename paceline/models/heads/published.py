@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.models.architectures import PLAIN_MODEL_TYPES
 from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.block_checkpoints import block_kind, read_block_head
 from paceline.models.heads.hydra import Hydra, HydraOptions
@@ -275,7 +276,7 @@ def _layout(found: Published, target: HeadTarget, tensors: Mapping[str, Tensor])
     if (raw.get("num_key_value_heads") or 0) < 1:
         raw["num_key_value_heads"] = raw.get("num_attention_heads")
     try:
-        config = LlamaConfig.from_dict(raw)
+        config = LlamaConfig.from_dict(raw, PLAIN_MODEL_TYPES)
     except KeyError as error:
         raise ModelNotFound(f"{found.folder}/config.json lacks {error}") from error
     for key in ("hidden_size", "vocab_size"):

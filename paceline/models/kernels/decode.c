@@ -10,6 +10,7 @@
 #include "simd.h"
 
 #define MAX_HEAD_DIM 256
+enum rope { GLOBAL, LOCAL, NO_ROPE };
 #define BLOCK_ROWS 16 /* neighbouring rows of a sequence for which attention reads keys and values once */
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
 #define AHEAD 64 /* slots between the one in use and the one that is asked for */
@@ -49,21 +50,33 @@ ALWAYS_INLINE vec score(const float *query, const float *keys, const int dim)
     return out;
 }
 
-/* Turns scores into weights, not yet divided by their sum; returns the sum. */
-static float weigh(float *scores, int length)
+/* cap * tanh(x / cap) of whole vectors. */
+ALWAYS_INLINE vec soft_cap(vec x, float cap)
+{
+    return mul_(set_(cap), tanh_(div_(x, set_(cap))));
+}
+
+/* Turns scores into weights, not yet divided by their sum; returns the sum. sink: a further score without a
+ * value, or -INFINITY. */
+static float weigh(float *scores, int length, float sink)
 {
     for (int j = length; j % WIDTH; j++)
         scores[j] = -INFINITY;
     vec tops = load_(scores), totals = set_(0.0f);
     for (int j = WIDTH; j < length; j += WIDTH)
         tops = max_(tops, load_(scores + j));
-    const vec top = set_(largest(tops));
+    const float highest = largest(tops) > sink ? largest(tops) : sink;
+    const vec top = set_(highest);
     for (int j = 0; j < length; j += WIDTH) {
         const vec weights = exp_(sub_(load_(scores + j), top));
         store_(scores + j, weights);
         totals = add_(totals, weights);
     }
-    return sum_of(totals);
+    if (sink == -INFINITY)
+        return sum_of(totals);
+    float of_sink[W];
+    nat_store(of_sink, nat_exp(nat_set(sink - highest)));
+    return sum_of(totals) + of_sink[0];
 }
 
 /* Adds weighted values, [count][dim], to the sums, [SUMS][dim], of one row, or of two that lie a stride
@@ -138,12 +151,12 @@ ALWAYS_INLINE void prefetch(const void *entries, const int32_t *slots, int from,
  * not depend on the others.
  * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: how many
  * slots a context has in common with the last row's, from the first on; first: whether no earlier head has
- * read these keys and values. */
+ * read these keys and values; cap: of scores, 0 for none; sink: as of weigh. */
 ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *keys, const void *values,
                                void *out, size_t out_stride, const int32_t *const *contexts,
                                const int *lengths, const int *shared, size_t padded, int rows,
-                               size_t width, float scale, float *scores, int first, int narrow,
-                               const int dim)
+                               size_t width, float scale, float cap, float sink, float *scores, int first,
+                               int narrow, const int dim)
 {
     float queries[BLOCK_ROWS][MAX_HEAD_DIM], sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM];
     float totals[BLOCK_ROWS], entries[WIDTH * MAX_HEAD_DIM] __attribute__((aligned(64)));
@@ -175,8 +188,11 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
         }
     }
     PREFETCH(values, 0, AHEAD);
+    for (int r = 0; cap != 0.0f && r < rows; r++)
+        for (int j = 0; j < lengths[r]; j += WIDTH)
+            store_(scores + r * padded + j, soft_cap(load_(scores + r * padded + j), cap));
     for (int r = 0; r < rows; r++)
-        totals[r] = weigh(scores + r * padded, lengths[r]);
+        totals[r] = weigh(scores + r * padded, lengths[r], sink);
     for (int j = 0; j < longest; j += most) {
         int held = 0;
         PREFETCH(values, j + AHEAD, j + AHEAD + most);
@@ -210,12 +226,12 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
 /* As attend_head; the compiler gets common head dimensions as constants. */
 static void attend(const void *query, size_t stride, const void *keys, const void *values, void *out,
                    size_t out_stride, const int32_t *const *contexts, const int *lengths,
-                   const int *shared, size_t padded, int rows, size_t width, float scale, float *scores,
-                   int first, int narrow, int dim)
+                   const int *shared, size_t padded, int rows, size_t width, float scale, float cap,
+                   float sink, float *scores, int first, int narrow, int dim)
 {
 #define ATTEND(d)                                                                                 \
     attend_head(query, stride, keys, values, out, out_stride, contexts, lengths, shared, padded, rows, \
-                width, scale, scores, first, narrow, d)
+                width, scale, cap, sink, scores, first, narrow, d)
 #if HAS_FMA
     if (dim == 32)
         ATTEND(32);
@@ -249,6 +265,6 @@ static void attend(const void *query, size_t stride, const void *keys, const voi
 EXPORT int struct_size(int which)
 {
     const size_t sizes[] = {sizeof(struct rows), sizeof(struct model), sizeof(struct weight),
-                            sizeof(struct layer)};
+                            sizeof(struct layer), sizeof(struct experts)};
     return which >= 0 && which < (int)(sizeof sizes / sizeof *sizes) ? (int)sizes[which] : 0;
 }

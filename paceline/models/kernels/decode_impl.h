@@ -32,16 +32,39 @@ static void NAME(add_to)(ELEM *x, const ELEM *delta, int dim)
         WRITE(x, i, add_(READ(x, i, dim - i), READ(delta, i, dim - i)), dim - i);
 }
 
-/* x += delta (when given), out = weight * normalised x. */
-static void NAME(add_rmsnorm)(ELEM *x, const ELEM *delta, const ELEM *weight, ELEM *out,
-                              int rows, int dim, float eps, int threads)
+static void NAME(multiply_by)(ELEM *x, float factor, int dim)
+{
+    for (int i = 0; i < dim; i += WIDTH)
+        WRITE(x, i, mul_(READ(x, i, dim - i), set_(factor)), dim - i);
+}
+
+/* How what a block computes joins the residual stream. */
+struct NAME(joint) {
+    const ELEM *norm; /* of the delta, or NULL */
+    float scale, eps;
+};
+
+/* x += delta, which changes where a model norms or scales it first. */
+ALWAYS_INLINE void NAME(join)(ELEM *x, ELEM *delta, struct NAME(joint) joint, int dim)
+{
+    if (joint.norm)
+        NAME(normalise)(delta, joint.norm, delta, dim, joint.eps);
+    if (joint.scale != 1.0f)
+        NAME(multiply_by)(delta, joint.scale, dim);
+    NAME(add_to)(x, delta, dim);
+}
+
+/* x += delta (when given), out = weight * normalised x (when given). */
+static void NAME(add_rmsnorm)(ELEM *x, ELEM *delta, struct NAME(joint) joint, const ELEM *weight,
+                              ELEM *out, int rows, int dim, float eps, int threads)
 {
 #pragma omp parallel for num_threads(threads) if ((double)rows * dim > SHARED_NUMBERS)
     for (int r = 0; r < rows; r++) {
         ELEM *xr = x + (size_t)r * dim;
         if (delta)
-            NAME(add_to)(xr, delta + (size_t)r * dim, dim);
-        NAME(normalise)(xr, weight, out + (size_t)r * dim, dim, eps);
+            NAME(join)(xr, delta + (size_t)r * dim, joint, dim);
+        if (weight)
+            NAME(normalise)(xr, weight, out + (size_t)r * dim, dim, eps);
     }
 }
 
@@ -58,22 +81,28 @@ static inline void NAME(rotate)(ELEM *x, const float *cosine, const float *sine,
 }
 
 /* Rotates queries and keys in place and stores keys and values in their cache slots.
- * qkv: [rows, (heads + 2 * kv_heads) * dim]; cos_sin: [positions, dim], cosines then sines. */
-static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *values, int heads,
-                             int kv_heads, int dim, const struct rows *rows, const ELEM *q_norm,
-                             const ELEM *k_norm, float eps, int threads)
+ * qkv: [rows, (heads + 2 * kv_heads) * dim]; cos_sin: [positions, rotary], cosines then sines, or NULL. */
+static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *values,
+                             const struct model *m, const struct rows *rows, const ELEM *q_norm,
+                             const ELEM *k_norm)
 {
-    const int stride = (heads + 2 * kv_heads) * dim;
+    const int heads = m->heads, kv_heads = m->kv_heads, dim = m->dim, rotary = m->rotary;
+    const int threads = m->threads, stride = (heads + 2 * kv_heads) * dim;
 #pragma omp parallel for num_threads(threads) if ((double)rows->count * stride > SHARED_NUMBERS)
     for (int r = 0; r < rows->count; r++) {
         ELEM *row = qkv + (size_t)r * stride;
-        const float *cosine = cos_sin + (size_t)rows->positions[r] * dim;
+        const float *cosine = cos_sin ? cos_sin + (size_t)rows->positions[r] * rotary : NULL;
+        if (m->wide_norms) {
+            NAME(normalise)(row, q_norm, row, heads * dim, m->eps);
+            NAME(normalise)(row + heads * dim, k_norm, row + heads * dim, kv_heads * dim, m->eps);
+        }
         for (int h = 0; h < heads + kv_heads; h++) {
             ELEM *x = row + h * dim;
             const ELEM *norm = h < heads ? q_norm : k_norm;
-            if (norm)
-                NAME(normalise)(x, norm, x, dim, eps);
-            NAME(rotate)(x, cosine, cosine + dim / 2, dim / 2);
+            if (norm && !m->wide_norms)
+                NAME(normalise)(x, norm, x, dim, m->eps);
+            if (cosine)
+                NAME(rotate)(x, cosine, cosine + rotary / 2, rotary / 2);
         }
         const size_t width = (size_t)kv_heads * dim;
         memcpy(keys + rows->slots[r] * width, row + heads * dim, width * sizeof(ELEM));
@@ -87,8 +116,8 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
  * on this list alone, so it is the same in any batch, tree or chunk. */
 static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
                            int heads, int kv_heads, int dim, const struct rows *rows,
-                           const int32_t *blocks, int num_blocks, int window, float scale,
-                           int threads)
+                           const int32_t *blocks, int num_blocks, int window, float scale, float cap,
+                           const ELEM *sinks, int threads)
 {
     const size_t width = (size_t)kv_heads * dim, out_stride = (size_t)heads * dim;
     const size_t stride = (size_t)(heads + 2 * kv_heads) * dim;
@@ -133,7 +162,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                 const ELEM *query = qkv + from * stride + h * dim;
                 ELEM *o = out + from * out_stride + h * dim;
                 attend(query, stride, k, v, o, out_stride, contexts, lengths, shared, padded, count, width,
-                       scale, scores, h == g * group, sizeof(ELEM) == 2, dim);
+                       scale, cap, sinks ? LOAD(sinks[h]) : -INFINITY, scores, h == g * group, sizeof(ELEM) == 2, dim);
             }
         }
         free(scores);
@@ -141,20 +170,118 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
     return failed;
 }
 
-/* out = silu(gate) * up, from the fused [rows, 2 * dim] projection. */
-static void NAME(silu_mul)(const ELEM *gate_up, ELEM *out, int rows, int dim, int threads)
+/* out = activation(gate) * up of one row, from the fused [2 * dim] projection. All activations are
+ * x / (1 + exp(-inner)): silu's inner is x, that of GELU's approximation twice tanh's argument. */
+ALWAYS_INLINE void NAME(activate_row)(const struct model *m, const ELEM *gate, const ELEM *up, ELEM *out,
+                                      int dim, const enum activation activation)
 {
-#pragma omp parallel for num_threads(threads) if ((double)rows * dim > SHARED_NUMBERS)
+    for (int i = 0; i < dim; i += WIDTH) {
+        vec g = READ(gate, i, dim - i), u = READ(up, i, dim - i);
+        if (activation == CLAMPED) {
+            g = min_(g, set_(m->gate_limit));
+            u = add_(max_(min_(u, set_(m->gate_limit)), set_(-m->gate_limit)), set_(1.0f));
+        }
+        vec inner = g;
+        if (activation == GELU)
+            inner = mul_(g, fma_(mul_(g, g), set_(0.0713548162726f), set_(1.5957691216f)));
+        if (activation == CLAMPED)
+            inner = mul_(g, set_(m->gate_slope));
+        const vec smaller = exp_(sub_(set_(0.0f), inner));
+        const vec activated = NAME(rounded)(div_(g, add_(set_(1.0f), smaller)));
+        WRITE(out, i, mul_(activated, u), dim - i);
+    }
+}
+
+/* The same for rows. */
+static void NAME(activate)(const struct model *m, const ELEM *gate_up, ELEM *out, int rows, int dim)
+{
+#pragma omp parallel for num_threads(m->threads) if ((double)rows * dim > SHARED_NUMBERS)
     for (int r = 0; r < rows; r++) {
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
         ELEM *o = out + (size_t)r * dim;
-        for (int i = 0; i < dim; i += WIDTH) {
-            const vec g = READ(gate, i, dim - i);
-            const vec smaller = exp_(sub_(set_(0.0f), g));
-            const vec activated = NAME(rounded)(div_(g, add_(set_(1.0f), smaller)));
-            WRITE(o, i, mul_(activated, READ(up, i, dim - i)), dim - i);
+        switch (m->activation) {
+        case SILU: NAME(activate_row)(m, gate, up, o, dim, SILU); break;
+        case GELU: NAME(activate_row)(m, gate, up, o, dim, GELU); break;
+        case CLAMPED: NAME(activate_row)(m, gate, up, o, dim, CLAMPED); break;
         }
     }
+}
+
+/* One row's experts, best first, and their shares: the softmax of all scores. scores: [count], changed. */
+static void NAME(choose)(const struct experts *e, const ELEM *router, float *scores, int32_t *chosen,
+                         float *shares)
+{
+    float top = -INFINITY, total = 0.0f;
+    for (int i = 0; i < e->count; i++) {
+        scores[i] = LOAD(router[i]);
+        top = scores[i] > top ? scores[i] : top;
+    }
+    for (int i = 0; i < e->count; i++) {
+        float one[W];
+        nat_store(one, nat_exp(nat_set(scores[i] - top)));
+        scores[i] = one[0];
+        total += scores[i];
+    }
+    float of_chosen = 0.0f;
+    for (int k = 0; k < e->top; k++) {
+        int best = 0;
+        for (int i = 1; i < e->count; i++)
+            if (scores[i] > scores[best])
+                best = i;
+        chosen[k] = best;
+        shares[k] = scores[best] / total;
+        scores[best] = -1.0f;
+        of_chosen += shares[k];
+    }
+    for (int k = 0; k < e->top; k++) {
+        const float share = e->normed ? shares[k] / of_chosen : shares[k];
+        shares[k] = sizeof(ELEM) == 2 ? bf16_load(bf16_store(share)) : share; /* as activations are */
+    }
+}
+
+/* out: [rows, hidden], the weighted results of each row's experts, added in the order of experts. A product's
+ * result for a row does not depend on the others, so it does not matter which rows share an expert. */
+static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM *x, ELEM *out, int rows)
+{
+    const size_t hidden = m->hidden, size = e->size, taken = (size_t)rows * e->top;
+    const size_t numbers = rows * ((size_t)e->count + 2 * hidden + 3 * size);
+    const size_t bytes = numbers * sizeof(ELEM) + 64 + e->count * sizeof(float) + rows * sizeof(int32_t) +
+                         taken * (sizeof(float) + sizeof(int32_t));
+    float *shares = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    if (!shares)
+        return 1;
+    float *scores = shares + taken;
+    int32_t *chosen = (int32_t *)(scores + e->count), *takes = chosen + taken;
+    ELEM *router = (ELEM *)(takes + rows), *in = router + (size_t)rows * e->count;
+    ELEM *result = in + rows * hidden, *gate_up = result + rows * hidden, *inner = gate_up + 2 * rows * size;
+    int failed = NAME(linear)(x, e->router.packed, (int)e->router.packing, e->router_bias, router, rows, m->hidden,
+                              e->count, m->threads);
+    memset(out, 0, rows * hidden * sizeof *out);
+    for (int r = 0; r < rows; r++)
+        NAME(choose)(e, router + (size_t)r * e->count, scores, chosen + r * e->top, shares + r * e->top);
+    for (int i = 0; i < e->count && !failed; i++) {
+        int count = 0;
+        for (size_t t = 0; t < taken; t++)
+            if (chosen[t] == i) {
+                memcpy(in + count * hidden, x + t / e->top * hidden, hidden * sizeof *in);
+                takes[count++] = (int32_t)t;
+            }
+        if (!count)
+            continue;
+        failed = NAME(linear)(in, e->gate_up[i].packed, (int)e->gate_up[i].packing,
+                              e->gate_up_bias ? e->gate_up_bias[i] : NULL, gate_up, count, m->hidden,
+                              2 * e->size, m->threads);
+        NAME(activate)(m, gate_up, inner, count, e->size);
+        failed |= NAME(linear)(inner, e->down[i].packed, (int)e->down[i].packing,
+                               e->down_bias ? e->down_bias[i] : NULL, result, count, e->size, m->hidden,
+                               m->threads);
+        for (int c = 0; c < count; c++) {
+            NAME(multiply_by)(result + c * hidden, shares[takes[c]], m->hidden);
+            NAME(add_to)(out + takes[c] / e->top * hidden, result + c * hidden, m->hidden);
+        }
+    }
+    free(shares);
+    return failed;
 }
 
 #define MULTIPLY(x, name, out, inputs, outputs)                                                    \
@@ -186,28 +313,36 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
         if (r == 0 || rows->prefix[r] != rows->prefix[r - 1] || r - blocks[num_blocks - 1] == BLOCK_ROWS)
             blocks[num_blocks++] = r;
     blocks[num_blocks] = count;
-    const ELEM *pending = NULL;
+    const float *const tables[] = {[GLOBAL] = m->cos_sin, [LOCAL] = m->local_cos_sin, [NO_ROPE] = NULL};
+    ELEM *pending = NULL;
+    struct NAME(joint) joint = {NULL, m->residual_scale, m->eps};
     int failed = 0;
     for (int i = first; i < last && !failed; i++) {
         const struct layer *l = layers + i;
         ELEM *k = keys + i * layer_size, *v = values + i * layer_size;
-        NAME(add_rmsnorm)(x, pending, l->input_norm, normed, count, m->hidden, m->eps, m->threads);
+        NAME(add_rmsnorm)(x, pending, joint, l->input_norm, normed, count, m->hidden, m->eps, m->threads);
         if (states && i > first)
             memcpy(states + (i - first - 1) * state_size, x, state_size * sizeof(ELEM));
-        failed = MULTIPLY(normed, qkv, qkv, m->hidden, qkv_width);
-        NAME(rope_store)(qkv, m->cos_sin, k, v, m->heads, m->kv_heads, m->dim, rows, l->q_norm,
-                         l->k_norm, m->eps, m->threads);
+        failed = MULTIPLY(l->input_norm ? normed : x, qkv, qkv, m->hidden, qkv_width);
+        NAME(rope_store)(qkv, tables[l->rope], k, v, m, rows, l->q_norm, l->k_norm);
         failed |= NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows, blocks,
-                                  num_blocks, l->window, m->scale, m->threads);
+                                  num_blocks, l->window, m->scale, m->attention_cap, l->sinks, m->threads);
         failed |= MULTIPLY(attended, out, delta, attended_width, m->hidden);
-        NAME(add_rmsnorm)(x, delta, l->post_norm, normed, count, m->hidden, m->eps, m->threads);
-        failed |= MULTIPLY(normed, gate_up, gate_up, m->hidden, 2 * m->ffn);
-        NAME(silu_mul)(gate_up, inner, count, m->ffn, m->threads);
-        failed |= MULTIPLY(inner, down, delta, m->ffn, m->hidden);
+        joint.norm = l->attention_norm;
+        NAME(add_rmsnorm)(x, delta, joint, l->post_norm, normed, count, m->hidden, m->eps, m->threads);
+        const ELEM *in = l->post_norm ? normed : x;
+        if (l->experts) {
+            failed |= NAME(mix)(m, l->experts, in, delta, count);
+        } else {
+            failed |= MULTIPLY(in, gate_up, gate_up, m->hidden, 2 * m->ffn);
+            NAME(activate)(m, gate_up, inner, count, m->ffn);
+            failed |= MULTIPLY(inner, down, delta, m->ffn, m->hidden);
+        }
+        joint.norm = l->mlp_norm;
         pending = delta;
     }
-    if (pending)
-        NAME(add_to)(x, pending, count * m->hidden);
+    for (int r = 0; pending && r < count; r++)
+        NAME(join)(x + (size_t)r * m->hidden, pending + (size_t)r * m->hidden, joint, m->hidden);
     if (states && last > first)
         memcpy(states + (last - first - 1) * state_size, x, state_size * sizeof(ELEM));
     free(memory);
@@ -244,6 +379,20 @@ static float NAME(sum_exp)(const ELEM *x, int size, float top)
     return sum;
 }
 
+/* What the output layer's products become: divided, then capped. */
+EXPORT void NAME(finish_logits)(const struct model *m, ELEM *logits, size_t count)
+{
+    if (m->logit_divisor == 1.0f && m->logit_cap == 0.0f)
+        return;
+    for (size_t i = 0; i < count; i += WIDTH) {
+        const int left = count - i < WIDTH ? (int)(count - i) : WIDTH;
+        vec v = div_(READ(logits, i, left), set_(m->logit_divisor));
+        if (m->logit_cap != 0.0f)
+            v = soft_cap(v, m->logit_cap);
+        WRITE(logits, i, v, left);
+    }
+}
+
 /* Gives `count` sequences tokens that they have not seen, and continues each by `steps` tokens: every token
  * is the argmax after the one before. All steps in one call, because a small model takes less time than the
  * code around it.
@@ -268,6 +417,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
                               int count, int steps, int64_t *tokens, ELEM *states, const struct weight *fuse, int fuse_at,
                               const ELEM *fuse_bias, const ELEM *features, const float *stop_below, int32_t *lengths)
 {
+    const struct NAME(joint) none = {NULL, 1.0f, m->eps};
     const size_t hidden = m->hidden, bytes = hidden * sizeof(ELEM);
     const size_t size = num_given * bytes + count * (3 * bytes + vocab * sizeof(ELEM));
     ELEM *x = aligned_alloc(64, (size + 63) & ~(size_t)63);
@@ -303,9 +453,10 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             for (int r = 0; r < count; r++)
                 memmove(x + r * hidden, x + ends[r] * hidden, bytes);
         if (final_norm)
-            NAME(add_rmsnorm)(x, NULL, final_norm, normed, count, m->hidden, m->eps, 1);
+            NAME(add_rmsnorm)(x, NULL, none, final_norm, normed, count, m->hidden, m->eps, 1);
         failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->packing, NULL, logits,
                                count, m->hidden, vocab, m->threads);
+        NAME(finish_logits)(m, logits, (size_t)count * vocab);
         for (int r = 0; r < count; r++) {
             const ELEM *row = logits + (size_t)r * vocab;
             const float best = NAME(highest)(row, vocab);
@@ -328,7 +479,8 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
 /* out = weight * normalised x, row by row. */
 EXPORT void NAME(rmsnorm)(const ELEM *x, const ELEM *weight, ELEM *out, int rows, int dim, float eps)
 {
-    NAME(add_rmsnorm)((ELEM *)x, NULL, weight, out, rows, dim, eps, 1);
+    const struct NAME(joint) none = {NULL, 1.0f, eps};
+    NAME(add_rmsnorm)((ELEM *)x, NULL, none, weight, out, rows, dim, eps, 1);
 }
 
 #undef READ

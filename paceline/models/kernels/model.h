@@ -17,11 +17,24 @@ struct rows {
     const int32_t *const *path;     /* [count] */
 };
 
+/* Of the gate; CLAMPED is gpt-oss's. */
+enum activation { SILU, GELU, CLAMPED };
+
 struct model {
     int32_t hidden, ffn, heads, kv_heads, dim, num_slots;
     int32_t threads; /* at most; small work takes one */
     float eps, scale;
-    const float *cos_sin; /* [positions, dim] */
+    const float *cos_sin; /* [positions, rotary] */
+    /* Differences from Llama; its own values are in brackets. */
+    const float *local_cos_sin; /* of layers that say so, like cos_sin */
+    int32_t rotary;             /* numbers of a head that positions rotate (dim) */
+    int32_t activation;         /* enum activation (SILU); GELU is its approximation by tanh */
+    int32_t wide_norms;         /* norms of queries and keys are over all heads together (0) */
+    float residual_scale;       /* of what attention and the MLP add (1) */
+    float attention_cap;        /* scores become cap * tanh(score / cap) (0: as they are) */
+    float logit_divisor;        /* of logits, before their cap (1) */
+    float logit_cap;            /* (0) */
+    float gate_slope, gate_limit; /* of a clamped activation */
 };
 
 struct weight {
@@ -29,17 +42,31 @@ struct weight {
     int64_t packing; /* see matmul.c */
 };
 
+/* How tokens choose among a layer's experts: `top` of `count`, of inner width `size`. */
+struct experts {
+    int32_t count, top, size;
+    int32_t normed; /* the chosen ones' shares are divided by their sum */
+    struct weight router;
+    const struct weight *gate_up, *down; /* [count] */
+    const void *router_bias, *const *gate_up_bias, *const *down_bias; /* [count], or NULL */
+};
+
 struct layer {
-    const void *input_norm;
+    const void *input_norm; /* or NULL */
     struct weight qkv;
     const void *qkv_bias, *q_norm, *k_norm;
     struct weight out;
-    const void *out_bias, *post_norm;
+    const void *out_bias, *post_norm; /* or NULL */
     struct weight gate_up;
     const void *gate_up_bias;
     struct weight down;
     const void *down_bias;
     int64_t window; /* 0: full attention */
+    /* Differences from Llama. */
+    const void *attention_norm, *mlp_norm; /* of what they add to the residual stream, or NULL */
+    int64_t rope;                          /* table of positions: 0 cos_sin, 1 local_cos_sin, 2 none */
+    const void *sinks;                     /* [heads], further scores of each softmax, or NULL */
+    const struct experts *experts;         /* in place of gate_up and down, or NULL */
 };
 
 /* matmul.c */

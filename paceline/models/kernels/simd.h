@@ -217,6 +217,7 @@ ALWAYS_INLINE vec sub_(vec a, vec b) { EACH(a.n[i] - b.n[i]); }
 ALWAYS_INLINE vec mul_(vec a, vec b) { EACH(a.n[i] * b.n[i]); }
 ALWAYS_INLINE vec div_(vec a, vec b) { EACH(a.n[i] / b.n[i]); }
 ALWAYS_INLINE vec max_(vec a, vec b) { EACH(nat_max(a.n[i], b.n[i])); }
+ALWAYS_INLINE vec min_(vec a, vec b) { EACH(nat_min(a.n[i], b.n[i])); }
 /* a * b + c, rounded once. */
 ALWAYS_INLINE vec fma_(vec a, vec b, vec c) { EACH(nat_fma(a.n[i], b.n[i], c.n[i])); }
 ALWAYS_INLINE vec widen_(const uint16_t *x) { EACH(nat_widen(x + i * W)); }
@@ -294,7 +295,24 @@ ALWAYS_INLINE nat nat_exp(nat x)
     return p * (nat)((n + 127) << 23);
 }
 
+/* tanh(x) within 3 units in the last place. The polynomial for small numbers is Cephes' tanhf. */
+ALWAYS_INLINE nat nat_tanh(nat x)
+{
+    const nat_int sign = (nat_int)x & (int32_t)0x80000000;
+    const nat size = (nat)((nat_int)x & 0x7fffffff), square = x * x;
+    nat p = nat_fma(square, nat_set(-5.70498872745e-3f), nat_set(2.06390887954e-2f));
+    p = nat_fma(p, square, nat_set(-5.37397155531e-2f));
+    p = nat_fma(p, square, nat_set(1.33314422036e-1f));
+    p = nat_fma(p, square, nat_set(-3.33332819422e-1f));
+    const nat small = nat_fma(p * square, size, size);
+    const nat e = nat_exp(size * -2.0f);
+    const nat large = (1.0f - e) / (1.0f + e);
+    const nat_int is_small = (nat_int)(size < nat_set(0.625f));
+    return (nat)((((nat_int)small & is_small) | ((nat_int)large & ~is_small)) | sign);
+}
+
 ALWAYS_INLINE vec exp_(vec x) { EACH(nat_exp(x.n[i])); }
+ALWAYS_INLINE vec tanh_(vec x) { EACH(nat_tanh(x.n[i])); }
 
 #undef EACH
 

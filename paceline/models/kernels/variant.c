@@ -75,6 +75,8 @@ int run_layers_f32(const struct model *, const struct layer *, int, int, float *
                    const struct rows *, float *);
 int run_layers_bf16(const struct model *, const struct layer *, int, int, uint16_t *, uint16_t *,
                     uint16_t *, const struct rows *, uint16_t *);
+void finish_logits_f32(const struct model *, float *, size_t);
+void finish_logits_bf16(const struct model *, uint16_t *, size_t);
 
 /* The same numbers everywhere, in [-0.5, 0.5). */
 static float next(uint32_t *state)
@@ -104,13 +106,16 @@ static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-enum { HIDDEN = 40, FFN = 54, HEADS = 4, KV_HEADS = 2, DIM = 20, SLOTS = 64, ROWS = 19, LAYERS = 2 };
+enum kind { PLAIN, DIFFERENT };
+enum { HIDDEN = 40, FFN = 54, HEADS = 4, KV_HEADS = 2, DIM = 20, SLOTS = 64, ROWS = 19, LAYERS = 2,
+       EXPERTS = 3 };
 #define QKV ((HEADS + 2 * KV_HEADS) * DIM)
 #define PANELS(outputs) (((outputs) + 15) / 16 * 16)
 #define NUMBERS 60000
 
-/* A small model of odd sizes computes a prompt, then one token. 0 if memory runs out. */
-static uint64_t model_hash(uint64_t hash, int narrow)
+/* A small model of odd sizes computes a prompt, then one token; one that is DIFFERENT computes what Llama
+ * does not. 0 if memory runs out. */
+static uint64_t model_hash(uint64_t hash, int narrow, enum kind kind)
 {
     static const int sizes[][2] = {
         {HIDDEN, QKV}, {HEADS * DIM, HIDDEN}, {HIDDEN, 2 * FFN}, {FFN, HIDDEN}};
@@ -137,13 +142,46 @@ static uint64_t model_hash(uint64_t hash, int narrow)
         layers[i].post_norm = post_norm;
         layers[i].k_norm = k_norm;
         layers[i].window = i ? 11 : 0;
+        if (kind == DIFFERENT) {
+            char *out_norm = TAKE(HIDDEN), *wide_norm = TAKE(HEADS * DIM);
+            fill(out_norm, HIDDEN, narrow, &state);
+            fill(wide_norm, HEADS * DIM, narrow, &state);
+            layers[i].attention_norm = layers[i].mlp_norm = out_norm;
+            layers[i].q_norm = layers[i].k_norm = wide_norm;
+            layers[i].input_norm = i ? input_norm : NULL;
+            layers[i].rope = i + 1;
+            layers[i].sinks = i ? wide_norm : NULL;
+        }
     }
+    struct weight router = layers[0].gate_up, gate_up[EXPERTS], down[EXPERTS];
+    for (int e = 0; e < EXPERTS; e++) {
+        gate_up[e] = layers[e % LAYERS].gate_up;
+        down[e] = layers[e % LAYERS].down;
+    }
+    const struct experts experts = {EXPERTS, 2, FFN, 1, router, gate_up, down};
+    if (kind == DIFFERENT)
+        layers[1].experts = &experts;
     float *cos_sin = (float *)TAKE(SLOTS * DIM);
     fill(cos_sin, SLOTS * DIM, 0, &state);
     char *x = TAKE(ROWS * HIDDEN), *keys = TAKE(LAYERS * SLOTS * KV_HEADS * DIM);
     char *values = TAKE(LAYERS * SLOTS * KV_HEADS * DIM);
     fill(x, ROWS * HIDDEN, narrow, &state);
-    const struct model model = {HIDDEN, FFN, HEADS, KV_HEADS, DIM, SLOTS, 1, 1e-5f, 0.25f, cos_sin};
+    struct model model = {.hidden = HIDDEN, .ffn = FFN, .heads = HEADS, .kv_heads = KV_HEADS,
+                          .dim = DIM, .num_slots = SLOTS, .threads = 1, .eps = 1e-5f,
+                          .scale = 0.25f, .cos_sin = cos_sin, .rotary = DIM,
+                          .residual_scale = 1.0f, .logit_divisor = 1.0f};
+    if (kind == DIFFERENT) {
+        model.local_cos_sin = cos_sin;
+        model.rotary = DIM / 2;
+        model.activation = narrow ? GELU : CLAMPED;
+        model.gate_slope = 1.7f;
+        model.gate_limit = 0.4f;
+        model.wide_norms = 1;
+        model.residual_scale = 0.7f;
+        model.attention_cap = 0.9f;
+        model.logit_divisor = 3.0f;
+        model.logit_cap = 1.5f;
+    }
     int32_t numbers[ROWS], lengths[ROWS], zeros[ROWS] = {0}, slots[ROWS];
     const int32_t *prefix[ROWS], *path[ROWS] = {0};
     for (int r = 0; r < ROWS; r++) {
@@ -163,6 +201,10 @@ static uint64_t model_hash(uint64_t hash, int narrow)
                          : run_layers_f32(&model, layers, 0, LAYERS, (void *)from, (void *)keys,
                                           (void *)values, &rows, NULL);
     }
+    if (kind == DIFFERENT && narrow)
+        finish_logits_bf16(&model, (void *)x, ROWS * HIDDEN);
+    else if (kind == DIFFERENT)
+        finish_logits_f32(&model, (void *)x, ROWS * HIDDEN);
     if (free_from > memory + NUMBERS * sizeof(float))
         abort(); /* the numbers above do not fit together */
     hash = mix(hash, x, ROWS * HIDDEN * size);
@@ -234,8 +276,10 @@ static uint64_t quants_hash(uint64_t hash)
  * one that is right. 0 if memory runs out. */
 EXPORT uint64_t self_test(void)
 {
-    uint64_t hash = model_hash(0xcbf29ce484222325u, 0);
-    hash = hash ? model_hash(hash, 1) : 0;
+    uint64_t hash = model_hash(0xcbf29ce484222325u, 0, PLAIN);
+    hash = hash ? model_hash(hash, 1, PLAIN) : 0;
     hash = hash ? bytes_hash(hash) : 0;
-    return hash ? quants_hash(hash) : 0;
+    hash = hash ? quants_hash(hash) : 0;
+    hash = hash ? model_hash(hash, 0, DIFFERENT) : 0;
+    return hash ? model_hash(hash, 1, DIFFERENT) : 0;
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from paceline.loading import load_engine
 from paceline.model_list import list_models
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head, HeadTarget
+from paceline.models.heads.peagle import PEagle
 from paceline.models.heads.published import find_published, load_published, published_in
 from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import LlamaConfig
@@ -34,7 +36,8 @@ from tests.core.engines import Reference
 from tests.modelzoo import make_model
 
 FIXTURES = Path(__file__).parents[1] / "published" / "fixtures"
-VARIANTS = ("plain", "reduced", "norms")
+VARIANTS = ("plain", "reduced", "norms")  # EAGLE-3
+PARALLEL = ("parallel", "parallel_reduced")  # P-EAGLE
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 SIZE, VOCAB = 32, 96
 
@@ -81,9 +84,9 @@ def chained(head: Head, features: Tensor, token_ids: list[int], steps: int) -> T
 # --- parity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS + PARALLEL)
 @torch.no_grad()
-def test_eagle3_has_the_logits_of_speculators(name: str) -> None:
+def test_eagle3_and_peagle_have_the_logits_of_speculators(name: str) -> None:
     expected = load_file(FIXTURES / name / "expected" / "logits.safetensors")
     head = load(FIXTURES / name)
     token_ids, wanted = expected["token_ids"].tolist(), expected["logits"]
@@ -98,7 +101,51 @@ def test_eagle3_has_the_logits_of_speculators(name: str) -> None:
         torch.testing.assert_close(found[step, :end], wanted[step, :end], **CLOSE)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def mtp_target(expected: dict[str, Tensor]) -> HeadTarget:
+    """The target whose parts the MTP layer's reference had."""
+    return replace(target_of(), embedding=expected["embedding"], lm_head=expected["lm_head"])
+
+
+@torch.no_grad()
+def test_mtp_has_the_logits_of_speculators() -> None:
+    expected = load_file(FIXTURES / "mtp" / "expected" / "logits.safetensors")
+    head = load(FIXTURES / "mtp", mtp_target(expected))
+    token_ids, wanted = expected["token_ids"].tolist(), expected["logits"]
+    found = chained(head, expected["features"], token_ids, len(wanted))
+    for step in range(len(wanted)):
+        end = len(token_ids) - step
+        torch.testing.assert_close(found[step, :end], wanted[step, :end], **CLOSE)
+
+
+@torch.no_grad()
+def test_mtp_trains_on_the_steps_of_speculators() -> None:
+    expected = load_file(FIXTURES / "mtp" / "expected" / "logits.safetensors")
+    head = load(FIXTURES / "mtp", mtp_target(expected))
+    steps, length, _ = expected["trained"].shape
+    drafted = head(expected["features"][None, :length], expected["token_ids"][None], steps)
+    found = torch.stack([head.logits(x)[0] for x in drafted])  # type: ignore[operator]
+    torch.testing.assert_close(found, expected["trained"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@torch.no_grad()
+def test_peagle_trains_on_what_it_drafts(name: str) -> None:
+    """The training pass has the logits of the drafts from every place."""
+    expected = load_file(FIXTURES / name / "expected" / "logits.safetensors")
+    head, wanted = load(FIXTURES / name), expected["logits"]
+    assert isinstance(head, PEagle)
+    count = len(expected["token_ids"])
+    anchors, depths = head.masks(count, torch.Generator().manual_seed(1))
+    x = head(expected["features"][None], expected["token_ids"][None], anchors, depths)[0]
+    d2t = load_file(FIXTURES / name / "model.safetensors").get("d2t")
+    can = torch.arange(VOCAB) if d2t is None else torch.arange(len(d2t)) + d2t
+    found = head.logits(x)[:, can]
+    torch.testing.assert_close(found[:count], wanted[0], **CLOSE)
+    torch.testing.assert_close(found[count:], wanted[depths, anchors], **CLOSE)
+    assert 0 < int((depths == 2).sum()) < int((depths == 1).sum()) < count
+
+
+@pytest.mark.parametrize("name", VARIANTS + PARALLEL)
 @torch.no_grad()
 def test_a_prefill_equals_its_places_one_by_one(name: str) -> None:
     expected = load_file(FIXTURES / name / "expected" / "logits.safetensors")
@@ -389,6 +436,4 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     for place, token in ((folder, "a"), (other, "b")):
         text = json.dumps({"model": {"vocab": {token: 0}}})
         (place / "tokenizer.json").write_text(text)
-    import dataclasses
-
-    assert "tokenizer.json" in refused(folder, dataclasses.replace(target_of(), folder=other))
+    assert "tokenizer.json" in refused(folder, replace(target_of(), folder=other))

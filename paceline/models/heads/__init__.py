@@ -23,6 +23,8 @@ from paceline.models.heads.hidden_transfer import HiddenTransfer
 from paceline.models.heads.hydra import Hydra, HydraPP
 from paceline.models.heads.medusa import Medusa
 from paceline.models.heads.moa import MixtureOfAttentions
+from paceline.models.heads.mtp import Mtp
+from paceline.models.heads.peagle import PEagle
 from paceline.models.heads.ppd import PromptDecoding
 from paceline.models.heads.published import Published, find_published, load_published, published_in
 from paceline.models.layouts import read_config
@@ -37,6 +39,8 @@ HEADS: Mapping[str, type[Head]] = {
         HydraPP,
         Eagle,
         Eagle3,
+        PEagle,
+        Mtp,
         DFlash,
         DSpark,
         Chimera,

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.errors import InvalidArgument
@@ -20,7 +19,7 @@ from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.blocks import BlockSight
 from paceline.models.heads.dflash import DFlash
 from paceline.models.heads.dspark import DSpark
-from paceline.models.layouts import listed
+from paceline.models.heads.filling import draft_vocabulary, fill
 from paceline.models.llama_config import LlamaConfig
 
 BLOCK_HEADS: Mapping[str, type[DFlash]] = {head.kind: head for head in (DFlash, DSpark)}
@@ -89,7 +88,8 @@ def read_block_head(
         from_anchor=layout.from_anchor, **layout.more,
     )  # fmt: skip
     head = cls(target, options, layers, sights, layout.num_logits)
-    _fill(head, dict(tensors))
+    named = f"a {layout.kind} drafter"
+    fill(head, _weights(head, dict(tensors), named), named)
     return head
 
 
@@ -157,42 +157,14 @@ def _layer_config(raw: Mapping[str, Any], target: HeadTarget) -> LlamaConfig:
     return layers
 
 
-def _fill(head: DFlash, tensors: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's weights into the head, all of them and no others."""
+def _weights(head: DFlash, tensors: dict[str, Tensor], named: str) -> dict[str, Tensor]:
+    """A checkpoint's weights without what is the target's; sets the head's vocabulary."""
     for name in _OF_TARGET:
         tensors.pop(name, None)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if head.lm_head is None:
         tensors.pop("lm_head.weight", None)
     else:
-        head.vocabulary.copy_(_vocabulary(d2t, t2d, head))
-    wanted = head.state_dict()
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        raise InvalidArgument("head", f"weights without {listed(missing)}", "all that it needs")
-    unknown = [name for name in tensors if name not in wanted]
-    if unknown:
-        raise InvalidArgument(
-            "head", f"weights with {listed(unknown)}", f"those of a {head.kind} drafter alone"
-        )
-    for name, into in wanted.items():
-        if tensors[name].shape != into.shape:
-            raise InvalidArgument(
-                name, list(tensors[name].shape), f"{list(into.shape)}, as config.json says"
-            )
-    head.load_state_dict(tensors)
-
-
-def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, head: DFlash) -> Tensor:
-    """The token of each logit."""
-    size, count = head.target.config.vocab_size, len(head.vocabulary)
-    if d2t is None or len(d2t) != count:
-        found = None if d2t is None else len(d2t)
-        raise InvalidArgument("d2t", found, f"{count} entries, one for each logit")
-    tokens = torch.arange(count) + d2t.long()
-    inside = int(tokens.min()) >= 0 and int(tokens.max()) < size
-    if not inside or len(tokens.unique()) != count:
-        raise InvalidArgument("d2t", "other entries", f"{count} different tokens below {size}")
-    if t2d is not None and t2d.nonzero().flatten().tolist() != sorted(tokens.tolist()):
-        raise InvalidArgument("t2d", "other tokens than d2t", "the same ones")
-    return tokens
+        count, size = len(head.vocabulary), head.target.config.vocab_size
+        head.vocabulary.copy_(draft_vocabulary(d2t, t2d, count, size, named))
+    return tensors

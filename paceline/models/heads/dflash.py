@@ -147,6 +147,11 @@ class DFlash(Head):
         self._cos_sin = rope_table(layers, own.context_length + options.block_size)
 
     @property
+    def feature_layers(self) -> list[int]:
+        """Numbers of the target's layers that a feature reads, from 1."""
+        return [number + 1 for number in self._features]
+
+    @property
     def first_place(self) -> int:
         """The place of a block that drafts the first token."""
         return 0 if self.options.from_anchor else 1

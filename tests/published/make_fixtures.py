@@ -100,7 +100,7 @@ def logits_of(model, features: torch.Tensor, token_ids: torch.Tensor) -> torch.T
             "speculators.models.peagle.core.generate_cod_sample_indices",
             lambda **_: (anchors, depths),
         ):
-            last = torch.zeros(1, length, SIZES["hidden_size"])
+            last = torch.zeros(1, length, model.hidden_size)
             loss = resolve_loss_config("kl_div", "eager")
             model(
                 **texts, verifier_last_hidden_states=last, num_depths=STEPS, loss_config=loss
@@ -114,7 +114,7 @@ def logits_of(model, features: torch.Tensor, token_ids: torch.Tensor) -> torch.T
 @torch.no_grad()
 def mtp_logits_of(model, features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """As :func:`logits_of`, of its layer behind the committed pairs and its own outputs."""
-    steps = torch.zeros(STEPS, len(token_ids), SIZES["vocab_size"])
+    steps = torch.zeros(STEPS, len(token_ids), model.config.vocab_size)
     for place in range(len(token_ids)):
         x = features[: place + 1]
         for step in range(STEPS):

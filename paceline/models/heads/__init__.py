@@ -79,6 +79,22 @@ def _made_for(target: Path, heads: Path) -> bool:
     return False
 
 
+def load_any_head(folder: Path, target: HeadTarget) -> Head:
+    """A head from its folder, ready to draft for ``target``: Paceline's own or a published one.
+
+    Raises:
+        ModelNotFound: something in the folder is missing or damaged.
+        InvalidArgument: it holds no head, or one for another target.
+    """
+    found = find_published(folder)
+    if found is not None:
+        return load_published(found, target)
+    kind = str(read_config(folder).get("kind"))
+    if kind not in HEADS:
+        raise InvalidArgument("head", str(folder), "the folder of a trained head")
+    return load_head(HEADS[kind], folder, target)
+
+
 class HeadLibrary:
     """The heads trained for one target: a folder with a subfolder for each kind.
 

@@ -47,7 +47,7 @@ def export_head(head: Head, folder: Path, verifier: str | None = None) -> None:
         raise InvalidArgument("head", f"{head.kind}, of Paceline's own layout", f"one of {kinds}")
     fields, tensors = writer(head)
     where = head.target.folder
-    name = verifier or (None if where is None else str(where))
+    name = verifier or (None if where is None else str(where.resolve()))
     architectures = [] if where is None else read_config(where).get("architectures") or []
     depth = fields.pop("speculative_tokens")
     config = {
@@ -167,7 +167,7 @@ def _eagle3(head: PublishedEagle3) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if head.vocabulary is not None:
         tensors |= _vocabulary(head.vocabulary, size)
     fields = {
-        "architectures": ["Eagle3Speculator"],
+        "architectures": ["Eagle3DraftModel"],
         "transformer_layer_config": _layers(layout.config, _layers_kind(head)),
         "eagle_aux_hidden_state_layer_ids": list(layout.features),
         "draft_vocab_size": layout.vocabulary or size,
@@ -188,7 +188,7 @@ def _layers_kind(head: PublishedEagle) -> str:
 def _peagle(head: PEagle) -> tuple[dict[str, Any], dict[str, Tensor]]:
     fields, tensors = _eagle3(head)
     return fields | {
-        "architectures": ["PEagleSpeculator"],
+        "architectures": ["PEagleDraftModel"],
         "mask_token_id": head.mask_token,
         "speculative_tokens": head.max_depth,
     }, tensors

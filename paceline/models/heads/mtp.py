@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import HeadBatch, HeadTarget, mean_over, text_cross_entropy
+from paceline.models.heads.base import (
+    HeadBatch,
+    HeadTarget,
+    mean_over,
+    soft_cross_entropy,
+    text_cross_entropy,
+)
 from paceline.models.heads.published_eagle import Layout, PublishedEagle
 
 _NAMES = {  # speculators': this module's; the others are those of the decoder layer
@@ -37,10 +43,14 @@ class MtpOptions:
     """Attributes:
     steps: drafting steps that training follows.
     decay: the loss of step k weighs ``decay ** k``, k from 0.
+    text_weight, teacher_weight: of the cross-entropy against the text, as in the paper, and
+        against the target's distribution.
     """
 
     steps: int = 3
     decay: float = 0.6
+    text_weight: float = 1.0
+    teacher_weight: float = 0.0
 
 
 class Mtp(PublishedEagle):
@@ -102,18 +112,24 @@ class Mtp(PublishedEagle):
         return outputs
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Cross-entropy against the text, of all steps (FastMTP, equations 1 and 2)."""
-        steps = min(self.options.steps, batch.token_ids.shape[1] - 2)
+        """Cross-entropy of all steps (FastMTP, equations 1 and 2)."""
+        options = self.options
+        steps = min(options.steps, batch.token_ids.shape[1] - 2)
         length = batch.token_ids.shape[1] - steps - 1
-        weights = [self.options.decay**step for step in range(steps)]
+        weights = [options.decay**step for step in range(steps)]
         total, agreement = batch.hidden.new_zeros(()), []
         drafted = self(batch.hidden[:, :length], batch.token_ids[:, 1:-1], steps)
         for step, (weight, x) in enumerate(zip(weights, drafted, strict=True), 1):
             logits, end = self.logits(x), step + length
-            counts = batch.counts_from(step, end)
+            counts, wanted = batch.counts_from(step, end), batch.logits[:, step:end]
             labels = batch.token_ids[:, step + 1 : end + 1]
-            total = total + weight * text_cross_entropy(logits, labels, counts)
-            right = logits.argmax(-1) == batch.logits[:, step:end].argmax(-1)
+            if options.text_weight:
+                hard = text_cross_entropy(logits, labels, counts)
+                total = total + weight * options.text_weight * hard
+            if options.teacher_weight:
+                soft = soft_cross_entropy(logits, wanted, counts)
+                total = total + weight * options.teacher_weight * soft
+            right = logits.argmax(-1) == wanted.argmax(-1)
             agreement.append(mean_over(right.float(), counts))
         return total / sum(weights), {"agreement": torch.stack(agreement)}
 

@@ -261,9 +261,7 @@ def _mtp(found: Published, target: HeadTarget) -> Head:
     if kind not in MODEL_TYPES:
         raise found.refuse(f"an MTP layer of model_type {kind}", f"one of {', '.join(MODEL_TYPES)}")
     tensors = {
-        own_name(name): value
-        for name, value in found.tensors().items()
-        if name not in _OF_TARGET
+        own_name(name): value for name, value in found.tensors().items() if name not in _OF_TARGET
     }
     layout = mtp_layout(_layout(found, target, {}, windows=True))
     head = Mtp(target, MtpOptions(), layout)

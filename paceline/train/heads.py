@@ -87,7 +87,7 @@ class DraftHeadTask:
         chosen = read_options(HEADS[kind], options or {})
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.head: Head = HEADS[kind](parts, chosen)
+            self.head: Head = HEADS[kind].made(parts, chosen)
         if start is not None:
             start_from(self.head, start)
         self.head.bind(target)

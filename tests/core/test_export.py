@@ -15,10 +15,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.config import SpeculationConfig
+from paceline.engine import Engine
 from paceline.errors import InvalidArgument
+from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.export import export_head
 from paceline.models.heads.published import find_published, load_published
+from paceline.models.llama import LlamaRunner
+from paceline.sampling import SamplingParams
+from paceline.target import ModelTarget
 from tests.core.test_published import FIXTURES, chained, mtp_target, target_of
 from tests.core.test_published import PARALLEL as PEAGLE
 from tests.core.test_published import VARIANTS as EAGLE3
@@ -27,7 +33,7 @@ from tests.models.test_block_checkpoints import FOLDER as BLOCKS
 from tests.models.test_block_checkpoints import NAMES as BLOCK_NAMES
 from tests.models.test_block_checkpoints import expected_in
 from tests.models.test_block_checkpoints import target_of as block_target
-from tests.published.exports import CASES, EXPORTED, by_speculators, make_head, text_for
+from tests.published.exports import CASES, EXPORTED, LENGTH, by_speculators, make_head, text_for
 
 
 def load(folder: Path, target: HeadTarget) -> Head:
@@ -43,8 +49,12 @@ def drafts(head: Head, features: Tensor, token_ids: Tensor, steps: int) -> Tenso
 
 
 def assert_same_drafts(found: Tensor, wanted: Tensor) -> None:
-    """# [steps, length, vocab_size] twice; steps beyond the text are left out."""
-    steps, length, _ = wanted.shape
+    """# [steps, length, vocab_size], [steps, length, num_logits]; steps beyond the text are left
+    out, and tokens that the head does not draft.
+    """
+    steps, length, count = wanted.shape
+    found = found[..., found[0, 0].isfinite()]
+    assert found.shape[-1] == count
     for step in range(steps):
         end = length - step
         torch.testing.assert_close(found[step, :end], wanted[step, :end], atol=2e-4, rtol=2e-4)
@@ -63,13 +73,46 @@ def test_an_exported_head_drafts_as_before(name: str, tmp_path: Path) -> None:
     head = make_head(name, tmp_path)
     export_head(head, tmp_path / "out")
     again = load(tmp_path / "out", head.target)
-    own, other = head.state_dict(), again.state_dict()
+    own, other = dict(head.named_parameters()), dict(again.named_parameters())
     assert all(torch.equal(other[key], value) for key, value in own.items())
     features, token_ids = text_for(head)
     head.prepare()
     steps = again.max_depth or 3
     found = drafts(again, features, token_ids, steps)
     assert torch.equal(found, drafts(head, features, token_ids, steps))
+
+
+@torch.no_grad()
+def test_published_eagle3_trains_on_what_it_drafts(tmp_path: Path) -> None:
+    """The training pass has the logits of the drafts from every place."""
+    head: Any = make_head("eagle3", tmp_path)
+    features, token_ids = text_for(head)
+    passes = head(head.read(features)[None], token_ids[None], 3)
+    head.prepare()
+    found = drafts(head, features, token_ids, 3)
+    for step, x in enumerate(passes):
+        wanted = head.logits(x[0, step:])
+        torch.testing.assert_close(found[step, : LENGTH - step], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_head_changes_no_token(name: str, tmp_path: Path) -> None:
+    head = make_head(name, tmp_path)
+    export_head(head, tmp_path / "out")
+    folder = head.target.folder
+    assert folder is not None
+    runner = LlamaRunner(folder, kv_tokens=400)
+    heads = HeadLibrary(tmp_path / "out", folder, runner)
+    engine = Engine(ModelTarget(runner), heads=heads, eos_token_ids=())
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=3)
+        drafted, plain = (
+            engine.generate([[5, 9, 33, 7], [8] * 12], params, SpeculationConfig(**chosen))
+            for chosen in ({"method": head.kind, "length": "fixed"}, {"method": "ar"})
+        )
+        assert [s.output_ids for s in drafted] == [s.output_ids for s in plain]
+        assert all(s.stats.num_drafted > 0 and not s.stats.drafter_lost for s in drafted)
+    assert runner.num_free == runner.kv_capacity
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -143,7 +186,8 @@ def test_the_config_has_what_vllm_checks(name: str, tmp_path: Path) -> None:
     export_head(head, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     methods = config["speculators_config"]["proposal_methods"]
-    assert methods[0]["speculative_tokens"] == (head.max_depth or 3)
+    depth = {"eagle3": 5, "mtp": 3}.get(head.kind, head.max_depth)
+    assert methods[0]["speculative_tokens"] == depth
     verifier = config["speculators_config"]["verifier"]
     assert verifier["name_or_path"] == str(head.target.folder)
     assert verifier["architectures"] == json.loads(

@@ -254,6 +254,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Expected, dict[str, float]]] = {
         {"feature": 0.4, "token": 0.7, "unroll": 3},
     ),
     "eagle3": ("eagle3", {"vocabulary": 40}, eagle3, {"unroll": 3}),
+    "eagle3, published": (
+        "eagle3", {"published": True, "vocabulary": 40, "num_layers": 2}, eagle3, {"unroll": 3},
+    ),
     "peagle": ("peagle", {"num_layers": 1}, peagle, {}),
     "mtp": ("mtp", {}, mtp, {"text": 1, "teacher": 0, "decay": 0.6}),
     "mtp, distilled": (

@@ -45,6 +45,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "from_anchor": False, "confidence_reads_token": False, "features": (2, 4),
         },
     ),
+    "eagle3": (
+        "llama_gqa", "eagle3",
+        {"published": True, "num_layers": 2, "vocabulary": 40, "features": (1, 3, 5)},
+    ),
     "peagle": ("llama_gqa", "peagle", {"num_layers": 2, "depths": 3, "features": (1, 3, 5)}),
     "mtp": ("qwen3", "mtp", {"steps": 3}),
 }  # fmt: skip
@@ -56,6 +60,9 @@ def make_head(name: str, folder: Path) -> Head:
     sizes = SIZES | ({"head_dim": 12} if zoo == "qwen3" else {})
     target = HeadTarget.from_folder(make_model(zoo, folder, seed=1, dtype="bfloat16", **sizes))
     head = untrained(kind, target, seed=2, noise=0.2, **options)
+    if options.get("vocabulary"):
+        tokens = torch.randperm(target.config.vocab_size)[: options["vocabulary"]]
+        head.vocabulary.copy_(tokens.sort().values)  # type: ignore[operator]
     return head.requires_grad_(False).eval()
 
 

@@ -1,7 +1,7 @@
 """Trained heads in the format of ``speculators`` 0.9, which vLLM and SGLang load.
 
 The weights keep their values and their names; what is the target's (embedding, output layer) is
-left to the target where the format allows it. :mod:`paceline.models.heads.published` reads what is
+left to the target in DFlash, DSpark and MTP, and written as well in EAGLE-3 and P-EAGLE. :mod:`paceline.models.heads.published` reads what is
 written here.
 """
 
@@ -21,6 +21,7 @@ from paceline.errors import InvalidArgument
 from paceline.models.heads.base import Head
 from paceline.models.heads.dflash import DFlash
 from paceline.models.heads.dspark import DSpark
+from paceline.models.heads.eagle3 import TrainedEagle3
 from paceline.models.heads.mtp import Mtp, published_name
 from paceline.models.heads.peagle import PEagle
 from paceline.models.heads.published_eagle import PublishedEagle, PublishedEagle3
@@ -43,8 +44,9 @@ def export_head(head: Head, folder: Path, verifier: str | None = None) -> None:
     """
     writer = next((w for kind, w in _WRITERS.items() if type(head) is kind), None)
     if writer is None:
-        kinds = ", ".join(kind.kind for kind in _WRITERS)
-        raise InvalidArgument("head", f"{head.kind}, of Paceline's own layout", f"one of {kinds}")
+        kinds = ", ".join(dict.fromkeys(kind.kind for kind in _WRITERS))
+        allowed = f"one of {kinds}; an eagle3 trained with published=true"
+        raise InvalidArgument("head", f"{head.kind}, of Paceline's own layout", allowed)
     fields, tensors = writer(head)
     where = head.target.folder
     name = verifier or (None if where is None else str(where.resolve()))
@@ -162,8 +164,13 @@ def _with_windows(head: DFlash) -> LlamaConfig:
 def _eagle3(head: PublishedEagle3) -> tuple[dict[str, Any], dict[str, Tensor]]:
     layout, size = head.layout, head.target.config.vocab_size
     tensors = dict(head.state_dict())
-    if not layout.own_output:  # the format has no drafter without one
-        tensors["lm_head.weight"] = head.target.lm_head
+    tensors.pop("vocabulary", None)
+    # speculators leaves both uninitialised where they are missing, and takes that for weights.
+    if not layout.own_embedding:
+        tensors["embed_tokens.weight"] = head.target.embedding
+    if not layout.own_output:
+        rows, tokens = head.target.lm_head, head.vocabulary
+        tensors["lm_head.weight"] = rows if tokens is None else rows[tokens]
     if head.vocabulary is not None:
         tensors |= _vocabulary(head.vocabulary, size)
     fields = {
@@ -211,6 +218,7 @@ _WRITERS: Mapping[type[Head], Callable[[Any], tuple[dict[str, Any], dict[str, Te
     DFlash: _block,
     DSpark: _block,
     PublishedEagle3: _eagle3,
+    TrainedEagle3: _eagle3,
     PEagle: _peagle,
     Mtp: _mtp,
 }

@@ -85,8 +85,8 @@ class Mtp(PublishedEagle):
         normed: Tensor = self.norm(drafted)
         return normed
 
-    def logits(self, drafted: Tensor) -> Tensor:
-        return super().logits(self.norm(drafted))
+    def some_logits(self, drafted: Tensor) -> Tensor:
+        return super().some_logits(self.norm(drafted))
 
     # --- training ------------------------------------------------------------------------------
 

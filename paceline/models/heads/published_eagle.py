@@ -187,6 +187,9 @@ class PublishedEagle(Head):
     kind = "eagle"
     Options: ClassVar[type[Any]] = Layout
     layout: Layout
+    vocabulary: Tensor | None
+    """The tokens that it can draft; None: all.  # int64 [num_logits]"""
+    _rows: Tensor | None = None  # of the target's output layer
 
     def __init__(self, target: HeadTarget, layout: Layout) -> None:
         super().__init__(target, layout)
@@ -205,7 +208,7 @@ class PublishedEagle(Head):
             self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps=eps) for _ in range(inputs))
         if layout.own_output:
             self.lm_head = nn.Linear(size, layout.vocabulary or config.vocab_size, bias=False)
-        self.vocabulary: Tensor | None = None
+        self.register_buffer("vocabulary", None, persistent=False)
         self._cos_sin = rope_table(config)
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -214,6 +217,8 @@ class PublishedEagle(Head):
 
     def prepare(self) -> None:
         self._cos_sin = self._cos_sin.to(self.target.embedding.device)
+        if self.vocabulary is not None and not self.layout.own_output:
+            self._rows = self.target.lm_head[self.vocabulary]
 
     def new_state(self) -> PublishedState:
         return PublishedState()
@@ -241,12 +246,19 @@ class PublishedEagle(Head):
         fused: Tensor = self.fc(torch.cat([embedded, x], -1))
         return fused
 
+    def some_logits(self, drafted: Tensor) -> Tensor:
+        """Logits of the tokens in :attr:`vocabulary`.  # [..., hidden_size] -> [..., num_logits]"""
+        if self.layout.own_output:
+            some: Tensor = self.lm_head(drafted)
+            return some
+        if self.vocabulary is None:
+            return self.target.logits(drafted)
+        rows = self.target.lm_head[self.vocabulary] if self._rows is None else self._rows
+        return F.linear(drafted, rows)
+
     def logits(self, drafted: Tensor) -> Tensor:
         """# [..., hidden_size] -> [..., vocab_size]"""
-        if not self.layout.own_output:
-            return self.target.logits(drafted).float()
-        some: Tensor = self.lm_head(drafted).float()
-        return self.target.among_all(some, self.vocabulary)
+        return self.target.among_all(self.some_logits(drafted).float(), self.vocabulary)
 
     def _run(
         self, state: PublishedState, tokens: Sequence[int], x: Tensor,
@@ -337,5 +349,5 @@ class PublishedEagle3(PublishedEagle):
     def passed_on(self, drafted: Tensor) -> Tensor:
         return self.norm(drafted) if self.layout.norm_output else drafted
 
-    def logits(self, drafted: Tensor) -> Tensor:
-        return super().logits(self.norm(drafted))
+    def some_logits(self, drafted: Tensor) -> Tensor:
+        return super().some_logits(self.norm(drafted))

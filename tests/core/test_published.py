@@ -27,12 +27,18 @@ from paceline.model_list import list_models
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.peagle import PEagle
-from paceline.models.heads.published import find_published, load_published, published_in
+from paceline.models.heads.published import (
+    find_published,
+    load_published,
+    mtp_layer_in,
+    published_in,
+)
 from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import LlamaConfig
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from tests.core.engines import Reference
+from tests.heads import untrained
 from tests.modelzoo import make_model
 
 FIXTURES = Path(__file__).parents[1] / "published" / "fixtures"
@@ -354,6 +360,29 @@ def test_tokens_are_those_of_ar(method: str, tmp_path: Path, zoo: Path) -> None:
                 assert session.output_ids == reference(prompt, params)
                 assert session.stats.num_drafted > 0 and not session.stats.drafter_lost
     assert runner.num_free == runner.kv_capacity
+
+
+def test_an_mtp_layer_in_the_targets_checkpoint_drafts(tmp_path: Path) -> None:
+    """Its tensors are stored under Qwen3-Next's names; without them the target is the same."""
+    folder = make_model("qwen3", tmp_path, num_hidden_layers=2)
+    plain = Reference(folder)
+    prompt, params = list(b"a prompt"), SamplingParams(max_tokens=24, ignore_eos=True)
+    wanted = plain(prompt, params)
+    head = untrained("mtp", HeadTarget.from_folder(folder), noise=0.2)
+    tensors = load_file(folder / "model.safetensors")
+    inside = {f"mtp.{name}": value.clone() for name, value in head.state_dict().items()}
+    assert "mtp.pre_fc_norm_hidden.weight" in inside and "mtp.layers.0.mlp.up_proj.weight" in inside
+    save_file(tensors | inside, folder / "model.safetensors", {"format": "pt"})
+    runner = LlamaRunner(folder, kv_tokens=400)
+    engine = Engine(ModelTarget(runner), heads=HeadLibrary(folder / "heads", folder, runner))
+    config = SpeculationConfig(method="mtp", length="fixed")
+    (session,) = engine.generate([prompt], params, config)
+    assert session.output_ids == wanted
+    assert session.stats.num_drafted > 0 and not session.stats.drafter_lost
+    found = mtp_layer_in(folder)
+    assert found is not None
+    loaded = load_published(found, HeadTarget.from_folder(folder))
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in head.state_dict().items())
 
 
 def test_a_folder_may_be_the_drafter_itself(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from paceline.errors import InvalidArgument, ModelNotFound
@@ -26,7 +27,13 @@ from paceline.models.heads.moa import MixtureOfAttentions
 from paceline.models.heads.mtp import Mtp
 from paceline.models.heads.peagle import PEagle
 from paceline.models.heads.ppd import PromptDecoding
-from paceline.models.heads.published import Published, find_published, load_published, published_in
+from paceline.models.heads.published import (
+    Published,
+    find_published,
+    load_published,
+    mtp_layer_in,
+    published_in,
+)
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 
@@ -98,7 +105,8 @@ def load_any_head(folder: Path, target: HeadTarget) -> Head:
 class HeadLibrary:
     """The heads trained for one target: a folder with a subfolder for each kind.
 
-    A published checkpoint may stand in the place of a head of its kind.
+    A published checkpoint may stand in the place of a head of its kind, and an MTP layer may be in
+    the target's own checkpoint.
 
     Args:
         folder: for example ``heads``, with ``heads/medusa/config.json``; it may be missing.
@@ -120,7 +128,12 @@ class HeadLibrary:
         return file.is_file() and find_published(file.parent) is None
 
     def _published(self, kind: str) -> Published | None:
-        return next((found for found in published_in(self.folder) if found.kind == kind), None)
+        found = next((found for found in published_in(self.folder) if found.kind == kind), None)
+        return self._inside if found is None and kind == "mtp" else found
+
+    @cached_property
+    def _inside(self) -> Published | None:
+        return mtp_layer_in(self._target)
 
     def load(self, kind: str) -> Head:
         """A head, ready to draft.

@@ -1,8 +1,8 @@
 """Trained heads in the format of ``speculators`` 0.9, which vLLM and SGLang load.
 
-The weights keep their values and their names; what is the target's (embedding, output layer) is
-left to the target in DFlash, DSpark and MTP, and written as well in EAGLE-3 and P-EAGLE. :mod:`paceline.models.heads.published` reads what is
-written here.
+The weights keep their values and their names. What is the target's, embedding and output layer, is
+left to the target in DFlash, DSpark and MTP, and written as well in EAGLE-3 and P-EAGLE.
+:mod:`paceline.models.heads.published` reads what is written here.
 """
 
 from __future__ import annotations

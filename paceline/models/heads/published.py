@@ -30,8 +30,9 @@ from paceline.models.heads.medusa import Medusa, MedusaOptions
 from paceline.models.heads.mtp import Mtp, MtpOptions, mtp_layout, own_name
 from paceline.models.heads.peagle import PEagle, PEagleOptions
 from paceline.models.heads.published_eagle import Layout, PublishedEagle, PublishedEagle3
-from paceline.models.layouts import read_config
+from paceline.models.layouts import read_config, stored_tensors
 from paceline.models.llama_config import MODEL_TYPES, LlamaConfig
+from paceline.models.llama_tensors import MTP_PREFIX
 
 _OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
 _PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
@@ -45,11 +46,13 @@ class Published:
     Attributes:
         kind: ``eagle``, ``eagle3``, ``medusa``, ``hydra``, or what the config calls it.
         config: its parsed config.json.
+        prefix: of the names of its tensors, where the folder has others as well.
     """
 
     folder: Path
     kind: str
     config: Mapping[str, Any]
+    prefix: str = ""
 
     @property
     def named(self) -> str:
@@ -67,7 +70,20 @@ class Published:
             ModelNotFound: no file of weights, or a damaged one.
             InvalidArgument: a pickle that holds more than tensors.
         """
-        return _tensors(self.folder)
+        if not self.prefix:
+            return _tensors(self.folder)
+        return {
+            name.removeprefix(self.prefix): tensor.read()
+            for name, tensor in stored_tensors(self.folder).items()
+            if name.startswith(self.prefix)
+        }
+
+
+def mtp_layer_in(target: Path) -> Published | None:
+    """The MTP layer in a target's own checkpoint; None if it has none."""
+    if f"{MTP_PREFIX}fc.weight" not in _names(target):
+        return None
+    return Published(target, "mtp", read_config(target), MTP_PREFIX)
 
 
 def find_published(folder: Path) -> Published | None:

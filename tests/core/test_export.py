@@ -53,8 +53,8 @@ def assert_same_drafts(found: Tensor, wanted: Tensor) -> None:
     out, and tokens that the head does not draft.
     """
     steps, length, count = wanted.shape
-    found = found[..., found[0, 0].isfinite()]
-    assert found.shape[-1] == count
+    if found.shape[-1] > count:
+        found = found[..., found[0, 0].isfinite()]
     for step in range(steps):
         end = length - step
         torch.testing.assert_close(found[step, :end], wanted[step, :end], atol=2e-4, rtol=2e-4)
@@ -196,7 +196,7 @@ def test_the_config_has_what_vllm_checks(name: str, tmp_path: Path) -> None:
     inner = config["transformer_layer_config"]
     assert inner["model_type"] in ("llama", "qwen3")
     assert inner["vocab_size"] == head.target.config.vocab_size
-    if head.kind in ("peagle", "dflash", "dspark"):
+    if head.kind in ("peagle", "dflash", "dflash2", "dspark"):
         assert config["mask_token_id"] == 63
     if head.kind == "peagle":
         assert config["draft_vocab_size"] == 64 and config["norm_before_residual"] is False
@@ -205,7 +205,7 @@ def test_the_config_has_what_vllm_checks(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_other_layouts_are_refused(kind: str, tmp_path: Path, tiny_folder: Path) -> None:
     head = untrained(kind, HeadTarget.from_folder(tiny_folder))
-    with pytest.raises(InvalidArgument, match="dflash, dspark, eagle3, peagle, mtp"):
+    with pytest.raises(InvalidArgument, match="dflash, dflash2, dspark, eagle3, peagle, mtp"):
         export_head(head, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

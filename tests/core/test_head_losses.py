@@ -169,6 +169,30 @@ def dflash(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
     return float(total / weights)
 
 
+def dflash2(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
+    """DFlash's, and the selector's among the likeliest tokens, the target's argmax with them."""
+    hidden, places = places_of_blocks(head, batch)
+    raw, states = numbers(head.some_logits(hidden)), numbers(hidden)
+    selector, count = head.candidate_selector, head.options.candidates
+    first, second = numbers(selector.predecessor_codebook), numbers(selector.successor_codebook)
+    project, total, weights = numbers(selector.hidden_projection.weight), 0.0, 0.0
+    for row, block, i, place in places:
+        scores = log_softmax(raw[row, block, i])
+        p = np.exp(log_softmax(numbers(batch.logits[row, place])))
+        hard = -scores[int(batch.token_ids[row, place + 1])]
+        best, ranked = int(p.argmax()), [int(t) for t in np.argsort(-scores)[:count]]
+        if best not in ranked:
+            ranked[-1] = best
+        read = first[int(batch.token_ids[row, place])] * (project @ states[row, block, i])
+        among = log_softmax(raw[row, block, i][ranked] + second[ranked] @ read)
+        chosen = -among[ranked.index(best)]
+        weight = np.exp(-i / w["decay"])
+        each = w["text"] * hard - w["teacher"] * (p * scores).sum() + w["selector"] * chosen
+        total += weight * each
+        weights += weight
+    return float(total / weights)
+
+
 def dspark(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
     """0.1 text + 0.9 |p - q| + the confidence head's cross-entropy with 1 - |p - q| / 2."""
     hidden, places = places_of_blocks(head, batch)
@@ -267,6 +291,14 @@ CASES: dict[str, tuple[str, dict[str, Any], Expected, dict[str, float]]] = {
     "dflash, distilled": (
         "dflash", {"text_weight": 0.3, "teacher_weight": 0.7, "decay": 2, "block_size": 5}, dflash,
         {"text": 0.3, "teacher": 0.7, "decay": 2},
+    ),
+    "dflash2": (
+        "dflash2", {}, dflash2, {"text": 1, "teacher": 0, "selector": 1, "decay": 4},
+    ),
+    "dflash2, weighted": (
+        "dflash2",
+        {"text_weight": 0.3, "teacher_weight": 0.7, "selector_weight": 0.4, "decay": 2},
+        dflash2, {"text": 0.3, "teacher": 0.7, "selector": 0.4, "decay": 2},
     ),
     "dspark": ("dspark", {}, dspark, {"text": 0.1, "distance": 0.9, "confidence": 1, "decay": 4}),
     "dspark, weighted": (

@@ -34,6 +34,13 @@ SIZES: dict[str, Any] = {
 # The target, and the head's kind and options.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dflash": ("llama_gqa", "dflash", {"num_layers": 2, "block_size": 4, "features": (1, 3, 5)}),
+    "dflash2": (
+        "llama_gqa", "dflash2",
+        {
+            "num_layers": 1, "block_size": 4, "conv_group": 6, "selector_rank": 5,
+            "candidates": 20, "features": (2, 4),
+        },
+    ),
     "dspark": (
         "llama_gqa", "dspark",
         {"num_layers": 1, "block_size": 3, "markov_rank": 6, "features": (2, 4)},

@@ -14,6 +14,7 @@ from paceline.models.heads.base import Head, HeadTarget, load_head, target_ident
 from paceline.models.heads.blockwise import Blockwise
 from paceline.models.heads.chimera import Chimera
 from paceline.models.heads.dflash import DFlash
+from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dovetail import Dovetail
 from paceline.models.heads.dspark import DSpark
 from paceline.models.heads.eagle import Eagle
@@ -49,6 +50,7 @@ HEADS: Mapping[str, type[Head]] = {
         PEagle,
         Mtp,
         DFlash,
+        DFlash2,
         DSpark,
         Chimera,
         Fspad,

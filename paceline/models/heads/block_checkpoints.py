@@ -1,9 +1,10 @@
-"""Published checkpoints of block drafters: DFlash and DSpark.
+"""Published checkpoints of block drafters: DFlash, DFlash 2 and DSpark.
 
 Two layouts, which differ in config.json only: that of ``speculators``
-(``speculators_model_type``), and the authors' own (``architectures``: ``DFlashDraftModel`` of
-z-lab, ``Qwen3DSparkModel`` of DeepSpec). The embedding is the target's, and so is the output layer
-unless the head drafts some of the tokens only. What is there for training is not read.
+(``speculators_model_type``), and for DFlash and DSpark the authors' own (``architectures``:
+``DFlashDraftModel`` of z-lab, ``Qwen3DSparkModel`` of DeepSpec). The embedding is the target's, and
+so is the output layer unless the head drafts some of the tokens only. What is there for training is
+not read.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from paceline.errors import InvalidArgument
 from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.blocks import BlockSight
 from paceline.models.heads.dflash import DFlash
+from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dspark import DSpark
-from paceline.models.heads.filling import draft_vocabulary, fill
+from paceline.models.heads.filling import draft_vocabulary, fill, layers_config
 from paceline.models.llama_config import LlamaConfig
 
-BLOCK_HEADS: Mapping[str, type[DFlash]] = {head.kind: head for head in (DFlash, DSpark)}
+BLOCK_HEADS: Mapping[str, type[DFlash]] = {head.kind: head for head in (DFlash, DFlash2, DSpark)}
 _ORIGINAL = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
 _OF_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 # Fields of z-lab's layout that change what is computed, and the values that change nothing.
@@ -98,9 +100,16 @@ def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
     if kind is None:
         found = config.get("speculators_model_type") or config.get("architectures")
         raise InvalidArgument("head", found, f"one of {', '.join(BLOCK_HEADS)}")
-    spark: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    if kind == "dflash2":
+        more = {
+            "conv_taps": config.get("conv_kernel_size", 2),
+            "conv_group": config.get("conv_group_size", 16),
+            "selector_rank": config.get("selector_rank", 256),
+            "candidates": config.get("selector_top_k", 16),
+        }
     if kind == "dspark":
-        spark = {
+        more = {
             "markov_rank": config.get("markov_rank", 256),
             "markov_kind": config.get("markov_head_type", "vanilla"),
             "confidence_head": config.get("enable_confidence_head", True),
@@ -113,8 +122,8 @@ def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
             kind, layers, _needed(config, "aux_hidden_state_layer_ids"),
             config.get("block_size", 8), _needed(config, "mask_token_id"),
             config.get("sample_from_anchor", kind == "dspark"),
-            not config.get("sliding_window_non_causal", False),
-            None if drafted == vocab_size else drafted, spark,
+            not config.get("sliding_window_non_causal", kind == "dflash2"),
+            None if drafted == vocab_size else drafted, more,
         )  # fmt: skip
     own = {**config, **config.get("dflash_config", {})}
     for key, neutral in _NEUTRAL.items():
@@ -128,7 +137,7 @@ def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
     causal = own.get("is_causal")
     return _Layout(
         kind, config, features, _needed(own, "block_size"), _needed(own, "mask_token_id"),
-        kind == "dspark", causal is None or causal, None, spark,
+        kind == "dspark", causal is None or causal, None, more,
     )  # fmt: skip
 
 
@@ -139,13 +148,8 @@ def _needed(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _layer_config(raw: Mapping[str, Any], target: HeadTarget) -> LlamaConfig:
-    # Checkpoints leave out what transformers has as a default.
-    from transformers import AutoConfig
-
-    kind = raw.get("model_type", "qwen3")
-    whole = AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
     # Whatever the type says, the layers are Qwen3's.
-    layers = LlamaConfig.from_dict({**whole.to_dict(), "mlp_bias": False})
+    layers = LlamaConfig.from_dict({**layers_config(raw, "qwen3"), "mlp_bias": False})
     layers = replace(layers, head_norms=True)
     for key in ("hidden_size", "vocab_size"):
         there, here = getattr(layers, key), getattr(target.config, key)

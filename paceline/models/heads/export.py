@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.errors import InvalidArgument
 from paceline.models.heads.base import Head
 from paceline.models.heads.dflash import DFlash
+from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dspark import DSpark
 from paceline.models.heads.eagle3 import TrainedEagle3
 from paceline.models.heads.mtp import Mtp, published_name
@@ -143,9 +144,16 @@ def _block(head: DFlash) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "mask_token_id": head.mask_token,
         "draft_vocab_size": len(head.vocabulary),
         "sample_from_anchor": options.from_anchor,
-        "sliding_window_non_causal": causal == {False},
+        "sliding_window_non_causal": causal == {False} or (not causal and head.kind == "dflash2"),
         "speculative_tokens": head.max_depth,
     }
+    if isinstance(head, DFlash2):
+        fields |= {
+            "conv_kernel_size": options.conv_taps,
+            "conv_group_size": options.conv_group,
+            "selector_rank": options.selector_rank,
+            "selector_top_k": options.candidates,
+        }
     if isinstance(head, DSpark):
         fields |= {
             "markov_rank": options.markov_rank,
@@ -216,6 +224,7 @@ def _mtp(head: Mtp) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 _WRITERS: Mapping[type[Head], Callable[[Any], tuple[dict[str, Any], dict[str, Tensor]]]] = {
     DFlash: _block,
+    DFlash2: _block,
     DSpark: _block,
     PublishedEagle3: _eagle3,
     TrainedEagle3: _eagle3,

@@ -1,14 +1,31 @@
-"""Published weights into a head: every tensor is used, and every one that it needs is there."""
+"""What the readers of published checkpoints share.
+
+Every tensor of a file is used, and every one that a head needs is there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
 from paceline.models.layouts import listed
+
+
+def layers_config(raw: Mapping[str, Any], default_type: str) -> dict[str, Any]:
+    """config.json of a drafter's layers, with what transformers has as a default.
+
+    Args:
+        default_type: of layers whose config names no ``model_type``.
+    """
+    from transformers import AutoConfig
+
+    kind = raw.get("model_type", default_type)
+    whole = AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
+    return dict(whole.to_dict())
 
 
 def fill(head: nn.Module, tensors: Mapping[str, Tensor], named: str) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.block_checkpoints import block_kind, read_block_head
-from paceline.models.heads.filling import draft_vocabulary, fill
+from paceline.models.heads.filling import draft_vocabulary, fill, layers_config
 from paceline.models.heads.hydra import Hydra, HydraOptions
 from paceline.models.heads.medusa import Medusa, MedusaOptions
 from paceline.models.heads.mtp import Mtp, MtpOptions, mtp_layout, own_name
@@ -332,6 +332,8 @@ def _layout(
         windows: the config may have windows, which the drafter's layers have not.
     """
     raw = _layers_config(found.config)
+    if "transformer_layer_config" in found.config:
+        raw = layers_config(raw, "qwen3")
     raw.setdefault("model_type", "llama")
     if (raw.get("num_key_value_heads") or 0) < 1:
         raw["num_key_value_heads"] = raw.get("num_attention_heads")
@@ -471,6 +473,7 @@ READERS: dict[str, Callable[[Published, HeadTarget], Head]] = {
     "medusa": _medusa,
     "hydra": _hydra,
     "dflash": _block,
+    "dflash2": _block,
     "dspark": _block,
 }
 """What reads each kind; its head's kind has the same name."""

@@ -202,6 +202,16 @@ def test_the_config_has_what_vllm_checks(name: str, tmp_path: Path) -> None:
         assert config["draft_vocab_size"] == 64 and config["norm_before_residual"] is False
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mtp"])  # 0.32 reads no MTP
+def test_vllm_reads_the_config(name: str) -> None:
+    vllm = pytest.importorskip("vllm.transformers_utils.configs.speculators.base")
+    config = json.loads((EXPORTED / name / "config.json").read_text())
+    read = vllm.SpeculatorsConfig.extract_vllm_speculative_config(config)
+    methods = config["speculators_config"]["proposal_methods"]
+    assert read["num_speculative_tokens"] == methods[0]["speculative_tokens"]
+    assert vllm.SpeculatorsConfig.from_pretrained(str(EXPORTED / name)).architectures
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_other_layouts_are_refused(kind: str, tmp_path: Path, tiny_folder: Path) -> None:
     head = untrained(kind, HeadTarget.from_folder(tiny_folder))

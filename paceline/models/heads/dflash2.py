@@ -74,7 +74,8 @@ class BlockConvolution(nn.Module):
         # [..., block_size, hidden_size] -> [..., block_size, 2, taps, hidden_size]
         """
         given = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
-        return self.base_kernel + given.repeat_interleave(self.group, -1)
+        kernels: Tensor = self.base_kernel + given.repeat_interleave(self.group, -1)
+        return kernels
 
     def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
         """# [..., block_size, hidden_size], [..., block_size, taps, hidden_size] -> as the first"""
@@ -178,7 +179,8 @@ class CandidateSelector(nn.Module):
         # [..., hidden_size], int64 [...], int64 [..., n] -> [..., n]
         """
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        return (self.successor_codebook[candidates] * context[..., None, :]).sum(-1)
+        scores: Tensor = (self.successor_codebook[candidates] * context[..., None, :]).sum(-1)
+        return scores
 
 
 class DFlash2(DFlash):

@@ -185,7 +185,7 @@ class PEagle(PublishedEagle3):
         token_ids: Sequence[Sequence[int]],
     ) -> Tensor:
         """Read the new pairs, and draft all tokens behind them."""
-        masks, firsts = self.options.depths - 1, []
+        masks, drafted = self.options.depths - 1, []
         for state, rows, tokens in zip(states, features, token_ids, strict=True):
             first, count = state.committed, len(rows)
             state.entries = [(k[:first], v[:first]) for k, v in state.entries]
@@ -197,9 +197,11 @@ class PEagle(PublishedEagle3):
                 range(first, end), causal.tril(first),
             )  # fmt: skip
             state.committed, state.depth = first + count, {-1: 0}
-            state.logits = self.logits(x[count - 1 :])
-            firsts.append(state.logits[0])
-        return torch.stack(firsts)
+            drafted.append(x[count - 1 :])
+        logits = self.logits(torch.stack(drafted))  # [num_sessions, depths, vocab_size]
+        for state, rows in zip(states, logits, strict=True):
+            state.logits = rows
+        return logits[:, 0]
 
     def expand(self, states: Sequence[State], frontiers: Sequence[Frontier]) -> Tensor:
         return guesses_after(states, frontiers)

@@ -107,6 +107,18 @@ def test_eagle3_and_peagle_have_the_logits_of_speculators(name: str) -> None:
         torch.testing.assert_close(found[step, :end], wanted[step, :end], **CLOSE)
 
 
+@torch.no_grad()
+def test_what_transformers_has_as_a_default_may_be_missing(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "plain", tmp_path / "copy"))
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("rms_norm_eps", "attention_bias", "rope_parameters", "tie_word_embeddings"):
+        del config["transformer_layer_config"][key]
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = load_file(folder / "expected" / "logits.safetensors")
+    found = chained(load(folder), expected["features"], expected["token_ids"].tolist(), 1)
+    torch.testing.assert_close(found[0], expected["logits"][0], **CLOSE)
+
+
 def mtp_target(expected: dict[str, Tensor]) -> HeadTarget:
     """The target whose parts the MTP layer's reference had."""
     return replace(target_of(), embedding=expected["embedding"], lm_head=expected["lm_head"])
@@ -446,6 +458,23 @@ def test_refusals_say_what_was_found_and_expected(tmp_path: Path) -> None:
     save_file({**tensors, "d2t": tensors["d2t"] + 1}, folder / "model.safetensors")
     assert "d2t" in refused(folder)
     assert "kind unheard" in refused(changed(folder, speculators_model_type="unheard"))
+
+
+def test_what_peagle_and_mtp_lack_is_named(tmp_path: Path) -> None:
+    parallel = Path(shutil.copytree(FIXTURES / "parallel", tmp_path / "parallel"))
+    changed(parallel, mask_token_id=None)
+    assert "without mask_token_id" in refused(parallel)
+    changed(parallel, mask_token_id=VOCAB)
+    assert "mask_token" in refused(parallel)
+    layer = Path(shutil.copytree(FIXTURES / "mtp", tmp_path / "mtp"))
+    config = json.loads((layer / "config.json").read_text())["transformer_layer_config"]
+    changed(layer, transformer_layer_config=config | {"model_type": "qwen3_next"})
+    assert "an MTP layer of model_type qwen3_next" in refused(layer)
+    tensors = load_file(layer / "model.safetensors")
+    changed(layer, transformer_layer_config=config)
+    del tensors["mtp_layers.0.input_proj.weight"]
+    save_file(tensors, layer / "model.safetensors")
+    assert "without fc.weight" in refused(layer)
 
 
 def test_a_pickle_runs_no_code(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from paceline.cluster.cli_board import board
 from paceline.cluster.cli_chat import chat
 from paceline.cluster.cli_diffuse import diffuse
 from paceline.cluster.cli_draft import draft
+from paceline.cluster.cli_export import export
 from paceline.cluster.cli_models import models
 from paceline.cluster.cli_options import (
     Ca,
@@ -702,6 +703,7 @@ def profile(
 
 
 app.add_typer(train, name="train")
+_command()(export)
 
 
 # --- a cluster ------------------------------------------------------------------------------------

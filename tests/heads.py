@@ -21,7 +21,7 @@ def untrained(
 ) -> Head:
     """A head with random weights; little ``noise`` keeps it near the target's states."""
     torch.manual_seed(seed)
-    head = HEADS[kind](target, HEADS[kind].Options(**options))
+    head = HEADS[kind].made(target, HEADS[kind].Options(**options))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter += noise * torch.randn_like(parameter)

@@ -28,6 +28,8 @@ from paceline.models.rope import scaled_frequencies
 Tensor = torch.Tensor
 FloatTensor = StoredTensor | ExpertTensor
 Stored = FloatTensor | GgufTensor | Int4Tensor
+MTP_PREFIX = "mtp."
+"""Of the names of an MTP layer in its target's checkpoint."""
 
 
 def norm_names(config: LlamaConfig) -> dict[str, str]:
@@ -96,9 +98,9 @@ def _mlp_linears(config: LlamaConfig, layer: int) -> dict[str, tuple[int, int, b
 def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """The weights of a model: those of :func:`tensor_shapes`, all of them and no others.
 
-    Those of a GGUF file, and those of 4 bits, are the numbers that codes and scales stand for. Two
-    kinds of tensors may be stored beside them if they say what config.json says: frequencies of the
-    rotary embedding, and the output layer of a model that shares its embedding.
+    Those of a GGUF file, and those of 4 bits, are the numbers that codes and scales stand for. An
+    MTP layer may be stored beside them, and if they say what config.json says, frequencies of the
+    rotary embedding and the output layer of a model that shares its embedding.
 
     Raises:
         ModelNotFound: a tensor is missing or of another shape, or a file is damaged.
@@ -116,6 +118,8 @@ def stored_weights(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
         raw = read_config(folder)
         form, is_mxfp4 = int4_format(raw), has_mxfp4_experts(raw)
         stored = stored_tensors(folder, ("int32",) if form else ("uint8",) if is_mxfp4 else ())
+        # A layer for the token after next is no part of the model: method `mtp` reads it.
+        stored = {name: t for name, t in stored.items() if not name.startswith(MTP_PREFIX)}
         _drop_copied_head(folder, config, stored)
         _drop_frequencies(folder, config, stored)
         tensors = dict(stored)

@@ -20,9 +20,8 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models.base import Segment
-from paceline.models.heads import HEADS
-from paceline.models.heads.base import Head, HeadBatch, HeadTarget, load_head
-from paceline.models.layouts import read_config
+from paceline.models.heads import HEADS, load_any_head
+from paceline.models.heads.base import Head, HeadBatch, HeadTarget
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
@@ -88,7 +87,7 @@ class DraftHeadTask:
         chosen = read_options(HEADS[kind], options or {})
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.head: Head = HEADS[kind](parts, chosen)
+            self.head: Head = HEADS[kind].made(parts, chosen)
         if start is not None:
             start_from(self.head, start)
         self.head.bind(target)
@@ -237,11 +236,8 @@ def start_from(head: Head, folder: Path) -> None:
     Raises:
         InvalidArgument: the folder has no head, one for another target, or nothing that fits.
     """
-    config = read_config(folder)
-    kind = str(config.get("kind"))
-    if kind not in HEADS:
-        raise InvalidArgument("start", str(folder), "the folder of a trained head")
-    given = dict(load_head(HEADS[kind], folder, head.target).named_parameters())
+    other = load_any_head(folder, head.target)
+    given = dict(other.named_parameters())
     fitting = {
         name: parameter
         for name, parameter in head.named_parameters()
@@ -249,7 +245,7 @@ def start_from(head: Head, folder: Path) -> None:
     }
     if not fitting:
         allowed = f"a head with parameters of a {head.kind} head"
-        raise InvalidArgument("start", f"{folder}, a {kind} head", allowed)
+        raise InvalidArgument("start", f"{folder}, a {other.kind} head", allowed)
     with torch.no_grad():
         for name, parameter in fitting.items():
             parameter.copy_(given[name])

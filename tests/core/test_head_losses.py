@@ -119,6 +119,28 @@ def eagle3(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
     return total / steps
 
 
+def peagle(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
+    """The distribution, of the pairs and of the masks that the seed draws."""
+    features, ids = head.select(batch.layer_states[:, :-1]), batch.token_ids[:, 1:]
+    anchors, depths = head.masks(LENGTH - 1, torch.Generator().manual_seed(SEED))
+    logits = head.logits(head(features, ids, anchors, depths))
+    ahead = torch.cat([torch.arange(LENGTH - 1), anchors + depths]) + 1
+    return teacher(logits, batch.logits[:, ahead])
+
+
+def mtp(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
+    """Against the text and the target, step k weighted decay^k."""
+    length, total = LENGTH - 4, 0.0
+    for step, x in enumerate(head(batch.hidden[:, :length], batch.token_ids[:, 1:-1], 3)):
+        logits, wanted = head.logits(x), batch.logits[:, step + 1 : step + 1 + length]
+        scores = log_softmax(numbers(logits))
+        labels = batch.token_ids[:, step + 2 : step + 2 + length, None].numpy()
+        hard = -float(np.take_along_axis(scores, labels, -1).mean())
+        each = w["text"] * hard + w["teacher"] * teacher(logits, wanted)
+        total += w["decay"] ** step * each
+    return total / sum(w["decay"] ** step for step in range(3))
+
+
 def places_of_blocks(head: Any, batch: HeadBatch) -> tuple[Any, list[tuple[int, int, int, int]]]:
     """Blocks at the places that the seed draws, and (row, block, i, place before token i)."""
     order = torch.randperm(LENGTH - 2, generator=torch.Generator().manual_seed(SEED))
@@ -143,6 +165,30 @@ def dflash(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
         soft = -(p[row, place] * scores[row, block, i]).sum()
         weight = np.exp(-i / w["decay"])
         total += weight * (w["text"] * hard + w["teacher"] * soft)
+        weights += weight
+    return float(total / weights)
+
+
+def dflash2(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
+    """DFlash's, and the selector's among the likeliest tokens, the target's argmax with them."""
+    hidden, places = places_of_blocks(head, batch)
+    raw, states = numbers(head.some_logits(hidden)), numbers(hidden)
+    selector, count = head.candidate_selector, head.options.candidates
+    first, second = numbers(selector.predecessor_codebook), numbers(selector.successor_codebook)
+    project, total, weights = numbers(selector.hidden_projection.weight), 0.0, 0.0
+    for row, block, i, place in places:
+        scores = log_softmax(raw[row, block, i])
+        p = np.exp(log_softmax(numbers(batch.logits[row, place])))
+        hard = -scores[int(batch.token_ids[row, place + 1])]
+        best, ranked = int(p.argmax()), [int(t) for t in np.argsort(-scores)[:count]]
+        if best not in ranked:
+            ranked[-1] = best
+        read = first[int(batch.token_ids[row, place])] * (project @ states[row, block, i])
+        among = log_softmax(raw[row, block, i][ranked] + second[ranked] @ read)
+        chosen = -among[ranked.index(best)]
+        weight = np.exp(-i / w["decay"])
+        each = w["text"] * hard - w["teacher"] * (p * scores).sum() + w["selector"] * chosen
+        total += weight * each
         weights += weight
     return float(total / weights)
 
@@ -232,10 +278,27 @@ CASES: dict[str, tuple[str, dict[str, Any], Expected, dict[str, float]]] = {
         {"feature": 0.4, "token": 0.7, "unroll": 3},
     ),
     "eagle3": ("eagle3", {"vocabulary": 40}, eagle3, {"unroll": 3}),
+    "eagle3, published": (
+        "eagle3", {"published": True, "vocabulary": 40, "num_layers": 2}, eagle3, {"unroll": 3},
+    ),
+    "peagle": ("peagle", {"num_layers": 1}, peagle, {}),
+    "mtp": ("mtp", {}, mtp, {"text": 1, "teacher": 0, "decay": 0.6}),
+    "mtp, distilled": (
+        "mtp", {"text_weight": 0.3, "teacher_weight": 0.7, "decay": 0.5}, mtp,
+        {"text": 0.3, "teacher": 0.7, "decay": 0.5},
+    ),
     "dflash": ("dflash", {}, dflash, {"text": 1, "teacher": 0, "decay": 7}),
     "dflash, distilled": (
         "dflash", {"text_weight": 0.3, "teacher_weight": 0.7, "decay": 2, "block_size": 5}, dflash,
         {"text": 0.3, "teacher": 0.7, "decay": 2},
+    ),
+    "dflash2": (
+        "dflash2", {}, dflash2, {"text": 1, "teacher": 0, "selector": 1, "decay": 4},
+    ),
+    "dflash2, weighted": (
+        "dflash2",
+        {"text_weight": 0.3, "teacher_weight": 0.7, "selector_weight": 0.4, "decay": 2},
+        dflash2, {"text": 0.3, "teacher": 0.7, "selector": 0.4, "decay": 2},
     ),
     "dspark": ("dspark", {}, dspark, {"text": 0.1, "distance": 0.9, "confidence": 1, "decay": 4}),
     "dspark, weighted": (

@@ -16,6 +16,7 @@ from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import HeadBatch, HeadTarget
 from paceline.models.heads.blocks import BlockSight
 from paceline.models.heads.dflash import DFlash, DFlashOptions
+from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dspark import DSpark, DSparkOptions
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
@@ -25,6 +26,7 @@ from tests.heads import untrained
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", {"block_size": 6}),
+    "dflash2": ("dflash2", {"block_size": 6, "conv_taps": 3, "selector_rank": 8}),
     "dspark": ("dspark", {"markov_rank": 8}),
     "dspark, gated": ("dspark", {"markov_rank": 8, "markov_kind": "gated"}),
     "dspark, rnn": ("dspark", {"markov_rank": 8, "markov_kind": "rnn", "from_anchor": False}),
@@ -60,10 +62,14 @@ def trained_logits(head: DFlash, batch: HeadBatch, row: int, fed: list[int]) -> 
     assert batch.layer_states is not None
     anchors = torch.tensor([3, PLACE, 11])  # other blocks change nothing
     hidden = head(head.select(batch.layer_states), batch.token_ids, anchors)[row, 1]
-    if not isinstance(head, DSpark):
-        return head.some_logits(hidden[head.first_place :])
     before = [int(batch.token_ids[row, PLACE]), *fed]
     before += [0] * (head.max_depth - len(before))
+    if not isinstance(head, DSpark):
+        drafting = hidden[head.first_place :]
+        logits = head.some_logits(drafting)
+        if isinstance(head, DFlash2):
+            return head.selected(logits, drafting, torch.tensor(before[: head.max_depth]))
+        return logits
     return head.heads(hidden, torch.tensor(before[: head.max_depth]))[0]
 
 
@@ -196,6 +202,9 @@ def test_what_tokens_of_a_block_see() -> None:
         ("dflash", {"block_size": 1}, "2 or more"),
         ("dflash", {"features": (0,)}, "from 1 to"),
         ("dflash", {"mask_token": 10**6}, "a token id"),
+        ("dflash2", {"conv_taps": 9}, "block_size, 8"),
+        ("dflash2", {"conv_group": 5}, "a divisor of"),
+        ("dflash2", {"candidates": 0}, "from 1 to"),
         ("dspark", {"markov_kind": "other"}, "vanilla, gated, rnn"),
         ("dspark", {"markov_rank": 0}, "above 0"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,24 @@ from paceline.loading import load_engine
 from paceline.model_list import list_models
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head, HeadTarget
-from paceline.models.heads.published import find_published, load_published, published_in
+from paceline.models.heads.peagle import PEagle
+from paceline.models.heads.published import (
+    find_published,
+    load_published,
+    mtp_layer_in,
+    published_in,
+)
 from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import LlamaConfig
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from tests.core.engines import Reference
+from tests.heads import untrained
 from tests.modelzoo import make_model
 
 FIXTURES = Path(__file__).parents[1] / "published" / "fixtures"
-VARIANTS = ("plain", "reduced", "norms")
+VARIANTS = ("plain", "reduced", "norms")  # EAGLE-3
+PARALLEL = ("parallel", "parallel_reduced")  # P-EAGLE
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 SIZE, VOCAB = 32, 96
 
@@ -81,9 +90,9 @@ def chained(head: Head, features: Tensor, token_ids: list[int], steps: int) -> T
 # --- parity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS + PARALLEL)
 @torch.no_grad()
-def test_eagle3_has_the_logits_of_speculators(name: str) -> None:
+def test_eagle3_and_peagle_have_the_logits_of_speculators(name: str) -> None:
     expected = load_file(FIXTURES / name / "expected" / "logits.safetensors")
     head = load(FIXTURES / name)
     token_ids, wanted = expected["token_ids"].tolist(), expected["logits"]
@@ -98,7 +107,63 @@ def test_eagle3_has_the_logits_of_speculators(name: str) -> None:
         torch.testing.assert_close(found[step, :end], wanted[step, :end], **CLOSE)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_what_transformers_has_as_a_default_may_be_missing(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "plain", tmp_path / "copy"))
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("rms_norm_eps", "attention_bias", "rope_parameters", "tie_word_embeddings"):
+        del config["transformer_layer_config"][key]
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = load_file(folder / "expected" / "logits.safetensors")
+    found = chained(load(folder), expected["features"], expected["token_ids"].tolist(), 1)
+    torch.testing.assert_close(found[0], expected["logits"][0], **CLOSE)
+
+
+def mtp_target(expected: dict[str, Tensor]) -> HeadTarget:
+    """The target whose parts the MTP layer's reference had."""
+    return replace(target_of(), embedding=expected["embedding"], lm_head=expected["lm_head"])
+
+
+@torch.no_grad()
+def test_mtp_has_the_logits_of_speculators() -> None:
+    expected = load_file(FIXTURES / "mtp" / "expected" / "logits.safetensors")
+    head = load(FIXTURES / "mtp", mtp_target(expected))
+    token_ids, wanted = expected["token_ids"].tolist(), expected["logits"]
+    found = chained(head, expected["features"], token_ids, len(wanted))
+    for step in range(len(wanted)):
+        end = len(token_ids) - step
+        torch.testing.assert_close(found[step, :end], wanted[step, :end], **CLOSE)
+
+
+@torch.no_grad()
+def test_mtp_trains_on_the_steps_of_speculators() -> None:
+    expected = load_file(FIXTURES / "mtp" / "expected" / "logits.safetensors")
+    head = load(FIXTURES / "mtp", mtp_target(expected))
+    steps, length, _ = expected["trained"].shape
+    drafted = head(expected["features"][None, :length], expected["token_ids"][None], steps)
+    found = torch.stack([head.logits(x)[0] for x in drafted])  # type: ignore[operator]
+    torch.testing.assert_close(found, expected["trained"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@torch.no_grad()
+def test_peagle_trains_on_what_it_drafts(name: str) -> None:
+    """The training pass has the logits of the drafts from every place."""
+    expected = load_file(FIXTURES / name / "expected" / "logits.safetensors")
+    head, wanted = load(FIXTURES / name), expected["logits"]
+    assert isinstance(head, PEagle)
+    count = len(expected["token_ids"])
+    anchors, depths = head.masks(count, torch.Generator().manual_seed(1))
+    x = head(expected["features"][None], expected["token_ids"][None], anchors, depths)[0]
+    d2t = load_file(FIXTURES / name / "model.safetensors").get("d2t")
+    can = torch.arange(VOCAB) if d2t is None else torch.arange(len(d2t)) + d2t
+    found = head.logits(x)[:, can]
+    torch.testing.assert_close(found[:count], wanted[0], **CLOSE)
+    torch.testing.assert_close(found[count:], wanted[depths, anchors], **CLOSE)
+    assert 0 < int((depths == 2).sum()) < int((depths == 1).sum()) < count
+
+
+@pytest.mark.parametrize("name", VARIANTS + PARALLEL)
 @torch.no_grad()
 def test_a_prefill_equals_its_places_one_by_one(name: str) -> None:
     expected = load_file(FIXTURES / name / "expected" / "logits.safetensors")
@@ -309,6 +374,29 @@ def test_tokens_are_those_of_ar(method: str, tmp_path: Path, zoo: Path) -> None:
     assert runner.num_free == runner.kv_capacity
 
 
+def test_an_mtp_layer_in_the_targets_checkpoint_drafts(tmp_path: Path) -> None:
+    """Its tensors are stored under Qwen3-Next's names; without them the target is the same."""
+    folder = make_model("qwen3", tmp_path, num_hidden_layers=2)
+    plain = Reference(folder)
+    prompt, params = list(b"a prompt"), SamplingParams(max_tokens=24, ignore_eos=True)
+    wanted = plain(prompt, params)
+    head = untrained("mtp", HeadTarget.from_folder(folder), noise=0.2)
+    tensors = load_file(folder / "model.safetensors")
+    inside = {f"mtp.{name}": value.clone() for name, value in head.state_dict().items()}
+    assert "mtp.pre_fc_norm_hidden.weight" in inside and "mtp.layers.0.mlp.up_proj.weight" in inside
+    save_file(tensors | inside, folder / "model.safetensors", {"format": "pt"})
+    runner = LlamaRunner(folder, kv_tokens=400)
+    engine = Engine(ModelTarget(runner), heads=HeadLibrary(folder / "heads", folder, runner))
+    config = SpeculationConfig(method="mtp", length="fixed")
+    (session,) = engine.generate([prompt], params, config)
+    assert session.output_ids == wanted
+    assert session.stats.num_drafted > 0 and not session.stats.drafter_lost
+    found = mtp_layer_in(folder)
+    assert found is not None
+    loaded = load_published(found, HeadTarget.from_folder(folder))
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in head.state_dict().items())
+
+
 def test_a_folder_may_be_the_drafter_itself(tmp_path: Path) -> None:
     eagle3(tmp_path / "head")
     assert [found.kind for found in published_in(tmp_path / "head")] == ["eagle3"]
@@ -372,6 +460,23 @@ def test_refusals_say_what_was_found_and_expected(tmp_path: Path) -> None:
     assert "kind unheard" in refused(changed(folder, speculators_model_type="unheard"))
 
 
+def test_what_peagle_and_mtp_lack_is_named(tmp_path: Path) -> None:
+    parallel = Path(shutil.copytree(FIXTURES / "parallel", tmp_path / "parallel"))
+    changed(parallel, mask_token_id=None)
+    assert "without mask_token_id" in refused(parallel)
+    changed(parallel, mask_token_id=VOCAB)
+    assert "mask_token" in refused(parallel)
+    layer = Path(shutil.copytree(FIXTURES / "mtp", tmp_path / "mtp"))
+    config = json.loads((layer / "config.json").read_text())["transformer_layer_config"]
+    changed(layer, transformer_layer_config=config | {"model_type": "qwen3_next"})
+    assert "an MTP layer of model_type qwen3_next" in refused(layer)
+    tensors = load_file(layer / "model.safetensors")
+    changed(layer, transformer_layer_config=config)
+    del tensors["mtp_layers.0.input_proj.weight"]
+    save_file(tensors, layer / "model.safetensors")
+    assert "without fc.weight" in refused(layer)
+
+
 def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -389,6 +494,4 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     for place, token in ((folder, "a"), (other, "b")):
         text = json.dumps({"model": {"vocab": {token: 0}}})
         (place / "tokenizer.json").write_text(text)
-    import dataclasses
-
-    assert "tokenizer.json" in refused(folder, dataclasses.replace(target_of(), folder=other))
+    assert "tokenizer.json" in refused(folder, replace(target_of(), folder=other))

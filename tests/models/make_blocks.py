@@ -48,6 +48,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"block_size": 4, "sliding_window_non_causal": True},
     ),
+    "dflash2": (
+        "dflash2", {},
+        {"block_size": 5, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 9},
+    ),
+    "dflash2_windows": (
+        "dflash2",
+        {
+            "num_key_value_heads": 1, "sliding_window": 4, "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"], "attention_bias": True,
+        },
+        {
+            "block_size": 4, "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8,
+            "selector_top_k": 12, "sliding_window_non_causal": False, "sample_from_anchor": True,
+        },
+    ),
     "dspark": ("dspark", {}, {"block_size": 4, "markov_rank": 8}),
     "dspark_gated": (
         "dspark",
@@ -90,7 +105,13 @@ def random_cases(seed: int, count: int = 12) -> dict[str, Any]:
             own["draft_vocab_size"] = draw.choice([20, 64])
         if draw.random() < 0.5:
             own["sample_from_anchor"] = draw.random() < 0.5
-        kind = draw.choice(["dflash", "dspark"])
+        kind = draw.choice(["dflash", "dflash2", "dspark"])
+        if kind == "dflash2":
+            own.pop("draft_vocab_size", None)
+            own |= {
+                "conv_kernel_size": draw.choice([1, 2, 3]), "conv_group_size": draw.choice([4, 8]),
+                "selector_rank": draw.choice([3, 16]), "selector_top_k": draw.choice([1, 20]),
+            }  # fmt: skip
         if kind == "dspark":
             own["markov_rank"] = draw.choice([0, 5, 16])
             own["markov_head_type"] = draw.choice(["vanilla", "gated", "rnn"])
@@ -105,12 +126,14 @@ def make(folder: Path, kind: str, layers: dict[str, Any], own: dict[str, Any], s
     """Write one folder."""
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import Qwen3Config
 
     classes: dict[str, tuple[Any, Any]] = {
         "dflash": (DFlashSpeculatorConfig, DFlashDraftModel),
+        "dflash2": (DFlash2SpeculatorConfig, DFlash2DraftModel),
         "dspark": (DSparkSpeculatorConfig, DSparkDraftModel),
     }
     config_class, model_class = classes[kind]
@@ -191,6 +214,9 @@ def block_at(
         if model.config.confidence_head_with_markov:
             given = torch.cat([hidden, embedded], -1)
         sure = model.confidence_head(given)[0]
+    if getattr(model, "candidate_selector", None) is not None:
+        chosen, scores = model.candidate_selector.select(logits, hidden, before)
+        logits = torch.full_like(logits, float("-inf")).scatter(-1, chosen, scores)
     first = 0 if at_anchor else 1
     return logits[0, first:].contiguous(), None if sure is None else sure[first:].contiguous()
 
@@ -198,8 +224,11 @@ def block_at(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", help="cases; default: all")
     parser.add_argument("--seed", type=int, help="random cases of this seed")
     arguments = parser.parse_args()
     cases = CASES if arguments.seed is None else random_cases(arguments.seed)
     for number, (name, case) in enumerate(cases.items()):
+        if arguments.names and name not in arguments.names:
+            continue
         make(arguments.out / name, *case, seed=number)

@@ -117,7 +117,7 @@ def test_only_what_the_assistant_writes_has_a_loss(
 ) -> None:
     """The target may say what it likes elsewhere, and a mask of everything changes nothing."""
     # By default these learn from the text alone; blockwise always does.
-    options = {"teacher_weight": 1.0} if kind in ("medusa", "hydra", "dflash") else {}
+    options = {"teacher_weight": 1.0} if kind in ("medusa", "hydra", "dflash", "mtp") else {}
     task = DraftHeadTask(target, talks, kind=kind, options=options)
     task.head.eval()
     rows = np.array([1, 4, 9])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from paceline.errors import InvalidArgument, ModelNotFound
@@ -13,6 +14,7 @@ from paceline.models.heads.base import Head, HeadTarget, load_head, target_ident
 from paceline.models.heads.blockwise import Blockwise
 from paceline.models.heads.chimera import Chimera
 from paceline.models.heads.dflash import DFlash
+from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dovetail import Dovetail
 from paceline.models.heads.dspark import DSpark
 from paceline.models.heads.eagle import Eagle
@@ -23,8 +25,16 @@ from paceline.models.heads.hidden_transfer import HiddenTransfer
 from paceline.models.heads.hydra import Hydra, HydraPP
 from paceline.models.heads.medusa import Medusa
 from paceline.models.heads.moa import MixtureOfAttentions
+from paceline.models.heads.mtp import Mtp
+from paceline.models.heads.peagle import PEagle
 from paceline.models.heads.ppd import PromptDecoding
-from paceline.models.heads.published import Published, find_published, load_published, published_in
+from paceline.models.heads.published import (
+    Published,
+    find_published,
+    load_published,
+    mtp_layer_in,
+    published_in,
+)
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 
@@ -37,7 +47,10 @@ HEADS: Mapping[str, type[Head]] = {
         HydraPP,
         Eagle,
         Eagle3,
+        PEagle,
+        Mtp,
         DFlash,
+        DFlash2,
         DSpark,
         Chimera,
         Fspad,
@@ -75,10 +88,27 @@ def _made_for(target: Path, heads: Path) -> bool:
     return False
 
 
+def load_any_head(folder: Path, target: HeadTarget) -> Head:
+    """A head from its folder, ready to draft for ``target``: Paceline's own or a published one.
+
+    Raises:
+        ModelNotFound: something in the folder is missing or damaged.
+        InvalidArgument: it holds no head, or one for another target.
+    """
+    found = find_published(folder)
+    if found is not None:
+        return load_published(found, target)
+    kind = str(read_config(folder).get("kind"))
+    if kind not in HEADS:
+        raise InvalidArgument("head", str(folder), "the folder of a trained head")
+    return load_head(HEADS[kind], folder, target)
+
+
 class HeadLibrary:
     """The heads trained for one target: a folder with a subfolder for each kind.
 
-    A published checkpoint may stand in the place of a head of its kind.
+    A published checkpoint may stand in the place of a head of its kind, and an MTP layer may be in
+    the target's own checkpoint.
 
     Args:
         folder: for example ``heads``, with ``heads/medusa/config.json``; it may be missing.
@@ -100,7 +130,12 @@ class HeadLibrary:
         return file.is_file() and find_published(file.parent) is None
 
     def _published(self, kind: str) -> Published | None:
-        return next((found for found in published_in(self.folder) if found.kind == kind), None)
+        found = next((found for found in published_in(self.folder) if found.kind == kind), None)
+        return self._inside if found is None and kind == "mtp" else found
+
+    @cached_property
+    def _inside(self) -> Published | None:
+        return mtp_layer_in(self._target)
 
     def load(self, kind: str) -> Head:
         """A head, ready to draft.

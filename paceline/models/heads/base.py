@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -199,6 +199,11 @@ class Head(nn.Module, ABC):
         self.target = target
         self.options = options
 
+    @classmethod
+    def made(cls, target: HeadTarget, options: Any) -> Head:
+        """The head that ``options`` describe; a kind may have several classes."""
+        return cls(target, options)
+
     # --- training ------------------------------------------------------------------------------
 
     def bind(self, folder: Path) -> None:
@@ -327,10 +332,7 @@ class Head(nn.Module, ABC):
         part.replace(folder / "config.json")
 
 
-AnyHead = TypeVar("AnyHead", bound=Head)
-
-
-def load_head(cls: type[AnyHead], folder: Path, target: HeadTarget) -> AnyHead:
+def load_head(cls: type[Head], folder: Path, target: HeadTarget) -> Head:
     """A head from its folder, ready to draft for ``target``.
 
     Raises:
@@ -362,7 +364,7 @@ def load_head(cls: type[AnyHead], folder: Path, target: HeadTarget) -> AnyHead:
             f"a head for the loaded target, {target.identity}: same sizes, but other weights or "
             "another tokenizer",
         )  # fmt: skip
-    head = cls(target, options)
+    head = cls.made(target, options)
     file = folder / "model.safetensors"
     if not file.is_file():
         raise ModelNotFound(f"head folder {str(folder)!r} has no model.safetensors")

@@ -1,9 +1,10 @@
-"""Published checkpoints of block drafters: DFlash and DSpark.
+"""Published checkpoints of block drafters: DFlash, DFlash 2 and DSpark.
 
 Two layouts, which differ in config.json only: that of ``speculators``
-(``speculators_model_type``), and the authors' own (``architectures``: ``DFlashDraftModel`` of
-z-lab, ``Qwen3DSparkModel`` of DeepSpec). The embedding is the target's, and so is the output layer
-unless the head drafts some of the tokens only. What is there for training is not read.
+(``speculators_model_type``), and for DFlash and DSpark the authors' own (``architectures``:
+``DFlashDraftModel`` of z-lab, ``Qwen3DSparkModel`` of DeepSpec). The embedding is the target's, and
+so is the output layer unless the head drafts some of the tokens only. What is there for training is
+not read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.errors import InvalidArgument
@@ -20,11 +20,12 @@ from paceline.models.architectures import PLAIN_MODEL_TYPES
 from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.blocks import BlockSight
 from paceline.models.heads.dflash import DFlash
+from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dspark import DSpark
-from paceline.models.layouts import listed
+from paceline.models.heads.filling import draft_vocabulary, fill, layers_config
 from paceline.models.llama_config import LlamaConfig
 
-BLOCK_HEADS: Mapping[str, type[DFlash]] = {head.kind: head for head in (DFlash, DSpark)}
+BLOCK_HEADS: Mapping[str, type[DFlash]] = {head.kind: head for head in (DFlash, DFlash2, DSpark)}
 _ORIGINAL = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
 _OF_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 # Fields of z-lab's layout that change what is computed, and the values that change nothing.
@@ -90,7 +91,8 @@ def read_block_head(
         from_anchor=layout.from_anchor, **layout.more,
     )  # fmt: skip
     head = cls(target, options, layers, sights, layout.num_logits)
-    _fill(head, dict(tensors))
+    named = f"a {layout.kind} drafter"
+    fill(head, _weights(head, dict(tensors), named), named)
     return head
 
 
@@ -99,9 +101,16 @@ def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
     if kind is None:
         found = config.get("speculators_model_type") or config.get("architectures")
         raise InvalidArgument("head", found, f"one of {', '.join(BLOCK_HEADS)}")
-    spark: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    if kind == "dflash2":
+        more = {
+            "conv_taps": config.get("conv_kernel_size", 2),
+            "conv_group": config.get("conv_group_size", 16),
+            "selector_rank": config.get("selector_rank", 256),
+            "candidates": config.get("selector_top_k", 16),
+        }
     if kind == "dspark":
-        spark = {
+        more = {
             "markov_rank": config.get("markov_rank", 256),
             "markov_kind": config.get("markov_head_type", "vanilla"),
             "confidence_head": config.get("enable_confidence_head", True),
@@ -114,8 +123,8 @@ def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
             kind, layers, _needed(config, "aux_hidden_state_layer_ids"),
             config.get("block_size", 8), _needed(config, "mask_token_id"),
             config.get("sample_from_anchor", kind == "dspark"),
-            not config.get("sliding_window_non_causal", False),
-            None if drafted == vocab_size else drafted, spark,
+            not config.get("sliding_window_non_causal", kind == "dflash2"),
+            None if drafted == vocab_size else drafted, more,
         )  # fmt: skip
     own = {**config, **config.get("dflash_config", {})}
     for key, neutral in _NEUTRAL.items():
@@ -129,7 +138,7 @@ def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
     causal = own.get("is_causal")
     return _Layout(
         kind, config, features, _needed(own, "block_size"), _needed(own, "mask_token_id"),
-        kind == "dspark", causal is None or causal, None, spark,
+        kind == "dspark", causal is None or causal, None, more,
     )  # fmt: skip
 
 
@@ -140,13 +149,10 @@ def _needed(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _layer_config(raw: Mapping[str, Any], target: HeadTarget) -> LlamaConfig:
-    # Checkpoints leave out what transformers has as a default.
-    from transformers import AutoConfig
-
-    kind = raw.get("model_type", "qwen3")
-    whole = AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
     # Whatever the type says, the layers are Qwen3's.
-    layers = LlamaConfig.from_dict({**whole.to_dict(), "mlp_bias": False}, PLAIN_MODEL_TYPES)
+    layers = LlamaConfig.from_dict(
+        {**layers_config(raw, "qwen3"), "mlp_bias": False}, PLAIN_MODEL_TYPES
+    )
     layers = replace(layers, head_norms=True)
     for key in ("hidden_size", "vocab_size"):
         there, here = getattr(layers, key), getattr(target.config, key)
@@ -158,42 +164,14 @@ def _layer_config(raw: Mapping[str, Any], target: HeadTarget) -> LlamaConfig:
     return layers
 
 
-def _fill(head: DFlash, tensors: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's weights into the head, all of them and no others."""
+def _weights(head: DFlash, tensors: dict[str, Tensor], named: str) -> dict[str, Tensor]:
+    """A checkpoint's weights without what is the target's; sets the head's vocabulary."""
     for name in _OF_TARGET:
         tensors.pop(name, None)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if head.lm_head is None:
         tensors.pop("lm_head.weight", None)
     else:
-        head.vocabulary.copy_(_vocabulary(d2t, t2d, head))
-    wanted = head.state_dict()
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        raise InvalidArgument("head", f"weights without {listed(missing)}", "all that it needs")
-    unknown = [name for name in tensors if name not in wanted]
-    if unknown:
-        raise InvalidArgument(
-            "head", f"weights with {listed(unknown)}", f"those of a {head.kind} drafter alone"
-        )
-    for name, into in wanted.items():
-        if tensors[name].shape != into.shape:
-            raise InvalidArgument(
-                name, list(tensors[name].shape), f"{list(into.shape)}, as config.json says"
-            )
-    head.load_state_dict(tensors)
-
-
-def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, head: DFlash) -> Tensor:
-    """The token of each logit."""
-    size, count = head.target.config.vocab_size, len(head.vocabulary)
-    if d2t is None or len(d2t) != count:
-        found = None if d2t is None else len(d2t)
-        raise InvalidArgument("d2t", found, f"{count} entries, one for each logit")
-    tokens = torch.arange(count) + d2t.long()
-    inside = int(tokens.min()) >= 0 and int(tokens.max()) < size
-    if not inside or len(tokens.unique()) != count:
-        raise InvalidArgument("d2t", "other entries", f"{count} different tokens below {size}")
-    if t2d is not None and t2d.nonzero().flatten().tolist() != sorted(tokens.tolist()):
-        raise InvalidArgument("t2d", "other tokens than d2t", "the same ones")
-    return tokens
+        count, size = len(head.vocabulary), head.target.config.vocab_size
+        head.vocabulary.copy_(draft_vocabulary(d2t, t2d, count, size, named))
+    return tensors

@@ -106,20 +106,40 @@ class BlockLayer(nn.Module):
                 # [length + num_tokens, head_dim]
             mask: # bool [num_tokens, length + num_tokens]
         """
-        own, dim, length = self.self_attn, self.head_dim, context.shape[1]
-        normed = self.input_layernorm(x)
-        seen = torch.cat([context, normed], 1)
-        q = rotate(own.q_norm(own.q_proj(normed).unflatten(-1, (-1, dim))), cos_sin[length:])
-        k = rotate(own.k_norm(own.k_proj(seen).unflatten(-1, (-1, dim))), cos_sin)
-        v = own.v_proj(seen).unflatten(-1, (-1, dim))
+        x = x + self.attend(self.input_layernorm(x), context, cos_sin, mask)
+        return x + self.feed(self.post_attention_layernorm(x))
+
+    def attend(self, normed: Tensor, context: Tensor, cos_sin: Tensor, mask: Tensor) -> Tensor:
+        """Attention of tokens to features and tokens; as :meth:`forward`."""
+        q = rotate(self.queries(normed), cos_sin[context.shape[1] :])
+        k, v = self.entries(torch.cat([context, normed], 1))
+        k = rotate(k, cos_sin)
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=True
         )
-        x = x + own.o_proj(attended.transpose(1, 2).flatten(2))
-        normed = self.post_attention_layernorm(x)
+        out: Tensor = self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return out
+
+    def queries(self, normed: Tensor) -> Tensor:
+        """Without positions.  # [..., hidden_size] -> [..., num_heads, head_dim]"""
+        own = self.self_attn
+        queries: Tensor = own.q_norm(own.q_proj(normed).unflatten(-1, (-1, self.head_dim)))
+        return queries
+
+    def entries(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys without positions, and values.
+
+        # [..., hidden_size] -> 2 x [..., num_kv_heads, head_dim]
+        """
+        own, dim = self.self_attn, self.head_dim
+        keys = own.k_norm(own.k_proj(seen).unflatten(-1, (-1, dim)))
+        return keys, own.v_proj(seen).unflatten(-1, (-1, dim))
+
+    def feed(self, normed: Tensor) -> Tensor:
+        """The MLP.  # [..., hidden_size] -> the same"""
         gate, up = self.mlp.gate_proj(normed), self.mlp.up_proj(normed)
-        result: Tensor = x + self.mlp.down_proj(F.silu(gate) * up)
-        return result
+        fed: Tensor = self.mlp.down_proj(F.silu(gate) * up)
+        return fed
 
 
 class BlockStack:

@@ -106,6 +106,7 @@ class DFlash(Head):
     vocabulary: Tensor
     _fc: tuple[Ops, Weight]
     _packed_output: Weight | None = None
+    stack_class: ClassVar[type[BlockStack]] = BlockStack
 
     def __init__(
         self,
@@ -139,12 +140,20 @@ class DFlash(Head):
         size, eps = own.hidden_size, layers.rms_norm_eps
         self.fc = nn.Linear(len(numbers) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.layers = nn.ModuleList(BlockLayer(layers) for _ in range(layers.num_layers))
+        self.layers = nn.ModuleList(self.new_layer() for _ in range(layers.num_layers))
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = None if num_logits is None else nn.Linear(size, num_logits, bias=False)
         some = torch.arange(num_logits or own.vocab_size)
         self.register_buffer("vocabulary", some, persistent=False)
         self._cos_sin = rope_table(layers, own.context_length + options.block_size)
+
+    def new_layer(self) -> BlockLayer:
+        return BlockLayer(self.config)
+
+    @property
+    def feature_layers(self) -> list[int]:
+        """Numbers of the target's layers that a feature reads, from 1."""
+        return [number + 1 for number in self._features]
 
     @property
     def first_place(self) -> int:
@@ -255,7 +264,7 @@ class DFlash(Head):
     def prepare(self) -> None:
         context, options = self.target.config.context_length, self.options
         layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
-        self.stack = BlockStack(
+        self.stack = self.stack_class(
             layers, self.config, self.sights, context, options.block_size, self.target.kv_tokens,
             int8=options.int8,
         )  # fmt: skip

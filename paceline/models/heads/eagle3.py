@@ -12,16 +12,23 @@ behind a norm of its own, for all tokens or for some of them (FR-Spec, Zhao et a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import HeadBatch, HeadTarget, mean_over, soft_cross_entropy
-from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions
+from paceline.models.heads.base import (
+    Head,
+    HeadBatch,
+    HeadTarget,
+    mean_over,
+    soft_cross_entropy,
+)
+from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions, unrolled_mask
 from paceline.models.heads.layer import TargetLayers, layer_ops
+from paceline.models.heads.published_eagle import PublishedEagle3, layout_like_target
 from paceline.models.ops import Output
 from paceline.models.packing import Weight
 from paceline.types import Need
@@ -39,6 +46,9 @@ class Eagle3Options:
         target's own weights, before it is fused with the feature; 0: ``fc`` reads its embedding.
     unroll: drafting steps that training follows.
     int8: draft with weights rounded to eight bits, where the C kernels run.
+    published: the layer of published drafters, which attends to the pair of embedding and feature
+        without ``fc`` between them. Other engines load it (`paceline export`); here it drafts in
+        torch.
     """
 
     num_layers: int = 1
@@ -47,6 +57,7 @@ class Eagle3Options:
     shallow_layers: int = 0
     unroll: int = 3
     int8: bool = True
+    published: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))  # JSON has lists
@@ -70,9 +81,7 @@ class Eagle3(Eagle):
         features = options.features or (min(2, count), -(-count // 2), max(1, count - 3))
         if any(not 1 <= number <= count for number in features):
             raise InvalidArgument("features", features, f"numbers of layers from 1 to {count}")
-        if not 0 <= options.vocabulary <= config.vocab_size:
-            allowed = f"from 0 to the number of tokens, {config.vocab_size}"
-            raise InvalidArgument("vocabulary", options.vocabulary, allowed)
+        check_vocabulary(options.vocabulary, config.vocab_size)
         self._features = [number - 1 for number in features]
         # A plain list, so that the head neither trains nor saves the target's layers.
         if options.shallow_layers:
@@ -81,6 +90,10 @@ class Eagle3(Eagle):
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         some = torch.arange(options.vocabulary or config.vocab_size)
         self.register_buffer("vocabulary", some, persistent=options.vocabulary > 0)
+
+    @classmethod
+    def made(cls, target: HeadTarget, options: Eagle3Options) -> Head:
+        return TrainedEagle3(target, options) if options.published else cls(target, options)
 
     def select(self, computed: Tensor) -> Tensor:
         return computed[..., self._features, :].flatten(-2)
@@ -115,25 +128,7 @@ class Eagle3(Eagle):
         return self.target.among_all(some.float(), None if drafts_all else self.vocabulary)
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Cross-entropy to the target's distribution over the tokens that the head can draft.
-
-        In training mode the agreement is that of the steps that are trained, otherwise that of
-        the first five.
-        """
-        assert batch.layer_states is not None
-        features = self.read(self.select(batch.layer_states[:, :-1]))
-        steps = self.options.unroll if self.training else MEASURED_DEPTH
-        steps = min(steps, features.shape[1])
-        total, agreement = batch.hidden.new_zeros(()), []
-        best = batch.logits.argmax(-1)
-        for step, drafted in enumerate(self(features, batch.token_ids[:, 1:], steps)):
-            logits, counts = self.some_logits(drafted[:, step:]), batch.counts_from(step + 1)
-            if step < self.options.unroll:
-                wanted = batch.logits[:, step + 1 :, self.vocabulary]
-                total = total + soft_cross_entropy(logits, wanted, counts)
-            right = self.vocabulary[logits.argmax(-1)] == best[:, step + 1 :]
-            agreement.append(mean_over(right.float(), counts))
-        return total / self.options.unroll, {"agreement": torch.stack(agreement)}
+        return unrolled_loss(self, batch)
 
     def prepare(self) -> None:
         self.stack = self.new_stack(int8=self.options.int8)
@@ -145,3 +140,71 @@ class Eagle3(Eagle):
         self._packed_project = wide.pack(self.project.weight.detach().contiguous())
         weight = ops.pack(self._output_rows.contiguous())
         self.output = Output(self.norm.weight.detach(), weight, self.vocabulary)
+
+
+class TrainedEagle3(PublishedEagle3):
+    """EAGLE-3 with the layer of published drafters, to train; see :class:`Eagle3Options`."""
+
+    Options = Eagle3Options
+
+    def __init__(self, target: HeadTarget, options: Eagle3Options) -> None:
+        size = target.config.vocab_size
+        check_vocabulary(options.vocabulary, size)
+        if options.shallow_layers:
+            raise InvalidArgument("shallow_layers", options.shallow_layers, "0 if published")
+        layout = layout_like_target(target, options.num_layers, options.features)
+        super().__init__(target, replace(layout, vocabulary=options.vocabulary))
+        self.options = options
+        if options.vocabulary:
+            self.register_buffer("vocabulary", torch.arange(options.vocabulary))
+
+    def forward(self, features: Tensor, token_ids: Tensor, steps: int = 1) -> list[Tensor]:
+        """As :meth:`Eagle.forward`."""
+        length = features.shape[1]
+        cos_sin = self._cos_sin[:length].to(features.device)
+        embedded, x, outputs = self.embed(token_ids), features, []
+        earlier: list[tuple[Tensor, Tensor] | None] = [None] * len(self.layers)
+        for step in range(steps):
+            mask = unrolled_mask(length, step + 1)[-length:].to(x.device)
+            for i, layer in enumerate(self.layers):
+                x, earlier[i] = layer(x, embedded, cos_sin, mask, earlier[i])
+            outputs.append(x)
+            # What was drafted for a place is read where that place is.
+            x = F.pad(self.passed_on(x)[:, :-1], (0, 0, 1, 0))
+        return outputs
+
+    def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return unrolled_loss(self, batch)
+
+
+def check_vocabulary(count: int, size: int) -> None:
+    """Refuse an option ``vocabulary`` that is not from 0 to ``size``."""
+    if not 0 <= count <= size:
+        allowed = f"from 0 to the number of tokens, {size}"
+        raise InvalidArgument("vocabulary", count, allowed)
+
+
+def unrolled_loss(
+    head: Eagle3 | TrainedEagle3, batch: HeadBatch
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Cross-entropy to the target's distribution over the tokens that the head can draft.
+
+    In training mode the agreement is that of the steps that are trained, otherwise that of the
+    first five.
+    """
+    assert batch.layer_states is not None
+    features = head.read(head.select(batch.layer_states[:, :-1]))
+    steps = head.options.unroll if head.training else MEASURED_DEPTH
+    steps = min(steps, features.shape[1])
+    total, agreement = batch.hidden.new_zeros(()), []
+    best, vocabulary = batch.logits.argmax(-1), head.vocabulary
+    for step, drafted in enumerate(head(features, batch.token_ids[:, 1:], steps)):
+        logits, counts = head.some_logits(drafted[:, step:]), batch.counts_from(step + 1)
+        wanted, guess = batch.logits[:, step + 1 :], logits.argmax(-1)
+        if vocabulary is not None:
+            wanted, guess = wanted[..., vocabulary], vocabulary[guess]
+        if step < head.options.unroll:
+            total = total + soft_cross_entropy(logits, wanted, counts)
+        right = guess == best[:, step + 1 :]
+        agreement.append(mean_over(right.float(), counts))
+    return total / head.options.unroll, {"agreement": torch.stack(agreement)}

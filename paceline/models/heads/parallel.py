@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +17,46 @@ from paceline.models.heads.base import Frontier, Head, confidence, cut_chains
 from paceline.types import FloatArray, IntArray
 
 
-class ParallelState:
-    """The guesses of the current round.
+class Guesses(Protocol):
+    """What a state has of the current round.
 
     Attributes:
         logits: # [max_depth, vocab_size]
         depth: of each node; -1 is the last committed token.
     """
 
+    logits: Tensor
+    depth: dict[int, int]
+
+
+class ParallelState:
+    """The guesses of the current round: see :class:`Guesses`."""
+
     def __init__(self) -> None:
         self.logits: Tensor = torch.empty(0)
         self.depth = {-1: 0}
+
+
+def guesses_after(states: Sequence[Guesses], frontiers: Sequence[Frontier]) -> Tensor:
+    """Logits after new nodes, whatever their tokens.  # [num_nodes, vocab_size]"""
+    rows = []
+    for state, frontier in zip(states, frontiers, strict=True):
+        for node, _, parent in frontier:
+            state.depth[node] = state.depth[parent] + 1
+            rows.append(state.logits[state.depth[node]])
+    return torch.stack(rows)
+
+
+def best_guesses(
+    states: Sequence[Guesses], depth: int, stop_below: FloatArray | None = None
+) -> IntArray:
+    """Chains by argmax, as :meth:`Head.greedy_chains` returns them."""
+    logits = torch.stack([state.logits[:depth] for state in states])
+    chains: IntArray = logits.argmax(-1).cpu().numpy()
+    if stop_below is None:
+        return chains
+    unsure = [confidence(logits[:, node]) < limits for node, limits in enumerate(stop_below, 1)]
+    return cut_chains(chains, unsure[: depth - 1])
 
 
 class ParallelHead(Head):
@@ -59,12 +89,7 @@ class ParallelHead(Head):
         return logits[:, 0]
 
     def expand(self, states: Sequence[ParallelState], frontiers: Sequence[Frontier]) -> Tensor:
-        rows = []
-        for state, frontier in zip(states, frontiers, strict=True):
-            for node, _, parent in frontier:
-                state.depth[node] = state.depth[parent] + 1
-                rows.append(state.logits[state.depth[node]])
-        return torch.stack(rows)
+        return guesses_after(states, frontiers)
 
     def greedy_chains(
         self,
@@ -73,9 +98,4 @@ class ParallelHead(Head):
         depth: int,
         stop_below: FloatArray | None = None,
     ) -> IntArray:
-        logits = torch.stack([s.logits[:depth] for s in states])
-        chains: IntArray = logits.argmax(-1).cpu().numpy()
-        if stop_below is None:
-            return chains
-        unsure = [confidence(logits[:, node]) < limits for node, limits in enumerate(stop_below, 1)]
-        return cut_chains(chains, unsure[: depth - 1])
+        return best_guesses(states, depth, stop_below)

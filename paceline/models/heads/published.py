@@ -1,8 +1,8 @@
 """Published drafters: checkpoints of the hub, in the formats of their authors, as heads.
 
 The folder's ``config.json`` and the names of its tensors decide the kind; ``READERS`` has what
-reads each kind. Supported are EAGLE and EAGLE-3 in SafeAILab's layout, EAGLE-3 in that of
-``speculators``, Medusa and Hydra in their authors', and DFlash and DSpark in either. A file of
+reads each kind. Supported are EAGLE and EAGLE-3 in SafeAILab's layout, EAGLE-3 and P-EAGLE in that
+of ``speculators``, Medusa and Hydra in their authors', and DFlash and DSpark in either. A file of
 pickles is read without running what is in it.
 """
 
@@ -25,12 +25,17 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.architectures import PLAIN_MODEL_TYPES
 from paceline.models.heads.base import Head, HeadTarget
 from paceline.models.heads.block_checkpoints import block_kind, read_block_head
+from paceline.models.heads.filling import draft_vocabulary, fill, layers_config
 from paceline.models.heads.hydra import Hydra, HydraOptions
 from paceline.models.heads.medusa import Medusa, MedusaOptions
+from paceline.models.heads.mtp import Mtp, MtpOptions, mtp_layout, own_name
+from paceline.models.heads.peagle import PEagle, PEagleOptions
 from paceline.models.heads.published_eagle import Layout, PublishedEagle, PublishedEagle3
-from paceline.models.layouts import listed, read_config
-from paceline.models.llama_config import LlamaConfig
+from paceline.models.layouts import read_config, stored_tensors
+from paceline.models.llama_config import MODEL_TYPES, LlamaConfig
+from paceline.models.llama_tensors import MTP_PREFIX
 
+_OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
 _PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
 _ANY_LENGTH = ("default", "linear", "llama3")  # rope types whose table does not depend on a length
 
@@ -42,15 +47,22 @@ class Published:
     Attributes:
         kind: ``eagle``, ``eagle3``, ``medusa``, ``hydra``, or what the config calls it.
         config: its parsed config.json.
+        prefix: of the names of its tensors, where the folder has others as well.
     """
 
     folder: Path
     kind: str
     config: Mapping[str, Any]
+    prefix: str = ""
+
+    @property
+    def named(self) -> str:
+        """What errors call it."""
+        return str(self.folder)
 
     def refuse(self, found: str, expected: str) -> InvalidArgument:
         """The error about this drafter."""
-        return InvalidArgument("head", f"{self.folder}, {found}", expected)
+        return InvalidArgument("head", f"{self.named}, {found}", expected)
 
     def tensors(self) -> dict[str, Tensor]:
         """All its tensors.
@@ -59,7 +71,20 @@ class Published:
             ModelNotFound: no file of weights, or a damaged one.
             InvalidArgument: a pickle that holds more than tensors.
         """
-        return _tensors(self.folder)
+        if not self.prefix:
+            return _tensors(self.folder)
+        return {
+            name.removeprefix(self.prefix): tensor.read()
+            for name, tensor in stored_tensors(self.folder).items()
+            if name.startswith(self.prefix)
+        }
+
+
+def mtp_layer_in(target: Path) -> Published | None:
+    """The MTP layer in a target's own checkpoint; None if it has none."""
+    if f"{MTP_PREFIX}fc.weight" not in _names(target):
+        return None
+    return Published(target, "mtp", read_config(target), MTP_PREFIX)
 
 
 def find_published(folder: Path) -> Published | None:
@@ -209,20 +234,6 @@ def _check_tokenizer(found: Published, target: HeadTarget) -> None:
         )
 
 
-def _fill(found: Published, head: Head, tensors: Mapping[str, Tensor]) -> None:
-    """Load tensors under the head's names; each must be there, and have its shape."""
-    wanted = {name: value.shape for name, value in head.state_dict().items()}
-    missing, left = wanted.keys() - tensors.keys(), tensors.keys() - wanted.keys()
-    if missing:
-        raise found.refuse(f"without {listed(missing)}", f"the {len(wanted)} tensors of its kind")
-    if left:
-        raise found.refuse(f"with {listed(left)}", f"only the {len(wanted)} tensors of its kind")
-    for name, shape in wanted.items():
-        if tensors[name].shape != shape:
-            raise found.refuse(f"{name} of shape {list(tensors[name].shape)}", f"{list(shape)}")
-    head.load_state_dict(dict(tensors))
-
-
 # --- EAGLE ----------------------------------------------------------------------------------------
 
 
@@ -238,40 +249,92 @@ def _eagle(found: Published, target: HeadTarget) -> Head:
     tensors = found.tensors()
     layout = _layout(found, target, tensors)
     head = PublishedEagle(target, layout)
-    _fill(found, head, _without_output(tensors, layout))
+    fill(head, _without_output(tensors, layout), found.named)
     return head
 
 
 def _eagle3(found: Published, target: HeadTarget) -> Head:
+    layout, tensors = _eagle3_parts(found, target)
+    head = PublishedEagle3(target, layout)
+    _fill_eagle3(found, head, tensors)
+    return head
+
+
+def _peagle(found: Published, target: HeadTarget) -> Head:
+    layout, tensors = _eagle3_parts(found, target)
+    if found.config.get("mask_token_id") is None:
+        raise found.refuse("without mask_token_id", "the token that stands for one to draft")
+    options = PEagleOptions(
+        num_layers=layout.config.num_layers, features=layout.features,
+        depths=_speculative_tokens(found, 8), mask_token=found.config["mask_token_id"],
+    )  # fmt: skip
+    head = PEagle(target, options, layout)
+    _fill_eagle3(found, head, tensors)
+    return head
+
+
+def _mtp(found: Published, target: HeadTarget) -> Head:
+    kind = _layers_config(found.config).get("model_type")
+    if kind not in MODEL_TYPES:
+        raise found.refuse(f"an MTP layer of model_type {kind}", f"one of {', '.join(MODEL_TYPES)}")
     tensors = {
-        re.sub(r"^midlayer\.", "layers.0.", name): value for name, value in found.tensors().items()
+        own_name(name): value for name, value in found.tensors().items() if name not in _OF_TARGET
     }
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    layout = mtp_layout(_layout(found, target, {}, windows=True))
+    head = Mtp(target, MtpOptions(), layout)
+    fill(head, tensors, found.named)
+    return head
+
+
+def _eagle3_parts(found: Published, target: HeadTarget) -> tuple[Layout, dict[str, Tensor]]:
+    tensors = {
+        re.sub(r"^midlayer\.", "layers.0.", name): value
+        for name, value in found.tensors().items()
+        if not name.startswith("verifier_")
+    }
     layout = _layout(found, target, tensors)
     flags = {
         key: bool(found.config.get(key))
         for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
-    layout = replace(
+    return replace(
         layout,
         features=_features(found, target, tensors),
-        vocabulary=0 if d2t is None else len(d2t),
+        vocabulary=len(tensors.get("d2t", ())),
         own_output="lm_head.weight" in tensors,
         **cast("dict[str, Any]", flags),
-    )
-    head = PublishedEagle3(target, layout)
-    wanted = {k: v for k, v in tensors.items() if not k.startswith("verifier_")}
-    _fill(found, head, wanted)
+    ), tensors
+
+
+def _fill_eagle3(found: Published, head: PublishedEagle3, tensors: dict[str, Tensor]) -> None:
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    fill(head, tensors, found.named)
     if d2t is not None:
-        head.vocabulary = _vocabulary(found, d2t, t2d, layout.config.vocab_size).to(
-            target.embedding.device
-        )
-    return head
+        size = head.target.config.vocab_size
+        tokens = draft_vocabulary(d2t, t2d, len(d2t), size, found.named)
+        head.vocabulary = tokens.to(head.target.embedding.device)
 
 
-def _layout(found: Published, target: HeadTarget, tensors: Mapping[str, Tensor]) -> Layout:
-    """What an EAGLE drafter of either age is, but for EAGLE-3's own choices."""
+def _speculative_tokens(found: Published, default: int) -> int:
+    """The length of its drafts in speculators' layout."""
+    methods = (found.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    value = methods[0].get("speculative_tokens") or default
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 64:
+        raise found.refuse(f"speculative_tokens {value}", "an integer from 1 to 64")
+    return value
+
+
+def _layout(
+    found: Published, target: HeadTarget, tensors: Mapping[str, Tensor], *, windows: bool = False
+) -> Layout:
+    """What an EAGLE drafter of either age is, but for EAGLE-3's own choices.
+
+    Args:
+        windows: the config may have windows, which the drafter's layers have not.
+    """
     raw = _layers_config(found.config)
+    if "transformer_layer_config" in found.config:
+        raw = layers_config(raw, "qwen3")
     raw.setdefault("model_type", "llama")
     if (raw.get("num_key_value_heads") or 0) < 1:
         raw["num_key_value_heads"] = raw.get("num_attention_heads")
@@ -285,7 +348,7 @@ def _layout(found: Published, target: HeadTarget, tensors: Mapping[str, Tensor])
             raise found.refuse(
                 f"for a target with {key} {there}", f"the loaded target's {key}, {here}"
             )
-    if any(window is not None for window in config.windows):
+    if not windows and any(window is not None for window in config.windows):
         raise found.refuse("with sliding_window in its layers", "layers with full attention")
     if (found.config.get("target_hidden_size") or config.hidden_size) != config.hidden_size:
         wide = found.config["target_hidden_size"]
@@ -324,20 +387,6 @@ def _features(
     return numbers
 
 
-def _vocabulary(found: Published, d2t: Tensor, t2d: Tensor | None, size: int) -> Tensor:
-    """The target's number of each token of the drafter: ``d2t`` has the differences."""
-    tokens = torch.arange(len(d2t)) + d2t.long()
-    valid = len(tokens) == len(tokens.unique())
-    valid = valid and bool(tokens.min() >= 0) and bool(tokens.max() < size)
-    if valid and t2d is not None:
-        valid = t2d.shape == (size,) and bool(t2d.bool()[tokens].all())
-        valid = valid and int(t2d.bool().sum()) == len(tokens)
-    if not valid:
-        allowed = f"d2t and t2d that name the same, different tokens below {size}"
-        raise found.refuse("whose d2t does not fit its t2d or its vocabulary", allowed)
-    return tokens
-
-
 # --- Medusa, Hydra --------------------------------------------------------------------------------
 
 
@@ -366,7 +415,7 @@ def _medusa(found: Published, target: HeadTarget) -> Head:
     # The authors' config.json names a number of heads that may differ from the file's.
     options = MedusaOptions(num_heads=len(there) or 1, num_layers=layers, own_output=True)
     head = Medusa(target, options)
-    _fill(found, head, renamed)
+    fill(head, renamed, found.named)
     return head
 
 
@@ -385,7 +434,7 @@ def _hydra(found: Published, target: HeadTarget) -> Head:
         target,
         HydraOptions(num_heads=count, num_layers=layers, own_output=True, scaled=False),
     )
-    _fill(found, head, _hydra_names(found.tensors()))
+    fill(head, _hydra_names(found.tensors()), found.named)
     return head
 
 
@@ -420,9 +469,12 @@ def _block(found: Published, target: HeadTarget) -> Head:
 READERS: dict[str, Callable[[Published, HeadTarget], Head]] = {
     "eagle": _eagle,
     "eagle3": _eagle3,
+    "peagle": _peagle,
+    "mtp": _mtp,
     "medusa": _medusa,
     "hydra": _hydra,
     "dflash": _block,
+    "dflash2": _block,
     "dspark": _block,
 }
 """What reads each kind; its head's kind has the same name."""

@@ -8,7 +8,8 @@ has its own widths, biases, norms and output layer; :class:`Layout` says which.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ class Layout:
         norm_output: EAGLE-3: the next step reads the output behind the norm.
         own_embedding, own_output: the checkpoint has them; otherwise they are the target's.
         vocabulary: tokens that it can draft; 0 for all.
+        first_norm: without ``features``: the first layer has a norm before attention, as others.
     """
 
     config: LlamaConfig
@@ -47,6 +49,27 @@ class Layout:
     own_embedding: bool = False
     own_output: bool = False
     vocabulary: int = 0
+    first_norm: bool = False
+
+
+def layout_like_target(target: HeadTarget, num_layers: int, features: Sequence[int]) -> Layout:
+    """Layers of the target's size, without biases.
+
+    Args:
+        features: EAGLE-3's; empty: 2, half of the target's layers, and all but three.
+
+    Raises:
+        InvalidArgument: the target has no such layer.
+    """
+    own, count = target.config, target.config.num_layers
+    numbers = tuple(features or sorted({min(2, count), max(1, count // 2), max(1, count - 3)}))
+    if any(not 1 <= number <= count for number in numbers):
+        raise InvalidArgument("features", numbers, f"numbers of layers from 1 to {count}")
+    config = replace(
+        own, num_layers=num_layers, windows=(None,) * num_layers, head_norms=False,
+        qkv_bias=False, out_bias=False, mlp_bias=False,
+    )  # fmt: skip
+    return Layout(config, numbers, fc_bias=False)
 
 
 Entries = list[tuple[Tensor, Tensor]]
@@ -69,25 +92,23 @@ class _Attention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: Tensor, mask: Tensor, earlier: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """# [places, input_size], [places, head_dim], bool [places, all places]"""
+        """# [..., places, input_size], [places, head_dim], bool [places, all places]"""
         q, k, v = (
-            layer(x).view(len(x), -1, self.config.head_dim)
+            layer(x).unflatten(-1, (-1, self.config.head_dim))
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.config.head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos_sin), _rotate(k, cos_sin)
         if earlier is not None:
-            k, v = torch.cat([earlier[0], k]), torch.cat([earlier[1], v])
-        attended = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
-            attn_mask=mask, enable_gqa=True,
-        )[0]  # fmt: skip
-        return self.o_proj(attended.transpose(0, 1).flatten(1)), (k, v)
+            k, v = torch.cat([earlier[0], k], -3), torch.cat([earlier[1], v], -3)
+        q, keys, values = (heads.transpose(-3, -2) for heads in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(attended.transpose(-3, -2).flatten(-2)), (k, v)
 
 
 def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding.  # [places, heads, head_dim], [places, head_dim]"""
+    """Rotary embedding.  # [..., places, heads, head_dim], [places, head_dim]"""
     cosine, sine = cos_sin.to(heads.dtype)[:, None].chunk(2, -1)
     a, b = heads.chunk(2, -1)
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
@@ -115,11 +136,11 @@ class _Layer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.pairs = first and bool(layout.features)
         self.norm_before_residual = layout.norm_before_residual
-        if self.pairs or not first:
+        self.normed = self.pairs or not first or layout.first_norm
+        if self.normed:
             self.input_layernorm = nn.RMSNorm(size, eps=eps)
         if self.pairs:
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.normed = self.pairs or not first
         self.self_attn = _Attention(config, 2 * size if self.pairs else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = _Mlp(config)
@@ -164,26 +185,30 @@ class PublishedEagle(Head):
     """EAGLE and EAGLE-2: their drafters are the same, only the tree differs."""
 
     kind = "eagle"
-    Options = Layout
-    options: Layout
+    Options: ClassVar[type[Any]] = Layout
+    layout: Layout
+    vocabulary: Tensor | None
+    """The tokens that it can draft; None: all.  # int64 [num_logits]"""
+    _rows: Tensor | None = None  # of the target's output layer
 
-    def __init__(self, target: HeadTarget, options: Layout) -> None:
-        super().__init__(target, options)
-        config, size = options.config, options.config.hidden_size
-        eps, inputs = config.rms_norm_eps, len(options.features)
-        self.fc = nn.Linear((inputs or 2) * size, size, options.fc_bias)
-        self.layers = nn.ModuleList(_Layer(options, i) for i in range(config.num_layers))
-        if options.own_embedding:
+    def __init__(self, target: HeadTarget, layout: Layout) -> None:
+        super().__init__(target, layout)
+        self.layout = layout
+        config, size = layout.config, layout.config.hidden_size
+        eps, inputs = config.rms_norm_eps, len(layout.features)
+        self.fc = nn.Linear((inputs or 2) * size, size, layout.fc_bias)
+        self.layers = nn.ModuleList(_Layer(layout, i) for i in range(config.num_layers))
+        if layout.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if inputs:
             self.norm = nn.RMSNorm(size, eps=eps)
-        if options.norm_before_fc:
+        if layout.norm_before_fc:
             self.input_norm = nn.RMSNorm(inputs * size, eps=eps)
-        if options.fc_norm:
+        if layout.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps=eps) for _ in range(inputs))
-        if options.own_output:
-            self.lm_head = nn.Linear(size, options.vocabulary or config.vocab_size, bias=False)
-        self.vocabulary: Tensor | None = None
+        if layout.own_output:
+            self.lm_head = nn.Linear(size, layout.vocabulary or config.vocab_size, bias=False)
+        self.register_buffer("vocabulary", None, persistent=False)
         self._cos_sin = rope_table(config)
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -192,36 +217,56 @@ class PublishedEagle(Head):
 
     def prepare(self) -> None:
         self._cos_sin = self._cos_sin.to(self.target.embedding.device)
+        if self.vocabulary is not None and not self.layout.own_output:
+            self._rows = self.target.lm_head[self.vocabulary]
 
     def new_state(self) -> PublishedState:
         return PublishedState()
 
-    def _embed(self, token_ids: Sequence[int]) -> Tensor:
-        ids = torch.tensor(token_ids, device=self.target.embedding.device)
-        if not self.options.own_embedding:
-            return self.target.embed(ids)
-        embedded: Tensor = self.embed_tokens(ids)
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """# [...] -> [..., hidden_size]"""
+        if not self.layout.own_embedding:
+            return self.target.embed(token_ids)
+        embedded: Tensor = self.embed_tokens(token_ids)
         return embedded
 
     def read(self, features: Tensor) -> Tensor:
         """What the layers read of the target's features.  # [n, ...] -> [n, hidden_size]"""
         return features
 
+    def inputs(self, embedded: Tensor, x: Tensor) -> Tensor:
+        """The input of the first layer beside the embedding.  # 2 x [..., hidden_size] -> the same
+
+        Args:
+            embedded: of the tokens that follow.
+            x: what :meth:`read` or the step before gave.
+        """
+        if self.layout.features:
+            return x
+        fused: Tensor = self.fc(torch.cat([embedded, x], -1))
+        return fused
+
+    def some_logits(self, drafted: Tensor) -> Tensor:
+        """Logits of the tokens in :attr:`vocabulary`.  # [..., hidden_size] -> [..., num_logits]"""
+        if self.layout.own_output:
+            some: Tensor = self.lm_head(drafted)
+            return some
+        if self.vocabulary is None:
+            return self.target.logits(drafted)
+        rows = self.target.lm_head[self.vocabulary] if self._rows is None else self._rows
+        return F.linear(drafted, rows)
+
     def logits(self, drafted: Tensor) -> Tensor:
-        """# [n, hidden_size] -> [n, vocab_size]"""
-        if not self.options.own_output:
-            return self.target.logits(drafted).float()
-        some: Tensor = self.lm_head(drafted).float()
-        return self.target.among_all(some, self.vocabulary)
+        """# [..., hidden_size] -> [..., vocab_size]"""
+        return self.target.among_all(self.some_logits(drafted).float(), self.vocabulary)
 
     def _run(
         self, state: PublishedState, tokens: Sequence[int], x: Tensor,
         positions: Sequence[int], mask: Tensor,
     ) -> Tensor:  # fmt: skip
         """The features after new pairs; their entries are appended.  # [n, hidden_size]"""
-        embedded = self._embed(tokens)
-        if not self.options.features:
-            x = self.fc(torch.cat([embedded, x], -1))
+        embedded = self.embed(torch.tensor(tokens, device=x.device))
+        x = self.inputs(embedded, x)
         cos_sin, entries = self._cos_sin[list(positions)], []
         before: Sequence[tuple[Tensor, Tensor] | None] = state.entries or [None] * len(self.layers)
         for layer, earlier in zip(self.layers, before, strict=True):
@@ -286,13 +331,13 @@ class PublishedEagle3(PublishedEagle):
     needs = frozenset({Need.LAYER_STATES})
 
     def select(self, computed: Tensor) -> Tensor:
-        numbers = [number - 1 for number in self.options.features]
+        numbers = [number - 1 for number in self.layout.features]
         return computed[..., numbers, :].flatten(-2)
 
     def read(self, features: Tensor) -> Tensor:
-        if self.options.norm_before_fc:
+        if self.layout.norm_before_fc:
             features = self.input_norm(features)
-        if self.options.fc_norm:
+        if self.layout.fc_norm:
             features = torch.cat(list(self._normed(features)), -1)
         read: Tensor = self.fc(features)
         return read
@@ -302,7 +347,7 @@ class PublishedEagle3(PublishedEagle):
         return (norm(part) for norm, part in zip(self.fc_norm, parts, strict=True))
 
     def passed_on(self, drafted: Tensor) -> Tensor:
-        return self.norm(drafted) if self.options.norm_output else drafted
+        return self.norm(drafted) if self.layout.norm_output else drafted
 
-    def logits(self, drafted: Tensor) -> Tensor:
-        return super().logits(self.norm(drafted))
+    def some_logits(self, drafted: Tensor) -> Tensor:
+        return super().some_logits(self.norm(drafted))

@@ -32,7 +32,7 @@ from paceline.models.heads.mtp import Mtp, MtpOptions, mtp_layout, own_name
 from paceline.models.heads.peagle import PEagle, PEagleOptions
 from paceline.models.heads.published_eagle import Layout, PublishedEagle, PublishedEagle3
 from paceline.models.layouts import read_config, stored_tensors
-from paceline.models.llama_config import MODEL_TYPES, LlamaConfig
+from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import MTP_PREFIX
 
 _OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
@@ -275,7 +275,7 @@ def _peagle(found: Published, target: HeadTarget) -> Head:
 
 def _mtp(found: Published, target: HeadTarget) -> Head:
     kind = _layers_config(found.config).get("model_type")
-    if kind not in MODEL_TYPES:
+    if kind not in PLAIN_MODEL_TYPES:
         raise found.refuse(f"an MTP layer of model_type {kind}", f"one of {', '.join(MODEL_TYPES)}")
     tensors = {
         own_name(name): value for name, value in found.tensors().items() if name not in _OF_TARGET

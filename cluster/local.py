@@ -1,8 +1,8 @@
 """`paceline up`, `down` and `status`: a deployment on this machine or on a running cluster.
 
-Without an address, ``up`` starts a Ray that listens on loopback only, in a background process that
-lives as long as the deployment. ``down`` asks that process to end, which stops all that it started
-and nothing else.
+Without an address, ``up`` runs `ray start --head` on loopback, with dashboard and job server behind
+a token, and ``down`` ends that process, which ends what it started and no other Ray. Here is what
+Ray does not do: find what is up, show what is missing, and give up when nothing comes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import math
 import os
 import re
 import secrets
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -44,11 +47,15 @@ from paceline.errors import PacelineError
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
 CONFIGS = {"smollm2": CONFIGS_DIR / "smollm2.yaml", "demo": DEMO_CONFIG}
 """Config files by the model that they deploy."""
-START_TIMEOUT_S = 180.0
+STALL_S = 180.0
+"""A start is given up when nothing has changed, and nothing computed, for so long."""
+NODE_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 45.0
 STATUS_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; nothing here stores objects
 _POLL_S = 0.2
+_REPEAT_S = 30.0  # a line about what a start waits for is shown again
+_WORKING = 0.05  # of a CPU; a replica that waits for nothing uses a tenth of that
 # Errors whose text is enough; a message about another error begins with its class.
 _SPEAKING = {"InvalidArgument", "ModelNotFound", "TokenizerMismatch", "PortInUse"}
 
@@ -71,7 +78,7 @@ def prepare_environment(token: str | None = None) -> None:
     """Set the variables that Ray reads when it is imported; keep those that the user has set.
 
     Args:
-        token: for a Ray that Paceline starts. It listens on loopback where it can, but Serve's
+        token: for a Ray that this process starts. It listens on loopback where it can, but Serve's
             replicas open a port on all interfaces, which refuses callers without the token.
     """
     settings = {
@@ -81,29 +88,42 @@ def prepare_environment(token: str | None = None) -> None:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     if token is not None and "ray" not in sys.modules:
-        settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback, not the machine's address
+        settings |= _LOOPBACK
         if "RAY_AUTH_MODE" not in os.environ:
             settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
-def start_ray(file: ConfigFile) -> str:
-    """Start a Ray that ends with this process; returns its address."""
-    prepare_environment(secrets.token_hex(32))
-    import ray
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # instead of the machine's address
 
-    # CPUs and custom resources are only labels here: with fewer of them than the file asks
-    # for, some replicas would wait for ever.
+
+def _wanted(file: ConfigFile) -> tuple[int, dict[str, float]]:
+    """The CPUs and custom resources of all replicas of a file.
+
+    They are only labels here: with fewer of them some replicas would wait for ever.
+    """
     wanted: defaultdict[str, float] = defaultdict(float)
     for role in file.config.roles:
         for name, amount in {"CPU": role.num_cpus, **role.resources}.items():
             wanted[name] += role.max_replicas * amount
+    return math.ceil(wanted.pop("CPU")), dict(wanted)
+
+
+def start_ray(file: ConfigFile) -> str:
+    """Start a Ray that ends with this process; returns its address.
+
+    For the demo and measurements: it takes no jobs, and starts sooner than :func:`_start_node`.
+    """
+    prepare_environment(secrets.token_hex(32))
+    import ray
+
+    num_cpus, resources = _wanted(file)
     context = ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, math.ceil(wanted.pop("CPU"))),
-        resources=dict(wanted),
-        include_dashboard=False,
+        num_cpus=max(os.cpu_count() or 1, num_cpus),
+        resources=resources,
+        include_dashboard=file.autoscaling_policy is not None,  # such a file goes through it
         object_store_memory=_OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -111,17 +131,20 @@ def start_ray(file: ConfigFile) -> str:
     return str(context.address_info["gcs_address"])
 
 
-def join_ray(address: str, token: str | None = None) -> str:
-    """Connect to a running Ray (HOST:PORT or auto); ``token`` if Paceline started it.
+def join_ray(address: str) -> str:
+    """Connect to a running Ray (HOST:PORT or auto).
 
     Raises:
         ClusterError: no Ray answers there.
     """
-    prepare_environment(token)
+    prepare_environment()
     import ray
 
     if ray.is_initialized():
-        return str(ray.get_runtime_context().gcs_address)
+        joined = str(ray.get_runtime_context().gcs_address)
+        if address not in ("auto", joined):
+            raise ClusterError(f"this process has joined the Ray at {joined}, not at {address}")
+        return joined
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
@@ -199,56 +222,110 @@ def start_serve(file: ConfigFile) -> None:
 def deploy(
     file: ConfigFile,
     report: Report,
-    timeout_s: float = START_TIMEOUT_S,
-    compiling: Callable[[], bool] | None = None,
+    stall_s: float = STALL_S,
+    compiling: Callable[[], bool] = lambda: False,
+    node: int | None = None,
 ) -> None:
     """Deploy the application of ``file`` on the Ray that this process has joined.
 
     Returns when every replica is ready.
 
     Args:
+        stall_s: how long nothing may happen before the start is given up.
         compiling: tells whether the kernels that replicas need are still being compiled.
+        node: process of this machine whose descendants the replicas are; None: of other machines.
 
     Raises:
-        ClusterError: a replica does not start, or not in time; the message says why.
+        ClusterError: a replica does not start, or nothing happens; the message says why.
     """
     from ray import serve
 
     report("starting Ray Serve")
     start_serve(file)
     _run(file)
-    deadline = time.monotonic() + timeout_s
-    seen = ""
+    progress = _Progress(stall_s, node)
+    shown, shown_at = "", 0.0
     while True:
         application = serve.status().applications[file.name]
         if application.status == "RUNNING":
             return
         waiting = {n: d for n, d in application.deployments.items() if d.status != "HEALTHY"}
+        states = [f"{n}: {d.status.value} {d.message}".strip() for n, d in waiting.items()]
+        busy = compiling()  # the compiler has its own time limit
         problem = ""
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             messages = [deployment.message for deployment in waiting.values()]
             problem = _reason("\n".join([application.message, *messages]))
-        elif time.monotonic() > deadline:
-            states = [f"{n}: {d.status.value} {d.message}".strip() for n, d in waiting.items()]
-            problem = f"not ready after {timeout_s:g} s: {'; '.join(states)}"
+        elif not progress.goes_on([application.message, *states], busy):
+            problem = f"nothing has happened for {stall_s:g} s: {'; '.join(states)}"
         if problem:
             serve.delete(file.name)
             raise ClusterError(f"{file.path}: {problem}")
         line = "loading " + ", ".join(waiting)
-        if compiling is not None and compiling():
-            deadline = time.monotonic() + timeout_s  # the compiler has its own time limit
+        if busy:
             line += "; compiling the kernels for this processor, once"
-        if waiting and line != seen:
+        for deployment in waiting.values():
+            line += "".join(f"; {text}" for text in deployment.message.splitlines()[:1])
+        if waiting and (line != shown or time.monotonic() - shown_at > _REPEAT_S):
             report(line)
-            seen = line
+            shown, shown_at = line, time.monotonic()
         time.sleep(_POLL_S)
+
+
+class _Progress:
+    """Whether a start gets anywhere: its state changes, or its processes compute.
+
+    Args:
+        stall_s: how long neither may be so.
+        node: process whose descendants are Ray's; None: only the state counts.
+    """
+
+    def __init__(self, stall_s: float, node: int | None) -> None:
+        self._stall_s, self._node = stall_s, node
+        self._state: object = None
+        self._since, self._cpu_s = time.monotonic(), self._used_s()
+
+    def goes_on(self, state: object, busy: bool = False) -> bool:
+        """``state``: what the start waits for now; ``busy``: it is known to get on."""
+        elapsed = time.monotonic() - self._since
+        if state == self._state and not busy:
+            if elapsed < self._stall_s:
+                return True
+            if self._used_s() - self._cpu_s < _WORKING * elapsed:
+                return False
+        self._state = state
+        self._since, self._cpu_s = time.monotonic(), self._used_s()
+        return True
+
+    def _used_s(self) -> float:
+        return 0.0 if self._node is None else _worker_cpu_s(self._node)
+
+
+def _worker_cpu_s(node: int) -> float:
+    """CPU time of the workers among the descendants of a process, without Serve's own actors."""
+    parents, used = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            pid = int(folder.name)
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[pid] = int(fields[1])
+            name = (folder / "cmdline").read_text()
+            if name.startswith("ray::ServeReplica") or "default_worker.py" in name:
+                used[pid] = int(fields[11]) + int(fields[12])
+
+    def descends(pid: int) -> bool:
+        while pid and pid != node:
+            pid = parents.get(pid, 0)
+        return pid == node
+
+    return sum(ticks for pid, ticks in used.items() if descends(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def _run(file: ConfigFile) -> None:
     """Give the application to Serve's controller.
 
-    Serve takes an application's autoscaling policy only from config files, and such a file
-    describes all applications that Serve runs.
+    Serve takes an application's autoscaling policy only from `serve deploy`, whose file describes
+    all applications that Serve runs.
     """
     from ray import serve
 
@@ -262,8 +339,7 @@ def _run(file: ConfigFile) -> None:
             wait_for_applications_running=False,
         )  # fmt: skip
         return
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
     others = serve.status().applications.keys() - {file.name}
     if others:
@@ -279,10 +355,20 @@ def _run(file: ConfigFile) -> None:
             "policy_function": POLICY_FUNCTION, "policy_kwargs": policy.model_dump(),
         },
     }  # fmt: skip
-    schema = ServeDeploySchema.model_validate(
+    dashboard = _dashboard()
+    if dashboard is None:
+        raise ClusterError(f"{file.path}: autoscaling_policy takes a Ray with a dashboard")
+    ServeSubmissionClient(dashboard).deploy_applications(
         {"proxy_location": file.proxy_location, "applications": [application]}
     )
-    _get_global_client().deploy_apps(schema)
+
+
+def _dashboard() -> str | None:
+    """URL of the dashboard of the Ray that this process has joined, which takes jobs as well."""
+    import ray
+
+    url = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR).dashboard_url
+    return f"http://{url}" if url else None
 
 
 def _deployment_states(app: str) -> dict[str, tuple[str, str]]:
@@ -353,25 +439,18 @@ def write_observability(result: dict[str, Any]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def deployed(
-    file: ConfigFile, *, address: str | None = None, report: Report = lambda line: None
-) -> Iterator[dict[str, Any]]:
-    """Start a deployment, yield what :func:`describe` returns, and stop it at the end.
-
-    Args:
-        address: of a Ray to join; None starts one.
+def deployed(file: ConfigFile, *, report: Report = lambda line: None) -> Iterator[dict[str, Any]]:
+    """Start a Ray and a deployment, yield what :func:`describe` returns, and stop both at the end.
 
     Raises:
         ClusterError: as :func:`deploy`; PortInUse.
     """
-    if address is None:
-        check_ports(file)  # on other machines only the gateway can tell
-    report("joining Ray" if address else "starting Ray")
-    with contextlib.ExitStack() as stack:
-        compiling = None if address else stack.enter_context(building_kernels(file))
+    check_ports(file)
+    report("starting Ray")
+    with building_kernels(file) as compiling:
         try:
-            ray_address = join_ray(address) if address else start_ray(file)
-            deploy(file, report, compiling=compiling)
+            ray_address = start_ray(file)
+            deploy(file, report, compiling=compiling, node=os.getpid())
             described = describe(file.name)
             yield {**described, "ray_address": ray_address, "metrics": _metrics()}
         finally:
@@ -395,16 +474,16 @@ def _take_down(app: str) -> None:
 
 
 def state_folder() -> Path:
-    """Folder of the state file of the running deployment."""
+    """Folder of the files of the running deployment."""
     return cache_folder("local")
 
 
 @dataclass(frozen=True)
 class _State:
-    """The state file, which :func:`up` writes for the other commands.
+    """The files that :func:`up` writes for the other commands.
 
-    The process that owns a Ray holds a lock while it lives. So the commands can tell a running
-    deployment from a file that a crash left behind, or a process id that was given again.
+    A starting `up` and the `ray start` that it leaves behind hold a lock each while they live. So
+    the commands can tell them from what a crash left, and from a process id that was given again.
     """
 
     folder: Path
@@ -415,7 +494,17 @@ class _State:
 
     @property
     def log(self) -> Path:
-        return self.folder / "up.log"
+        return self.folder / "ray.log"
+
+    @property
+    def token(self) -> Path:
+        """What callers of our Ray show to it. It stays, so that a shell can keep its variables."""
+        return self.folder / "auth_token"
+
+    @property
+    def variables(self) -> Path:
+        """What a shell reads to reach our Ray with `ray` and `serve`."""
+        return self.folder / "ray.env"
 
     def read(self) -> dict[str, Any]:
         try:
@@ -425,19 +514,21 @@ class _State:
         return value if isinstance(value, dict) else {}
 
     def write(self, **values: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         scratch = self.file.with_suffix(f".{os.getpid()}")
-        scratch.touch(mode=0o600)  # it holds the token
         scratch.write_text(json.dumps(values))
         scratch.replace(self.file)
 
     def clear(self) -> None:
-        self.file.unlink(missing_ok=True)
+        for path in (self.file, self.variables):
+            path.unlink(missing_ok=True)
 
-    def lock(self) -> IO[str] | None:
-        """Become the owner; None if another process is. The lock ends with the process."""
+    def lock(self, name: str) -> IO[str] | None:
+        """Hold the lock ``up`` or ``ray``; None if another process does.
+
+        It is free when the file is closed here and in all processes that were given it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        handle = (self.folder / "lock").open("w")
+        handle = (self.folder / f"{name}.lock").open("a")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -445,14 +536,154 @@ class _State:
             return None
         return handle
 
-    @property
-    def owned(self) -> bool:
-        """Whether the process that owns the deployment lives."""
-        handle = self.lock()
+    def held(self, name: str) -> bool:
+        """Whether a living process holds the lock."""
+        handle = self.lock(name)
         if handle is None:
             return True
         handle.close()
         return False
+
+    def wait_for(self, name: str, timeout_s: float) -> None:
+        """Wait until the lock is free, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self.held(name) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def is_up(self, known: Mapping[str, Any]) -> bool:
+        """Whether what :meth:`read` returned is a deployment that can be asked."""
+        return bool(known.get("gateway")) and bool(known.get("address") or self.held("ray"))
+
+
+def _use_token(state: _State) -> None:
+    """Let this process and those it starts authenticate to our own Ray.
+
+    The token is in a file that its owner alone can read, never in an argument or a variable.
+    """
+    os.environ.update(_LOOPBACK)
+    if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
+        return  # the user has switched it off
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # of another Ray; it would be preferred
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(state.token)
+    state.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(state.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+
+
+def _write_variables(state: _State, dashboard: str) -> None:
+    """Write what a shell reads to reach our Ray with `ray job submit` and `serve status`."""
+    values = {"RAY_API_SERVER_ADDRESS": dashboard, "RAY_DASHBOARD_ADDRESS": dashboard}
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        if name in os.environ:
+            values[name] = os.environ[name]
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
+    # Ray would prefer it to the path, and it is that of another Ray.
+    state.variables.write_text("\n".join(["unset RAY_AUTH_TOKEN", *lines, ""]))
+
+
+# --- our own Ray ----------------------------------------------------------------------------------
+
+
+def _start_node(file: ConfigFile, state: _State) -> dict[str, Any]:
+    """Run `ray start --head` until `down`; returns its process id, address and temporary folder.
+
+    The system and Ray choose the ports, so that it runs beside other Rays.
+
+    Raises:
+        ClusterError: it does not start; the message has the last line of its log.
+    """
+    prepare_environment()
+    num_cpus, resources = _wanted(file)
+    folder = tempfile.mkdtemp(prefix="paceline-", dir=os.environ.get("RAY_TMPDIR"))
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
+        "--node-ip-address=127.0.0.1", "--port=0", "--dashboard-host=127.0.0.1",
+        "--include-dashboard=true", "--dashboard-agent-listen-port=0",
+        f"--ray-client-server-port={_free_port()}", f"--temp-dir={folder}",
+        # Replicas reserve the labels that they want, and jobs find the machine's CPUs.
+        f"--num-cpus={(os.cpu_count() or 1) + num_cpus}", f"--resources={json.dumps(resources)}",
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        # Busy machines may take minutes for what Ray gives up after one.
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{NODE_TIMEOUT_S:.0f}",
+        "RAY_worker_register_timeout_seconds": f"{NODE_TIMEOUT_S:.0f}",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # the application is gone by then
+    }  # fmt: skip
+    lock = state.lock("ray")
+    if lock is None:
+        raise ClusterError(f"another process holds {state.folder}/ray.lock: end it")
+    with lock, state.log.open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, pass_fds=[lock.fileno()],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    node = {"pid": process.pid, "temp_dir": folder}
+    state.write(**node)
+    record = Path(folder, "ray_current_cluster")  # written when all of it runs
+    deadline = time.monotonic() + NODE_TIMEOUT_S
+    while True:
+        ended = process.poll() is not None
+        with contextlib.suppress(OSError):
+            if address := record.read_text().strip():
+                return {**node, "ray_address": address}
+        if ended or time.monotonic() > deadline:
+            reason = f"it ended with code {process.returncode}" if ended else "it takes too long"
+            lines = [line.strip() for line in state.log.read_text().splitlines() if line.strip()]
+            raise ClusterError(f"Ray does not start: {[reason, *lines][-1]} (log: {state.log})")
+        time.sleep(_POLL_S)
+
+
+def _free_port() -> int:
+    """For what Ray cannot choose a port itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _stop_node(state: _State) -> None:
+    """End the `ray start` that the state file names, and all that it started.
+
+    Raises:
+        ClusterError: it does not end.
+    """
+    known = state.read()
+    if "temp_dir" not in known:
+        return
+    for end, number in ((os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)):
+        if state.held("ray"):
+            end(known["pid"], number)
+            state.wait_for("ray", STOP_TIMEOUT_S)
+    if state.held("ray"):
+        raise ClusterError(f"process {known['pid']} does not end; its log is {state.log}")
+    shutil.rmtree(known["temp_dir"], ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _joined(address: str) -> Iterator[str]:
+    """Join a Ray for as long as the block runs; yields its address."""
+    import ray
+
+    before = ray.is_initialized()
+    address = join_ray(address)
+    try:
+        yield address
+    finally:
+        if not before:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _joined_again(state: _State, known: Mapping[str, Any]) -> Iterator[None]:
+    """Join the Ray of the state file for as long as the block runs."""
+    if not known["address"]:
+        _use_token(state)
+    prepare_environment()
+    with _joined(known["ray_address"]):
+        yield
 
 
 def _load(config_path: str | Path, ports: dict[str, int]) -> ConfigFile:
@@ -494,41 +725,89 @@ def up(
         config_path = CONFIGS[model_to_show()] if address is None else DEMO_CONFIG
     file = _load(config_path, ports)
     state = _State(state_folder())
-    known = state.read()
-    if known.get("gateway") and (known.get("address") or state.owned):
-        raise ClusterError(
-            f"{known['config']} is up already, with its gateway at {known['gateway']}: "
-            "`paceline down` stops it"
-        )
-    if address is None:
-        check_ports(file)
-        file.config.with_local_models()  # here the user sees a download's progress
-    with showing_progress() as report:
-        if address is None and detach:
-            result = _spawn(file, ports, state, report)
-        elif address is None:
-            return _own(file, state, report, observability)
-        else:
-            report("joining Ray")
-            ray_address = join_ray(address)
-            deploy(file, report)
-            result = {
-                "config": str(file.path), "app": file.name, "address": address,
-                "ray_address": ray_address, **describe(file.name),
-                "metrics": _metrics(),
-            }  # fmt: skip
-            state.write(**result)
-    console = Console(stderr=True)
-    _announce(console, result, observability)
+    lock = state.lock("up")
+    if lock is None:
+        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
+    with lock, _interruptible():
+        lock.truncate(0)
+        print(os.getpid(), file=lock, flush=True)  # for `down`
+        known = state.read()
+        if state.is_up(known):
+            raise ClusterError(
+                f"{known['config']} is up already, with its gateway at {known['gateway']}: "
+                "`paceline down` stops it"
+            )
+        with showing_progress() as report:
+            if state.held("ray"):
+                report("stopping what an interrupted start has left")
+            if known:
+                _stop_node(state)
+                state.clear()
+            if address is None:
+                check_ports(file)
+                file.config.with_local_models()  # here the user sees a download's progress
+            try:
+                result = _bring_up(file, address, state, report)
+            except BaseException:
+                with contextlib.suppress(ClusterError):  # the first error says more
+                    _stop_node(state)
+                state.clear()
+                raise
+        console = Console(stderr=True)
+        _announce(console, state, result, observability)
     if not detach:
         try:
-            _wait_for_signal(console)
+            _wait_for_signal(console, lambda: state.is_up(state.read()))
         finally:
             down()
+        return {**result, "running": False}
     return result
 
 
-def _announce(console: Console, result: dict[str, Any], observability: bool) -> None:
+def _bring_up(
+    file: ConfigFile, address: str | None, state: _State, report: Report
+) -> dict[str, Any]:
+    """Start or join Ray, deploy, and write the state file."""
+    known: dict[str, Any] = {"config": str(file.path), "app": file.name, "address": address}
+    with contextlib.ExitStack() as stack:
+        compiling = _never
+        if address is None:
+            report("starting Ray")
+            compiling = stack.enter_context(building_kernels(file))
+            _use_token(state)
+            known |= _start_node(file, state)
+        else:
+            report("joining Ray")
+            prepare_environment()
+            known["ray_address"] = address
+        known["ray_address"] = stack.enter_context(_joined(known["ray_address"]))
+        deploy(file, report, compiling=compiling, node=known.get("pid"))
+        known |= {"dashboard": _dashboard(), **describe(file.name), "metrics": _metrics()}
+    state.write(**known)
+    if address is None:
+        _write_variables(state, known["dashboard"])
+    return known
+
+
+def _never() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that it can stop what it has started."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _announce(console: Console, state: _State, result: dict[str, Any], observability: bool) -> None:
     http = f" and [bold]{result['http']}/v1[/] (HTTP)" if result.get("http") else ""
     console.print(
         f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC){http}", highlight=False
@@ -540,6 +819,12 @@ def _announce(console: Console, result: dict[str, Any], observability: bool) -> 
             console.print(
                 f"  {name:<8} process {replica['pid']:<8} {replica['address']}", highlight=False
             )
+    if state.variables.exists():
+        console.print(f"  dashboard {result['dashboard']}/", highlight=False)
+        console.print(
+            f"  for `ray job submit`, `serve status`:  . {shlex.quote(str(state.variables))}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if observability:
         result["observability"] = files = write_observability(result)
         for address in result["metrics"]:
@@ -548,7 +833,8 @@ def _announce(console: Console, result: dict[str, Any], observability: bool) -> 
             console.print(f"  {name:<10} {files[name]}", highlight=False, soft_wrap=True)
 
 
-def _wait_for_signal(console: Console) -> None:
+def _wait_for_signal(console: Console, is_up: Callable[[], bool]) -> None:
+    """Wait for Ctrl-C or SIGTERM, or until another process has stopped the deployment."""
     console.print("Ctrl-C stops it")
     stop = threading.Event()
     before = {
@@ -557,91 +843,11 @@ def _wait_for_signal(console: Console) -> None:
     }
     try:
         # A signal that a thread of Ray takes does not wake this one, so wake up and look.
-        while not stop.wait(0.5):
+        while not stop.wait(0.5) and is_up():
             pass
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _own(
-    file: ConfigFile, state: _State, report: Report, observability: bool = False
-) -> dict[str, Any]:
-    """Run Ray and the deployment in this process until a signal comes."""
-    lock = state.lock()
-    if lock is None:
-        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
-    result: dict[str, Any] = {
-        "config": str(file.path), "app": file.name, "address": None, "pid": os.getpid(),
-    }  # fmt: skip
-
-    def progress(line: str) -> None:
-        state.write(**result, stage=line)
-        report(line)
-
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with deployed(file, report=progress) as described:
-            result.update(described)
-            state.write(**result, token=os.environ.get("RAY_AUTH_TOKEN"))
-            report("")
-            console = Console(stderr=True)
-            _announce(console, result, observability)
-            _wait_for_signal(console)
-            report("stopping")
-    except KeyboardInterrupt:
-        raise ClusterError("stopped before it was ready") from None
-    except PacelineError as error:
-        state.write(error=str(error))
-        raise
-    else:
-        state.clear()
-        return {**result, "running": False}
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        lock.close()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _spawn(
-    file: ConfigFile, ports: dict[str, int], state: _State, report: Report
-) -> dict[str, Any]:
-    """Run :func:`_own` in a process that outlives this one; returns when it is ready."""
-    if state.owned:
-        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
-    state.clear()
-    state.folder.mkdir(parents=True, exist_ok=True)
-    module = [sys.executable, "-m", "paceline.cluster.local"]
-    command = [*module, str(file.path.resolve()), json.dumps(ports)]
-    with state.log.open("w") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    seen = ""
-    try:
-        while True:
-            ended = process.poll() is not None
-            known = state.read()
-            if known.get("gateway"):
-                known.pop("token", None)
-                return known
-            if ended:
-                reason = known.get("error") or f"it ended with code {process.returncode}"
-                raise ClusterError(f"{reason} (log: {state.log})")
-            stage = known.get("stage", "")
-            if stage != seen:
-                report(stage)
-                seen = stage
-            time.sleep(_POLL_S)
-    except BaseException:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_TIMEOUT_S)
-        raise
 
 
 def down() -> dict[str, Any]:
@@ -654,29 +860,31 @@ def down() -> dict[str, Any]:
         ClusterError: it does not stop, or the cluster that it joined does not answer.
     """
     state = _State(state_folder())
-    known = state.read()
-    result = {"stopped": False, "gateway": known.get("gateway")}
-    if known.get("address"):
-        with showing_progress() as report:
+    starting = state.held("up")
+    with showing_progress() as report:
+        if starting:
+            report("interrupting `paceline up`")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int((state.folder / "up.lock").read_text()), signal.SIGTERM)
+            state.wait_for("up", 2 * STOP_TIMEOUT_S)
+        known = state.read()
+        stopped = starting or state.is_up(known) or state.held("ray")
+        if state.is_up(known):
             report("removing the application")
-            state.clear()  # even if the cluster is gone, and the application with it
-            join_ray(known["ray_address"])
-            _take_down(known["app"])
-        result["stopped"] = True
-    elif known.get("pid") and state.owned:
-        with showing_progress() as report:
-            report("stopping replicas and Ray")
-            os.kill(known["pid"], signal.SIGTERM)
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            while state.owned:
-                if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"process {known['pid']} does not stop; its log is {state.log}"
-                    )
-                time.sleep(_POLL_S)
-        result["stopped"] = True
+            try:
+                with _joined_again(state, known):
+                    _take_down(known["app"])
+            except ClusterError:
+                if known["address"]:
+                    raise
+                # our own Ray does not answer; it is ended all the same
+            finally:  # even if the cluster is gone, and the application with it
+                if known["address"]:
+                    state.clear()
+        report("stopping Ray")
+        _stop_node(state)
     state.clear()
-    return result
+    return {"stopped": stopped, "gateway": known.get("gateway")}
 
 
 def status() -> dict[str, Any]:
@@ -690,7 +898,7 @@ def status() -> dict[str, Any]:
     """
     state = _State(state_folder())
     known = state.read()
-    if not known.get("gateway") or not (known.get("address") or state.owned):
+    if not state.is_up(known):
         nothing: dict[str, Any] = {
             "running": False,
             "gateway": None,
@@ -698,16 +906,12 @@ def status() -> dict[str, Any]:
             "sessions": 0,
             "deployments": {},
         }
-        if known.get("stage") and state.owned:
-            nothing["stage"] = known["stage"]
         return nothing
-    import_needed = "ray" not in sys.modules
     with showing_progress() as report:
-        if import_needed:
-            report("connecting to Ray")
-        join_ray(known["ray_address"], known.get("token"))
-        fresh = describe(known["app"])
-    keep = ("config", "app", "pid", "address", "ray_address")
+        report("connecting to Ray")
+        with _joined_again(state, known):
+            fresh = describe(known["app"])
+    keep = ("config", "app", "pid", "address", "ray_address", "dashboard")
     return {**{key: known[key] for key in keep if key in known}, **fresh}
 
 
@@ -738,15 +942,3 @@ def showing_progress(show: bool = True) -> Iterator[Report]:
                 progress.stop()
 
         yield report
-
-
-def main() -> None:
-    """The background process of ``up``; its arguments are FILE and PORTS."""
-    try:
-        _own(_load(sys.argv[1], json.loads(sys.argv[2])), _State(state_folder()), lambda line: None)
-    except PacelineError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

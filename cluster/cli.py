@@ -817,7 +817,8 @@ def down(as_json: Json = False) -> None:
     if as_json:
         print_json(result)
     elif result["stopped"]:
-        out.print(f"stopped the deployment at {result['gateway']}", highlight=False)
+        at = f" at {result['gateway']}" if result["gateway"] else " that was starting"
+        out.print(f"stopped the deployment{at}", highlight=False)
     else:
         out.print("nothing was running")
 

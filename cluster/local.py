@@ -572,9 +572,9 @@ def _use_token(state: _State) -> None:
             file.write(secrets.token_hex(32))
 
 
-def _write_variables(state: _State, dashboard: str) -> None:
-    """Write what a shell reads to reach our Ray with `ray job submit` and `serve status`."""
-    values = {"RAY_API_SERVER_ADDRESS": dashboard, "RAY_DASHBOARD_ADDRESS": dashboard}
+def _write_variables(state: _State, ray_address: str, dashboard: str) -> None:
+    """Write what a shell reads to reach our Ray with `ray` and `serve`."""
+    values = {"RAY_ADDRESS": ray_address, "RAY_DASHBOARD_ADDRESS": dashboard, **_LOOPBACK}
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         if name in os.environ:
             values[name] = os.environ[name]
@@ -720,11 +720,12 @@ def up(
     """
     given = {"grpc_port": port, "http_port": http_port}
     ports = {key: value for key, value in given.items() if value is not None}
-    address = address or os.environ.get("RAY_ADDRESS") or None
+    state = _State(state_folder())
+    if os.environ.get("RAY_AUTH_TOKEN_PATH") != str(state.token):  # else a shell has `variables`
+        address = address or os.environ.get("RAY_ADDRESS") or None
     if config_path is None:
         config_path = CONFIGS[model_to_show()] if address is None else DEMO_CONFIG
     file = _load(config_path, ports)
-    state = _State(state_folder())
     lock = state.lock("up")
     if lock is None:
         raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
@@ -785,7 +786,7 @@ def _bring_up(
         known |= {"dashboard": _dashboard(), **describe(file.name), "metrics": _metrics()}
     state.write(**known)
     if address is None:
-        _write_variables(state, known["dashboard"])
+        _write_variables(state, known["ray_address"], known["dashboard"])
     return known
 
 

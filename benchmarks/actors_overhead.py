@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 
-from paceline.cluster import local
+from paceline.cluster import local, local_ray
 from paceline.config import SpeculationConfig
 from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
 from paceline.rpc.client import Client
@@ -59,7 +59,7 @@ def main() -> None:
     files = {topology: _file(topology) for topology in ("colocated", "actors")}
     with local.showing_progress() as report:
         report("starting Ray")
-        local.start_ray(files["actors"])
+        local_ray.start_ray(files["actors"])
         for file in files.values():
             local.deploy(file, report)
         targets = {

@@ -1,40 +1,45 @@
 """`paceline up`, `down` and `status`: a deployment on this machine or on a running cluster.
 
-Without an address, ``up`` runs `ray start --head` on loopback, with dashboard and job server behind
-a token, and ``down`` ends that process, which ends what it started and no other Ray. Here is what
-Ray does not do: find what is up, show what is missing, and give up when nothing comes.
+Without an address, ``up`` starts a Ray that goes on when the command ends (`local_ray.py`), and
+``down`` ends it. Serve does the rest; here is what it does not: check ports and models before, show
+what a start waits for, give up when nothing comes, and say why.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import logging
-import math
 import os
 import re
-import secrets
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cache import cache_folder
 from paceline.cluster.cli_output import model_to_show
+from paceline.cluster.local_ray import (
+    STOP_TIMEOUT_S,
+    ClusterError,
+    LocalFiles,
+    joined,
+    joined_again,
+    prepare_environment,
+    start_node,
+    start_ray,
+    stop_node,
+    use_token,
+    write_variables,
+)
 from paceline.deployments.config import (
     CONFIGS_DIR,
     IMPORT_PATH,
@@ -42,17 +47,13 @@ from paceline.deployments.config import (
     ConfigFile,
     read_config_file,
 )
-from paceline.errors import PacelineError
 
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
 CONFIGS = {"smollm2": CONFIGS_DIR / "smollm2.yaml", "demo": DEMO_CONFIG}
 """Config files by the model that they deploy."""
 STALL_S = 180.0
 """A start is given up when nothing has changed, and nothing computed, for so long."""
-NODE_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 45.0
 STATUS_TIMEOUT_S = 10.0
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; nothing here stores objects
 _POLL_S = 0.2
 _REPEAT_S = 30.0  # a line about what a start waits for is shown again
 _WORKING = 0.05  # of a CPU; a replica that waits for nothing uses a tenth of that
@@ -63,94 +64,8 @@ Report = Callable[[str], None]
 """Shows the user a line when a new stage begins."""
 
 
-class ClusterError(PacelineError, RuntimeError):
-    """A deployment cannot be started, found or stopped."""
-
-
 class ClusterPortInUse(ClusterError):
     """Another process listens on the gateway's port."""
-
-
-# --- Ray ------------------------------------------------------------------------------------------
-
-
-def prepare_environment(token: str | None = None) -> None:
-    """Set the variables that Ray reads when it is imported; keep those that the user has set.
-
-    Args:
-        token: for a Ray that this process starts. It listens on loopback where it can, but Serve's
-            replicas open a port on all interfaces, which refuses callers without the token.
-    """
-    settings = {
-        "RAY_USAGE_STATS_ENABLED": "0",  # send no usage reports
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # busy machines take longer than 5 s
-        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",  # the same, for 0.1 s
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    if token is not None and "ray" not in sys.modules:
-        settings |= _LOOPBACK
-        if "RAY_AUTH_MODE" not in os.environ:
-            settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-
-
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # instead of the machine's address
-
-
-def _wanted(file: ConfigFile) -> tuple[int, dict[str, float]]:
-    """The CPUs and custom resources of all replicas of a file.
-
-    They are only labels here: with fewer of them some replicas would wait for ever.
-    """
-    wanted: defaultdict[str, float] = defaultdict(float)
-    for role in file.config.roles:
-        for name, amount in {"CPU": role.num_cpus, **role.resources}.items():
-            wanted[name] += role.max_replicas * amount
-    return math.ceil(wanted.pop("CPU")), dict(wanted)
-
-
-def start_ray(file: ConfigFile) -> str:
-    """Start a Ray that ends with this process; returns its address.
-
-    For the demo and measurements: it takes no jobs, and starts sooner than :func:`_start_node`.
-    """
-    prepare_environment(secrets.token_hex(32))
-    import ray
-
-    num_cpus, resources = _wanted(file)
-    context = ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, num_cpus),
-        resources=resources,
-        include_dashboard=file.autoscaling_policy is not None,  # such a file goes through it
-        object_store_memory=_OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    return str(context.address_info["gcs_address"])
-
-
-def join_ray(address: str) -> str:
-    """Connect to a running Ray (HOST:PORT or auto).
-
-    Raises:
-        ClusterError: no Ray answers there.
-    """
-    prepare_environment()
-    import ray
-
-    if ray.is_initialized():
-        joined = str(ray.get_runtime_context().gcs_address)
-        if address not in ("auto", joined):
-            raise ClusterError(f"this process has joined the Ray at {joined}, not at {address}")
-        return joined
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ClusterError(f"cannot join the Ray cluster at {address!r}: {reason}") from error
-    return str(ray.get_runtime_context().gcs_address)
 
 
 # --- the kernels ----------------------------------------------------------------------------------
@@ -478,214 +393,6 @@ def state_folder() -> Path:
     return cache_folder("local")
 
 
-@dataclass(frozen=True)
-class _State:
-    """The files that :func:`up` writes for the other commands.
-
-    A starting `up` and the `ray start` that it leaves behind hold a lock each while they live. So
-    the commands can tell them from what a crash left, and from a process id that was given again.
-    """
-
-    folder: Path
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "state.json"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "ray.log"
-
-    @property
-    def token(self) -> Path:
-        """What callers of our Ray show to it. It stays, so that a shell can keep its variables."""
-        return self.folder / "auth_token"
-
-    @property
-    def variables(self) -> Path:
-        """What a shell reads to reach our Ray with `ray` and `serve`."""
-        return self.folder / "ray.env"
-
-    def read(self) -> dict[str, Any]:
-        try:
-            value = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
-
-    def write(self, **values: Any) -> None:
-        scratch = self.file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(values))
-        scratch.replace(self.file)
-
-    def clear(self) -> None:
-        for path in (self.file, self.variables):
-            path.unlink(missing_ok=True)
-
-    def lock(self, name: str) -> IO[str] | None:
-        """Hold the lock ``up`` or ``ray``; None if another process does.
-
-        It is free when the file is closed here and in all processes that were given it.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle = (self.folder / f"{name}.lock").open("a")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            handle.close()
-            return None
-        return handle
-
-    def held(self, name: str) -> bool:
-        """Whether a living process holds the lock."""
-        handle = self.lock(name)
-        if handle is None:
-            return True
-        handle.close()
-        return False
-
-    def wait_for(self, name: str, timeout_s: float) -> None:
-        """Wait until the lock is free, or the time is over."""
-        deadline = time.monotonic() + timeout_s
-        while self.held(name) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
-    def is_up(self, known: Mapping[str, Any]) -> bool:
-        """Whether what :meth:`read` returned is a deployment that can be asked."""
-        return bool(known.get("gateway")) and bool(known.get("address") or self.held("ray"))
-
-
-def _use_token(state: _State) -> None:
-    """Let this process and those it starts authenticate to our own Ray.
-
-    The token is in a file that its owner alone can read, never in an argument or a variable.
-    """
-    os.environ.update(_LOOPBACK)
-    if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
-        return  # the user has switched it off
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # of another Ray; it would be preferred
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(state.token)
-    state.folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(state.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
-
-
-def _write_variables(state: _State, ray_address: str, dashboard: str) -> None:
-    """Write what a shell reads to reach our Ray with `ray` and `serve`."""
-    values = {"RAY_ADDRESS": ray_address, "RAY_DASHBOARD_ADDRESS": dashboard, **_LOOPBACK}
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        if name in os.environ:
-            values[name] = os.environ[name]
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
-    # Ray would prefer it to the path, and it is that of another Ray.
-    state.variables.write_text("\n".join(["unset RAY_AUTH_TOKEN", *lines, ""]))
-
-
-# --- our own Ray ----------------------------------------------------------------------------------
-
-
-def _start_node(file: ConfigFile, state: _State) -> dict[str, Any]:
-    """Run `ray start --head` until `down`; returns its process id, address and temporary folder.
-
-    The system and Ray choose the ports, so that it runs beside other Rays.
-
-    Raises:
-        ClusterError: it does not start; the message has the last line of its log.
-    """
-    prepare_environment()
-    num_cpus, resources = _wanted(file)
-    folder = tempfile.mkdtemp(prefix="paceline-", dir=os.environ.get("RAY_TMPDIR"))
-    command = [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-        "--node-ip-address=127.0.0.1", "--port=0", "--dashboard-host=127.0.0.1",
-        "--include-dashboard=true", "--dashboard-agent-listen-port=0",
-        f"--ray-client-server-port={_free_port()}", f"--temp-dir={folder}",
-        # Replicas reserve the labels that they want, and jobs find the machine's CPUs.
-        f"--num-cpus={(os.cpu_count() or 1) + num_cpus}", f"--resources={json.dumps(resources)}",
-    ]  # fmt: skip
-    environment = {
-        **os.environ,
-        # Busy machines may take minutes for what Ray gives up after one.
-        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{NODE_TIMEOUT_S:.0f}",
-        "RAY_worker_register_timeout_seconds": f"{NODE_TIMEOUT_S:.0f}",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # the application is gone by then
-    }  # fmt: skip
-    lock = state.lock("ray")
-    if lock is None:
-        raise ClusterError(f"another process holds {state.folder}/ray.lock: end it")
-    with lock, state.log.open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, start_new_session=True, pass_fds=[lock.fileno()],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
-    node = {"pid": process.pid, "temp_dir": folder}
-    state.write(**node)
-    record = Path(folder, "ray_current_cluster")  # written when all of it runs
-    deadline = time.monotonic() + NODE_TIMEOUT_S
-    while True:
-        ended = process.poll() is not None
-        with contextlib.suppress(OSError):
-            if address := record.read_text().strip():
-                return {**node, "ray_address": address}
-        if ended or time.monotonic() > deadline:
-            reason = f"it ended with code {process.returncode}" if ended else "it takes too long"
-            lines = [line.strip() for line in state.log.read_text().splitlines() if line.strip()]
-            raise ClusterError(f"Ray does not start: {[reason, *lines][-1]} (log: {state.log})")
-        time.sleep(_POLL_S)
-
-
-def _free_port() -> int:
-    """For what Ray cannot choose a port itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _stop_node(state: _State) -> None:
-    """End the `ray start` that the state file names, and all that it started.
-
-    Raises:
-        ClusterError: it does not end.
-    """
-    known = state.read()
-    if "temp_dir" not in known:
-        return
-    for end, number in ((os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)):
-        if state.held("ray"):
-            end(known["pid"], number)
-            state.wait_for("ray", STOP_TIMEOUT_S)
-    if state.held("ray"):
-        raise ClusterError(f"process {known['pid']} does not end; its log is {state.log}")
-    shutil.rmtree(known["temp_dir"], ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _joined(address: str) -> Iterator[str]:
-    """Join a Ray for as long as the block runs; yields its address."""
-    import ray
-
-    before = ray.is_initialized()
-    address = join_ray(address)
-    try:
-        yield address
-    finally:
-        if not before:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def _joined_again(state: _State, known: Mapping[str, Any]) -> Iterator[None]:
-    """Join the Ray of the state file for as long as the block runs."""
-    if not known["address"]:
-        _use_token(state)
-    prepare_environment()
-    with _joined(known["ray_address"]):
-        yield
-
-
 def _load(config_path: str | Path, ports: dict[str, int]) -> ConfigFile:
     file = read_config_file(config_path)
     return file.with_args({"gateway": ports}) if ports else file
@@ -720,7 +427,7 @@ def up(
     """
     given = {"grpc_port": port, "http_port": http_port}
     ports = {key: value for key, value in given.items() if value is not None}
-    state = _State(state_folder())
+    state = LocalFiles(state_folder())
     if os.environ.get("RAY_AUTH_TOKEN_PATH") != str(state.token):  # else a shell has `variables`
         address = address or os.environ.get("RAY_ADDRESS") or None
     if config_path is None:
@@ -729,64 +436,68 @@ def up(
     lock = state.lock("up")
     if lock is None:
         raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
-    with lock, _interruptible():
-        lock.truncate(0)
-        print(os.getpid(), file=lock, flush=True)  # for `down`
-        known = state.read()
-        if state.is_up(known):
-            raise ClusterError(
-                f"{known['config']} is up already, with its gateway at {known['gateway']}: "
-                "`paceline down` stops it"
-            )
-        with showing_progress() as report:
-            if state.held("ray"):
-                report("stopping what an interrupted start has left")
-            if known:
-                _stop_node(state)
+    console = Console(stderr=True)
+    with _interruptible():
+        with lock:
+            lock.truncate(0)
+            print(os.getpid(), file=lock, flush=True)  # for `down`
+            known = state.read()
+            if state.is_up(known):
+                raise ClusterError(
+                    f"{known['config']} is up already, with its gateway at {known['gateway']}: "
+                    "`paceline down` stops it"
+                )
+            with showing_progress() as report:
+                if state.held("ray"):
+                    report("stopping what an interrupted start has left")
+                stop_node(state)
                 state.clear()
-            if address is None:
-                check_ports(file)
-                file.config.with_local_models()  # here the user sees a download's progress
-            try:
-                result = _bring_up(file, address, state, report)
-            except BaseException:
-                with contextlib.suppress(ClusterError):  # the first error says more
-                    _stop_node(state)
-                state.clear()
-                raise
-        console = Console(stderr=True)
-        _announce(console, state, result, observability)
-    if not detach:
+                try:
+                    result = _bring_up(file, address, state, report)
+                except BaseException:
+                    with contextlib.suppress(ClusterError):  # the first error says more
+                        stop_node(state)
+                    state.clear()
+                    raise
+            _announce(console, state, result, observability)
+        if detach:
+            return result
         try:
             _wait_for_signal(console, lambda: state.is_up(state.read()))
         finally:
             down()
         return {**result, "running": False}
-    return result
 
 
 def _bring_up(
-    file: ConfigFile, address: str | None, state: _State, report: Report
+    file: ConfigFile, address: str | None, state: LocalFiles, report: Report
 ) -> dict[str, Any]:
     """Start or join Ray, deploy, and write the state file."""
     known: dict[str, Any] = {"config": str(file.path), "app": file.name, "address": address}
     with contextlib.ExitStack() as stack:
         compiling = _never
         if address is None:
+            check_ports(file)
+            file.config.with_local_models()  # here the user sees a download's progress
             report("starting Ray")
             compiling = stack.enter_context(building_kernels(file))
-            _use_token(state)
-            known |= _start_node(file, state)
+            use_token(state)
+            known |= start_node(file, state)
         else:
             report("joining Ray")
             prepare_environment()
             known["ray_address"] = address
-        known["ray_address"] = stack.enter_context(_joined(known["ray_address"]))
-        deploy(file, report, compiling=compiling, node=known.get("pid"))
-        known |= {"dashboard": _dashboard(), **describe(file.name), "metrics": _metrics()}
+        known["ray_address"] = stack.enter_context(joined(known["ray_address"]))
+        try:
+            deploy(file, report, compiling=compiling, node=known.get("pid"))
+            known |= {"dashboard": _dashboard(), **describe(file.name), "metrics": _metrics()}
+        except BaseException:
+            if address is not None:  # our own Ray ends with all that is on it
+                _take_down(file.name)
+            raise
     state.write(**known)
     if address is None:
-        _write_variables(state, known["ray_address"], known["dashboard"])
+        write_variables(state, known["ray_address"], known["dashboard"])
     return known
 
 
@@ -801,6 +512,9 @@ def _interruptible() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets that thread alone handle signals
+        return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
@@ -808,7 +522,9 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _announce(console: Console, state: _State, result: dict[str, Any], observability: bool) -> None:
+def _announce(
+    console: Console, state: LocalFiles, result: dict[str, Any], observability: bool
+) -> None:
     http = f" and [bold]{result['http']}/v1[/] (HTTP)" if result.get("http") else ""
     console.print(
         f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC){http}", highlight=False
@@ -823,7 +539,7 @@ def _announce(console: Console, state: _State, result: dict[str, Any], observabi
     if state.variables.exists():
         console.print(f"  dashboard {result['dashboard']}/", highlight=False)
         console.print(
-            f"  for `ray job submit`, `serve status`:  . {shlex.quote(str(state.variables))}",
+            f"  `ray job submit`, `ray status`, `serve status` find it after:  . {shlex.quote(str(state.variables))}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     if observability:
@@ -860,12 +576,12 @@ def down() -> dict[str, Any]:
     Raises:
         ClusterError: it does not stop, or the cluster that it joined does not answer.
     """
-    state = _State(state_folder())
+    state = LocalFiles(state_folder())
     starting = state.held("up")
     with showing_progress() as report:
         if starting:
             report("interrupting `paceline up`")
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, ValueError):  # it has just ended
                 os.kill(int((state.folder / "up.lock").read_text()), signal.SIGTERM)
             state.wait_for("up", 2 * STOP_TIMEOUT_S)
         known = state.read()
@@ -873,7 +589,7 @@ def down() -> dict[str, Any]:
         if state.is_up(known):
             report("removing the application")
             try:
-                with _joined_again(state, known):
+                with joined_again(state, known):
                     _take_down(known["app"])
             except ClusterError:
                 if known["address"]:
@@ -882,8 +598,9 @@ def down() -> dict[str, Any]:
             finally:  # even if the cluster is gone, and the application with it
                 if known["address"]:
                     state.clear()
-        report("stopping Ray")
-        _stop_node(state)
+        if state.held("ray"):
+            report("stopping Ray")
+        stop_node(state)
     state.clear()
     return {"stopped": stopped, "gateway": known.get("gateway")}
 
@@ -897,7 +614,7 @@ def status() -> dict[str, Any]:
     Raises:
         ClusterError: a deployment should run, but Ray does not answer.
     """
-    state = _State(state_folder())
+    state = LocalFiles(state_folder())
     known = state.read()
     if not state.is_up(known):
         nothing: dict[str, Any] = {
@@ -910,7 +627,7 @@ def status() -> dict[str, Any]:
         return nothing
     with showing_progress() as report:
         report("connecting to Ray")
-        with _joined_again(state, known):
+        with joined_again(state, known):
             fresh = describe(known["app"])
     keep = ("config", "app", "pid", "address", "ray_address", "dashboard")
     return {**{key: known[key] for key in keep if key in known}, **fresh}

@@ -40,7 +40,7 @@ class TrialCluster:
         Raises:
             SweepError: no node has the resources of a trial.
         """
-        from paceline.cluster.local import prepare_environment
+        from paceline.cluster.local_ray import prepare_environment
 
         address = os.environ.get("RAY_ADDRESS")
         prepare_environment(None if address else secrets.token_hex(32))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import local
+from paceline.cluster import local, local_ray
 from paceline.config import SpeculationConfig
 from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
 from paceline.engine import Engine
@@ -25,7 +25,7 @@ from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
 
 # Before anything imports Ray: its settings are read then.
-local.prepare_environment(secrets.token_hex(32))
+local_ray.prepare_environment(secrets.token_hex(32))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, twenty of them
     import ray
@@ -107,7 +107,7 @@ def _addresses(name: str) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     file = config_file("actors", "unused", 0)
-    local.start_ray(file)
+    local_ray.start_ray(file)
     local.start_serve(file)
     yield
     ray.shutdown()

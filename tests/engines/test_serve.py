@@ -37,9 +37,9 @@ SMALL: dict[str, Any] = {"num_cpus": 0.1}
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[tuple[str, str]]:
     """gRPC and HTTP addresses of an application whose drafter is an actor of its own."""
-    from paceline.cluster import local
+    from paceline.cluster import local, local_ray
 
-    local.prepare_environment(secrets.token_hex(32))
+    local_ray.prepare_environment(secrets.token_hex(32))
     import ray
 
     from paceline.deployments.config import CONFIGS_DIR, read_config_file
@@ -52,7 +52,7 @@ def gateway() -> Iterator[tuple[str, str]]:
             "vllm": {"enforce_eager": True, "max_model_len": 512, "draft_deadline_s": 0.5},
         }
     )
-    local.start_ray(file)
+    local_ray.start_ray(file)
     local.start_serve(file)
     local.deploy(file, lambda line: None)
     described = local.describe(file.name)

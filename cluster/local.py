@@ -538,10 +538,8 @@ def _announce(
             )
     if state.variables.exists():
         console.print(f"  dashboard {result['dashboard']}/", highlight=False)
-        console.print(
-            f"  `ray job submit`, `ray status`, `serve status` find it after:  . {shlex.quote(str(state.variables))}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        path = shlex.quote(str(state.variables))
+        console.print(f"  for `ray` and `serve` in your shell:  . {path}", soft_wrap=True)
     if observability:
         result["observability"] = files = write_observability(result)
         for address in result["metrics"]:

@@ -68,11 +68,15 @@ def _with_policy(path: Path) -> Path:
     return path
 
 
+def _call(call: str) -> dict[str, Any]:
+    """What `up`, `status` or `down` returns in a process of its own: this one has another Ray."""
+    code = f"import json; from paceline.cluster import local; print(json.dumps(local.{call}))"
+    result: dict[str, Any] = _python(code)
+    return result
+
+
 def _status() -> dict[str, Any]:
-    status: dict[str, Any] = _python(
-        "import json; from paceline.cluster import local; print(json.dumps(local.status()))"
-    )
-    return status
+    return _call("status()")
 
 
 def _alive(pid: int) -> bool:
@@ -88,7 +92,7 @@ def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
     port = free_port()
     path = _with_policy(_config(tmp_path, port))
     try:
-        up = local.up(path)  # in a process of its own, as `status` is: this one has another Ray
+        up = _call(f"up({str(path)!r})")
         assert up["ready"]
         assert up["gateway"] == f"127.0.0.1:{port}"
         assert "token" not in up
@@ -121,7 +125,7 @@ def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
         with pytest.raises(local.ClusterError, match="up already"):
             local.up(path)
     finally:
-        down = local.down()
+        down = _call("down()")
     assert down["stopped"]
     assert eventually(lambda: not any(map(_alive, [*pids, up["pid"]])))
     assert local.status() == {

@@ -294,13 +294,31 @@ def stop_node(state: LocalFiles) -> None:
     known = state.read()
     if "temp_dir" not in known:
         return
-    for end, number in ((os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if state.held("ray"):
-            end(known["pid"], number)
+            os.kill(known["pid"], number)
             state.wait_for("ray", STOP_TIMEOUT_S)
     if state.held("ray"):
         raise ClusterError(f"process {known['pid']} does not end; its log is {state.log}")
+    for pid in _orphans(known["pid"]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     shutil.rmtree(known["temp_dir"], ignore_errors=True)
+
+
+def _orphans(leader: int) -> list[int]:
+    """Processes of a session whose leader has ended: agents outlive a `ray start` that is killed.
+
+    If the leader lives, its number was given again, and the session is another one.
+    """
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            pid = int(folder.name)
+            if not is_dead and os.getsid(pid) == leader:
+                members.append(pid)
+    return [] if leader in members else members
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ from paceline.cluster.local_ray import (
     LocalFiles,
     joined,
     joined_again,
-    prepare_environment,
     start_node,
     start_ray,
     stop_node,
@@ -485,7 +484,6 @@ def _bring_up(
             known |= start_node(file, state)
         else:
             report("joining Ray")
-            prepare_environment()
             known["ray_address"] = address
         known["ray_address"] = stack.enter_context(joined(known["ray_address"]))
         try:

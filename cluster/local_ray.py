@@ -296,7 +296,8 @@ def stop_node(state: LocalFiles) -> None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
         if state.held("ray"):
-            os.kill(known["pid"], number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(known["pid"], number)
             state.wait_for("ray", STOP_TIMEOUT_S)
     if state.held("ray"):
         raise ClusterError(f"process {known['pid']} does not end; its log is {state.log}")
@@ -324,6 +325,7 @@ def _orphans(leader: int) -> list[int]:
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[str]:
     """Join a Ray for as long as the block runs; yields its address."""
+    prepare_environment()
     import ray
 
     before = ray.is_initialized()
@@ -340,6 +342,5 @@ def joined_again(state: LocalFiles, known: Mapping[str, Any]) -> Iterator[None]:
     """Join the Ray of the state file for as long as the block runs."""
     if not known["address"]:
         use_token(state)
-    prepare_environment()
     with joined(known["ray_address"]):
         yield

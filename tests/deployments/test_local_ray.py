@@ -124,7 +124,7 @@ def test_a_sweep_is_submitted_to_the_ray_of_up(
 
         changes = [
             "workload={limit: 1, categories: [code_completion], max_tokens: 16}",
-            "search.confirm=1", "search.time_s=null", "search.trials=2", "search.simulated_first=1",
+            "search.confirm=1", "search.time_s=null", "search.trials=2", "search.simulate=false",
         ]  # fmt: skip
         options = [part for change in changes for part in ("--set", change)]
         output = run(

@@ -481,7 +481,7 @@ def _bring_up(
             report("starting Ray")
             compiling = stack.enter_context(building_kernels(file))
             use_token(state)
-            known |= start_node(file, state)
+            known |= start_node(file, state, report)
         else:
             report("joining Ray")
             known["ray_address"] = address

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,7 @@ from paceline.deployments.config import ConfigFile
 from paceline.errors import PacelineError
 
 NODE_TIMEOUT_S = 600.0
+NODE_ATTEMPTS = 4
 STOP_TIMEOUT_S = 45.0
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; nothing here stores objects
 _POLL_S = 0.2
@@ -227,7 +228,9 @@ def write_variables(state: LocalFiles, ray_address: str, dashboard: str) -> None
     state.variables.write_text("\n".join(["unset RAY_AUTH_TOKEN", *lines, ""]))
 
 
-def start_node(file: ConfigFile, state: LocalFiles) -> dict[str, Any]:
+def start_node(
+    file: ConfigFile, state: LocalFiles, report: Callable[[str], None]
+) -> dict[str, Any]:
     """Run `ray start --head` until `down`; returns its process id, address and temporary folder.
 
     The system and Ray choose the ports, so that it runs beside other Rays.
@@ -235,6 +238,22 @@ def start_node(file: ConfigFile, state: LocalFiles) -> dict[str, Any]:
     Raises:
         ClusterError: it does not start; the message has the last line of its log.
     """
+    deadline = time.monotonic() + NODE_TIMEOUT_S
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            return _try_node(file, state, deadline)
+        except ClusterError as error:
+            # A node that has not registered after 30 s gives up, which no setting changes; on a
+            # busy machine the next one finds more of the files in memory.
+            stop_node(state)
+            if attempts == NODE_ATTEMPTS or time.monotonic() > deadline:
+                raise
+            report(f"starting Ray again: {error}")
+
+
+def _try_node(file: ConfigFile, state: LocalFiles, deadline: float) -> dict[str, Any]:
     prepare_environment()
     num_cpus, resources = _wanted(file)
     folder = tempfile.mkdtemp(prefix="paceline-", dir=os.environ.get("RAY_TMPDIR"))
@@ -264,7 +283,6 @@ def start_node(file: ConfigFile, state: LocalFiles) -> dict[str, Any]:
     node = {"pid": process.pid, "temp_dir": folder}
     state.write(**node)
     record = Path(folder, "ray_current_cluster")  # written when all of it runs
-    deadline = time.monotonic() + NODE_TIMEOUT_S
     while True:
         ended = process.poll() is not None
         with contextlib.suppress(OSError):

@@ -153,8 +153,12 @@ def start(command: list[str], environment: dict[str, str], until: str) -> subpro
         command, env=environment, cwd=ROOT, text=True, stderr=subprocess.PIPE
     )
     assert process.stderr is not None
-    assert any(until in line for line in process.stderr)
-    return process
+    said = ""
+    for line in process.stderr:
+        said += line
+        if until in line:
+            return process
+    raise AssertionError(f"no {until!r} in {said}")
 
 
 @pytest.mark.slow

@@ -147,6 +147,18 @@ def test_a_sweep_is_submitted_to_the_ray_of_up(
     assert "Resources" in run([RAY, "status"], other_ray)  # the other Ray has not noticed
 
 
+FLAKY = """
+from pathlib import Path
+def fail_once(*_):
+    try:
+        Path(__file__).with_suffix(".called").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    raise RuntimeError("the machine was busy")
+"""
+"""What `ray start` calls: it fails as one that waits for its node for 30 s does."""
+
+
 def start(command: list[str], environment: dict[str, str], until: str) -> subprocess.Popen[str]:
     """A command that has written a line with ``until``."""
     process = subprocess.Popen(
@@ -163,11 +175,17 @@ def start(command: list[str], environment: dict[str, str], until: str) -> subpro
 
 @pytest.mark.slow
 def test_a_start_that_is_interrupted_or_killed_leaves_nothing(
-    environment: dict[str, str], files: LocalFiles
+    environment: dict[str, str], files: LocalFiles, tmp_path: Path
 ) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    flaky = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "RAY_START_HOOK": "flaky.fail_once"}
     try:
         # SIGTERM, as `down` sends it: the starter cleans up itself.
-        starter = start(up(), environment, "starting Ray Serve")
+        starter = start(
+            up(), environment | flaky, "starting Ray again: Ray does not start: Runtime"
+        )
+        assert starter.stderr is not None
+        assert any("starting Ray Serve" in line for line in starter.stderr)
         pids = [files.read()["pid"]]
         assert "another `paceline up` is starting" in attempt(up(), environment).stdout
         assert "that was starting" in run(paceline("down"), environment)

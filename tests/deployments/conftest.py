@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import local, local_ray
+from paceline.cluster import local_ray, serving
 from paceline.config import SpeculationConfig
 from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
 from paceline.engine import Engine
@@ -76,7 +76,7 @@ class App:
     http: str
 
     def describe(self) -> dict[str, Any]:
-        return local.describe(self.name)
+        return serving.describe(self.name)
 
     def replica(self, deployment: str) -> dict[str, Any]:
         """The status of its only replica."""
@@ -100,7 +100,7 @@ class App:
 
 
 def _addresses(name: str) -> tuple[str, str]:
-    described = local.describe(name)
+    described = serving.describe(name)
     return described["gateway"], described["http"]
 
 
@@ -108,7 +108,7 @@ def _addresses(name: str) -> tuple[str, str]:
 def ray_cluster() -> Iterator[None]:
     file = config_file("actors", "unused", 0)
     local_ray.start_ray(file)
-    local.start_serve(file)
+    serving.start_serve(file)
     yield
     ray.shutdown()
     shutil.rmtree(TRACES, ignore_errors=True)
@@ -122,7 +122,7 @@ def apps(ray_cluster: None) -> Iterator[dict[str, App]]:
 
     def deploy(file: ConfigFile) -> None:
         try:
-            local.deploy(file, lambda line: None)
+            serving.deploy(file, lambda line: None)
         except Exception as error:
             failures.append(error)
 

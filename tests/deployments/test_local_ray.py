@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.local import _Progress
 from paceline.cluster.local_ray import LocalFiles
+from paceline.cluster.serving import _Progress
 from tests.deployments.conftest import eventually, free_port
 from tests.ray_nodes import RAY, ROOT, clean_environment, make_token, ray_node
 

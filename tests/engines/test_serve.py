@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {"num_cpus": 0.1}
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[tuple[str, str]]:
     """gRPC and HTTP addresses of an application whose drafter is an actor of its own."""
-    from paceline.cluster import local, local_ray
+    from paceline.cluster import local_ray, serving
 
     local_ray.prepare_environment(secrets.token_hex(32))
     import ray
@@ -53,9 +53,9 @@ def gateway() -> Iterator[tuple[str, str]]:
         }
     )
     local_ray.start_ray(file)
-    local.start_serve(file)
-    local.deploy(file, lambda line: None)
-    described = local.describe(file.name)
+    serving.start_serve(file)
+    serving.deploy(file, lambda line: None)
+    described = serving.describe(file.name)
     yield described["gateway"], described["http"]
     ray.shutdown()
 
@@ -98,9 +98,9 @@ def test_the_drafter_dies_and_serve_brings_another(gateway: tuple[str, str]) -> 
     long = SamplingParams(max_tokens=300, ignore_eos=True)
     with Client(address, timeout=120) as client:
         expected = client.complete(PROMPTS[0], long, SpeculationConfig(method="ar")).token_ids
-        from paceline.cluster import local
+        from paceline.cluster import serving
 
-        (drafter,) = local.describe("paceline")["deployments"]["drafter"]["replicas"]
+        (drafter,) = serving.describe("paceline")["deployments"]["drafter"]["replicas"]
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(client.complete, PROMPTS[0], long)
             os.kill(drafter["pid"], signal.SIGKILL)

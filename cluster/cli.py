@@ -783,7 +783,8 @@ def up(
     """Start or join a Ray cluster and deploy a target, its drafters and the gateway.
 
     Returns when the gateway answers; the deployment runs until `paceline down`. The gateway listens
-    on loopback unless the config says otherwise.
+    on loopback unless the config says otherwise. A Ray that this starts takes jobs, too, behind a
+    token: `up` names a file, with which a shell finds it (`ray job submit`, `serve status`).
 
     Examples:
 

@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 
-from paceline.cluster import local
+from paceline.cluster import local, local_ray, serving
 from paceline.config import SpeculationConfig
 from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
 from paceline.rpc.client import Client
@@ -59,11 +59,11 @@ def main() -> None:
     files = {topology: _file(topology) for topology in ("colocated", "actors")}
     with local.showing_progress() as report:
         report("starting Ray")
-        local.start_ray(files["actors"])
+        local_ray.start_ray(files["actors"])
         for file in files.values():
-            local.deploy(file, report)
+            serving.deploy(file, report)
         targets = {
-            name: local.describe(name)["deployments"]["target"]["replicas"][0]["address"]
+            name: serving.describe(name)["deployments"]["target"]["replicas"][0]["address"]
             for name in files
         }
         clients = {name: Client(address, timeout=120) for name, address in targets.items()}
@@ -78,7 +78,7 @@ def main() -> None:
                     if repeat:  # the first one warms up
                         gaps[name] += measured
                 assert len(seen) == 1, "the topologies gave different tokens"
-        counters = local.describe("actors")["deployments"]["target"]["replicas"][0]
+        counters = serving.describe("actors")["deployments"]["target"]["replicas"][0]
         report("")
     frames = counters["draft_frames"]
     wait = counters["draft_wait_seconds"] - counters["draft_compute_seconds"]

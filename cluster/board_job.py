@@ -160,7 +160,7 @@ def run_on_ray(
         ClusterError: no Ray answers, a node cannot be asked what it is, or what else runs there
             holds CPUs that a row needs for longer than ``START_WAIT_S``.
     """
-    from paceline.cluster.local import ClusterError, join_ray, prepare_environment
+    from paceline.cluster.local_ray import ClusterError, join_ray, prepare_environment
 
     prepare_environment()
     with warnings.catch_warnings():

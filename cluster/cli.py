@@ -785,7 +785,8 @@ def up(
     """Start or join a Ray cluster and deploy a target, its drafters and the gateway.
 
     Returns when the gateway answers; the deployment runs until `paceline down`. The gateway listens
-    on loopback unless the config says otherwise.
+    on loopback unless the config says otherwise. A Ray that this starts takes jobs, too, behind a
+    token: `up` names a file, with which a shell finds it (`ray job submit`, `serve status`).
 
     Examples:
 
@@ -819,7 +820,8 @@ def down(as_json: Json = False) -> None:
     if as_json:
         print_json(result)
     elif result["stopped"]:
-        out.print(f"stopped the deployment at {result['gateway']}", highlight=False)
+        at = f" at {result['gateway']}" if result["gateway"] else " that was starting"
+        out.print(f"stopped the deployment{at}", highlight=False)
     else:
         out.print("nothing was running")
 

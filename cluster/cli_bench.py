@@ -151,7 +151,7 @@ def _deployment(options: BenchOptions, report: Callable[[str], None]) -> Iterato
     """Deploy the same models as actors on a local Ray; yields the gateway's address."""
     import torch
 
-    from paceline.cluster import local
+    from paceline.cluster import local, serving
     from paceline.deployments.config import read_config_file
 
     modes = {"auto": None, "on": True, "off": False, "both": None}
@@ -166,7 +166,7 @@ def _deployment(options: BenchOptions, report: Callable[[str], None]) -> Iterato
     file = read_config_file(local.DEMO_CONFIG)
     gateway, numerics = {"grpc_port": 0, "http_port": None}, {"numerics": options.numerics}
     file = file.with_args({"model": model, "gateway": gateway, "target": numerics})
-    with local.deployed(file, report=report) as running:
+    with serving.deployed(file, report=report) as running:
         yield str(running["gateway"])
 
 

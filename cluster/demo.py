@@ -22,13 +22,8 @@ from rich.text import Text
 from paceline.chat import encode_chat
 from paceline.cluster.cli_generate import ACCEPTED_STYLE, OWN_STYLE, Piece, PieceSplitter
 from paceline.cluster.cli_output import err, model_to_show, out
-from paceline.cluster.local import (
-    CONFIGS,
-    ClusterPortInUse,
-    check_ports,
-    deployed,
-    showing_progress,
-)
+from paceline.cluster.local import CONFIGS, showing_progress
+from paceline.cluster.serving import ClusterPortInUse, check_ports, deployed
 from paceline.config import SpeculationConfig
 from paceline.deployments.config import ConfigFile, read_config_file
 from paceline.errors import InvalidArgument

@@ -1,348 +1,56 @@
 """`paceline up`, `down` and `status`: a deployment on this machine or on a running cluster.
 
-Without an address, ``up`` starts a Ray that listens on loopback only, in a background process that
-lives as long as the deployment. ``down`` asks that process to end, which stops all that it started
-and nothing else.
+Without an address, ``up`` starts a Ray that goes on when the command ends (`local_ray.py`), and
+``down`` ends it. What runs on it, and on a Ray that was there before, is in `serving.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import logging
-import math
 import os
-import re
-import secrets
+import shlex
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cache import cache_folder
 from paceline.cluster.cli_output import model_to_show
-from paceline.deployments.config import (
-    CONFIGS_DIR,
-    IMPORT_PATH,
-    POLICY_FUNCTION,
-    ConfigFile,
-    read_config_file,
+from paceline.cluster.local_ray import (
+    STOP_TIMEOUT_S,
+    ClusterError,
+    LocalFiles,
+    joined,
+    joined_again,
+    start_node,
+    stop_node,
+    use_token,
+    write_variables,
 )
-from paceline.errors import PacelineError
+from paceline.cluster.serving import (
+    Report,
+    building_kernels,
+    check_ports,
+    dashboard_url,
+    deploy,
+    describe,
+    take_down,
+)
+from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
 
 DEMO_CONFIG = CONFIGS_DIR / "demo.yaml"
 CONFIGS = {"smollm2": CONFIGS_DIR / "smollm2.yaml", "demo": DEMO_CONFIG}
 """Config files by the model that they deploy."""
-START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 45.0
-STATUS_TIMEOUT_S = 10.0
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; nothing here stores objects
-_POLL_S = 0.2
-# Errors whose text is enough; a message about another error begins with its class.
-_SPEAKING = {"InvalidArgument", "ModelNotFound", "TokenizerMismatch", "PortInUse"}
-
-Report = Callable[[str], None]
-"""Shows the user a line when a new stage begins."""
 
 
-class ClusterError(PacelineError, RuntimeError):
-    """A deployment cannot be started, found or stopped."""
-
-
-class ClusterPortInUse(ClusterError):
-    """Another process listens on the gateway's port."""
-
-
-# --- Ray ------------------------------------------------------------------------------------------
-
-
-def prepare_environment(token: str | None = None) -> None:
-    """Set the variables that Ray reads when it is imported; keep those that the user has set.
-
-    Args:
-        token: for a Ray that Paceline starts. It listens on loopback where it can, but Serve's
-            replicas open a port on all interfaces, which refuses callers without the token.
-    """
-    settings = {
-        "RAY_USAGE_STATS_ENABLED": "0",  # send no usage reports
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # busy machines take longer than 5 s
-        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",  # the same, for 0.1 s
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    if token is not None and "ray" not in sys.modules:
-        settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback, not the machine's address
-        if "RAY_AUTH_MODE" not in os.environ:
-            settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-
-
-def start_ray(file: ConfigFile) -> str:
-    """Start a Ray that ends with this process; returns its address."""
-    prepare_environment(secrets.token_hex(32))
-    import ray
-
-    # CPUs and custom resources are only labels here: with fewer of them than the file asks
-    # for, some replicas would wait for ever.
-    wanted: defaultdict[str, float] = defaultdict(float)
-    for role in file.config.roles:
-        for name, amount in {"CPU": role.num_cpus, **role.resources}.items():
-            wanted[name] += role.max_replicas * amount
-    context = ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, math.ceil(wanted.pop("CPU"))),
-        resources=dict(wanted),
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    return str(context.address_info["gcs_address"])
-
-
-def join_ray(address: str, token: str | None = None) -> str:
-    """Connect to a running Ray (HOST:PORT or auto); ``token`` if Paceline started it.
-
-    Raises:
-        ClusterError: no Ray answers there.
-    """
-    prepare_environment(token)
-    import ray
-
-    if ray.is_initialized():
-        return str(ray.get_runtime_context().gcs_address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ClusterError(f"cannot join the Ray cluster at {address!r}: {reason}") from error
-    return str(ray.get_runtime_context().gcs_address)
-
-
-# --- the kernels ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def building_kernels(file: ConfigFile) -> Iterator[Callable[[], bool]]:
-    """Compile the C kernels in another process while Ray and the replicas start.
-
-    Only the first start on a machine compiles them, which may take as long as the rest of the
-    start. A replica that needs them earlier waits for that process.
-
-    Yields:
-        A function that tells whether they are still being compiled.
-    """
-    if file.config.engine != "paceline":
-        yield lambda: False
-        return
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.models.kernels"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        yield lambda: process.poll() is None
-    finally:
-        process.terminate()
-        process.wait()
-
-
-# --- an application on it -------------------------------------------------------------------------
-
-
-def check_ports(file: ConfigFile) -> None:
-    """Raise PortInUse if a port of the gateway is taken on this machine."""
-    gateway = file.config.gateway
-    for key, port in (("grpc_port", gateway.grpc_port), ("http_port", gateway.http_port)):
-        if not port:
-            continue  # a free one, or none
-        family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((gateway.host, port))
-                probe.listen(1)
-            except OSError as error:
-                raise ClusterPortInUse(
-                    f"gateway.{key}: {gateway.host}:{port} cannot be used ({error.strerror}); stop "
-                    f"what listens there, or choose another port in {file.path} (gateway: {key}: "
-                    "N, 0 picks a free one)"
-                ) from None
-
-
-def _quiet_serve() -> None:
-    """Silence Serve's log: our own stages and errors say the same better."""
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-
-
-def start_serve(file: ConfigFile) -> None:
-    """Start Serve's controller unless it runs already."""
-    from ray import serve
-
-    _quiet_serve()
-    serve.start(
-        proxy_location=file.proxy_location,
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
-    )
-
-
-def deploy(
-    file: ConfigFile,
-    report: Report,
-    timeout_s: float = START_TIMEOUT_S,
-    compiling: Callable[[], bool] | None = None,
-) -> None:
-    """Deploy the application of ``file`` on the Ray that this process has joined.
-
-    Returns when every replica is ready.
-
-    Args:
-        compiling: tells whether the kernels that replicas need are still being compiled.
-
-    Raises:
-        ClusterError: a replica does not start, or not in time; the message says why.
-    """
-    from ray import serve
-
-    report("starting Ray Serve")
-    start_serve(file)
-    _run(file)
-    deadline = time.monotonic() + timeout_s
-    seen = ""
-    while True:
-        application = serve.status().applications[file.name]
-        if application.status == "RUNNING":
-            return
-        waiting = {n: d for n, d in application.deployments.items() if d.status != "HEALTHY"}
-        problem = ""
-        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            messages = [deployment.message for deployment in waiting.values()]
-            problem = _reason("\n".join([application.message, *messages]))
-        elif time.monotonic() > deadline:
-            states = [f"{n}: {d.status.value} {d.message}".strip() for n, d in waiting.items()]
-            problem = f"not ready after {timeout_s:g} s: {'; '.join(states)}"
-        if problem:
-            serve.delete(file.name)
-            raise ClusterError(f"{file.path}: {problem}")
-        line = "loading " + ", ".join(waiting)
-        if compiling is not None and compiling():
-            deadline = time.monotonic() + timeout_s  # the compiler has its own time limit
-            line += "; compiling the kernels for this processor, once"
-        if waiting and line != seen:
-            report(line)
-            seen = line
-        time.sleep(_POLL_S)
-
-
-def _run(file: ConfigFile) -> None:
-    """Give the application to Serve's controller.
-
-    Serve takes an application's autoscaling policy only from config files, and such a file
-    describes all applications that Serve runs.
-    """
-    from ray import serve
-
-    policy = file.autoscaling_policy
-    if policy is None:
-        from paceline.deployments.app import build
-
-        target = serve.RunTarget(build(file.args), name=file.name, route_prefix=file.route_prefix)
-        serve.run_many(
-            [target], wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )  # fmt: skip
-        return
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
-
-    others = serve.status().applications.keys() - {file.name}
-    if others:
-        raise ClusterError(
-            f"{file.path}: autoscaling_policy takes a Ray Serve of its own, and this one runs "
-            f"{', '.join(sorted(others))}: `serve deploy` a file with all of them, or leave it out"
-        )
-    application = {
-        "name": file.name, "import_path": IMPORT_PATH, "route_prefix": file.route_prefix,
-        # The paths are absolute, because a process of Ray builds the application.
-        "args": file.config.model_dump(mode="json", exclude_unset=True),
-        "autoscaling_policy": {
-            "policy_function": POLICY_FUNCTION, "policy_kwargs": policy.model_dump(),
-        },
-    }  # fmt: skip
-    schema = ServeDeploySchema.model_validate(
-        {"proxy_location": file.proxy_location, "applications": [application]}
-    )
-    _get_global_client().deploy_apps(schema)
-
-
-def _deployment_states(app: str) -> dict[str, tuple[str, str]]:
-    """State and message of each deployment."""
-    from ray import serve
-
-    application = serve.status().applications.get(app)
-    if application is None:
-        return {}
-    return {
-        name: (str(deployment.status.value), deployment.message)
-        for name, deployment in application.deployments.items()
-    }
-
-
-def _reason(message: str) -> str:
-    """The last line of a replica's traceback: its error."""
-    errors = re.findall(r"^(?:[\w.]+\.)?([A-Z]\w*): (.+)$", message, re.MULTILINE)
-    if not errors:
-        return " ".join(message.split()) or "no reason given"
-    kind, text = errors[-1]
-    return text if kind in _SPEAKING else f"{kind}: {text}"
-
-
-def describe(app: str) -> dict[str, Any]:
-    """The deployments with their replicas, the gateway's address and the number of sessions.
-
-    This process must have joined the Ray that runs ``app``.
-    """
-    from ray import serve
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
-
-    _quiet_serve()
-    deployments: dict[str, Any] = {}
-    for name, (state, message) in _deployment_states(app).items():
-        replicas: list[dict[str, Any]] = []
-        # The deployment may have no replica, or one that died and is still listed.
-        with contextlib.suppress(RayError, RayServeException, TimeoutError):
-            handle = serve.get_deployment_handle(name, app)
-            replicas = handle.broadcast("status").results(timeout_s=STATUS_TIMEOUT_S)
-        deployments[name] = {"state": state, "message": message, "replicas": replicas}
-
-    def field(name: str, key: str) -> list[Any]:
-        return [replica[key] for replica in deployments.get(name, {}).get("replicas", [])]
-
-    return {
-        "running": bool(deployments),
-        "ready": bool(deployments) and all(d["state"] == "HEALTHY" for d in deployments.values()),
-        "gateway": next(iter(field("gateway", "address")), None),
-        "http": next(iter(field("gateway", "http")), None),
-        "sessions": sum(field("target", "sessions")),
-        "deployments": deployments,
-    }
-
-
-def _metrics() -> list[str]:
-    from paceline.deployments.scrape import metrics_addresses
-
-    return metrics_addresses()
+def state_folder() -> Path:
+    """Folder of the files of the running deployment."""
+    return cache_folder("local")
 
 
 def write_observability(result: dict[str, Any]) -> dict[str, str]:
@@ -350,109 +58,6 @@ def write_observability(result: dict[str, Any]) -> dict[str, str]:
     from paceline.deployments.dashboard import write_observability as write
 
     return write(state_folder() / "observability", result.get("metrics") or [])
-
-
-@contextlib.contextmanager
-def deployed(
-    file: ConfigFile, *, address: str | None = None, report: Report = lambda line: None
-) -> Iterator[dict[str, Any]]:
-    """Start a deployment, yield what :func:`describe` returns, and stop it at the end.
-
-    Args:
-        address: of a Ray to join; None starts one.
-
-    Raises:
-        ClusterError: as :func:`deploy`; PortInUse.
-    """
-    if address is None:
-        check_ports(file)  # on other machines only the gateway can tell
-    report("joining Ray" if address else "starting Ray")
-    with contextlib.ExitStack() as stack:
-        compiling = None if address else stack.enter_context(building_kernels(file))
-        try:
-            ray_address = join_ray(address) if address else start_ray(file)
-            deploy(file, report, compiling=compiling)
-            described = describe(file.name)
-            yield {**described, "ray_address": ray_address, "metrics": _metrics()}
-        finally:
-            _take_down(file.name)
-
-
-def _take_down(app: str) -> None:
-    """Drain and delete the application, and leave Ray, or stop it if this process started it."""
-    import ray
-    from ray import serve
-
-    if not ray.is_initialized():
-        return
-    _quiet_serve()
-    with contextlib.suppress(Exception):  # there is none if Serve never started
-        serve.delete(app)
-    ray.shutdown()
-
-
-# --- what is up on this machine -------------------------------------------------------------------
-
-
-def state_folder() -> Path:
-    """Folder of the state file of the running deployment."""
-    return cache_folder("local")
-
-
-@dataclass(frozen=True)
-class _State:
-    """The state file, which :func:`up` writes for the other commands.
-
-    The process that owns a Ray holds a lock while it lives. So the commands can tell a running
-    deployment from a file that a crash left behind, or a process id that was given again.
-    """
-
-    folder: Path
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "state.json"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "up.log"
-
-    def read(self) -> dict[str, Any]:
-        try:
-            value = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
-
-    def write(self, **values: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        scratch = self.file.with_suffix(f".{os.getpid()}")
-        scratch.touch(mode=0o600)  # it holds the token
-        scratch.write_text(json.dumps(values))
-        scratch.replace(self.file)
-
-    def clear(self) -> None:
-        self.file.unlink(missing_ok=True)
-
-    def lock(self) -> IO[str] | None:
-        """Become the owner; None if another process is. The lock ends with the process."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            handle.close()
-            return None
-        return handle
-
-    @property
-    def owned(self) -> bool:
-        """Whether the process that owns the deployment lives."""
-        handle = self.lock()
-        if handle is None:
-            return True
-        handle.close()
-        return False
 
 
 def _load(config_path: str | Path, ports: dict[str, int]) -> ConfigFile:
@@ -489,46 +94,109 @@ def up(
     """
     given = {"grpc_port": port, "http_port": http_port}
     ports = {key: value for key, value in given.items() if value is not None}
-    address = address or os.environ.get("RAY_ADDRESS") or None
+    state = LocalFiles(state_folder())
+    if os.environ.get("RAY_AUTH_TOKEN_PATH") != str(state.token):  # else a shell has `variables`
+        address = address or os.environ.get("RAY_ADDRESS") or None
     if config_path is None:
         config_path = CONFIGS[model_to_show()] if address is None else DEMO_CONFIG
     file = _load(config_path, ports)
-    state = _State(state_folder())
-    known = state.read()
-    if known.get("gateway") and (known.get("address") or state.owned):
-        raise ClusterError(
-            f"{known['config']} is up already, with its gateway at {known['gateway']}: "
-            "`paceline down` stops it"
-        )
-    if address is None:
-        check_ports(file)
-        file.config.with_local_models()  # here the user sees a download's progress
-    with showing_progress() as report:
-        if address is None and detach:
-            result = _spawn(file, ports, state, report)
-        elif address is None:
-            return _own(file, state, report, observability)
-        else:
-            report("joining Ray")
-            ray_address = join_ray(address)
-            deploy(file, report)
-            result = {
-                "config": str(file.path), "app": file.name, "address": address,
-                "ray_address": ray_address, **describe(file.name),
-                "metrics": _metrics(),
-            }  # fmt: skip
-            state.write(**result)
+    lock = state.lock("up")
+    if lock is None:
+        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
     console = Console(stderr=True)
-    _announce(console, result, observability)
-    if not detach:
+    with _interruptible():
+        with lock:
+            lock.truncate(0)
+            print(os.getpid(), file=lock, flush=True)  # for `down`
+            known = state.read()
+            if state.is_up(known):
+                raise ClusterError(
+                    f"{known['config']} is up already, with its gateway at {known['gateway']}: "
+                    "`paceline down` stops it"
+                )
+            with showing_progress() as report:
+                if state.held("ray"):
+                    report("stopping what an interrupted start has left")
+                stop_node(state)
+                state.clear()
+                try:
+                    result = _bring_up(file, address, state, report)
+                except BaseException:
+                    with contextlib.suppress(ClusterError):  # the first error says more
+                        stop_node(state)
+                        state.clear()
+                    raise
+            _announce(console, state, result, observability)
+        if detach:
+            return result
         try:
-            _wait_for_signal(console)
+            _wait_for_signal(console, lambda: state.is_up(state.read()))
         finally:
             down()
-    return result
+        return {**result, "running": False}
 
 
-def _announce(console: Console, result: dict[str, Any], observability: bool) -> None:
+def _bring_up(
+    file: ConfigFile, address: str | None, state: LocalFiles, report: Report
+) -> dict[str, Any]:
+    """Start or join Ray, deploy, and write the state file."""
+    from paceline.deployments.scrape import metrics_addresses
+
+    known: dict[str, Any] = {"config": str(file.path), "app": file.name, "address": address}
+    with contextlib.ExitStack() as stack:
+        compiling = _never
+        if address is None:
+            check_ports(file)
+            file.config.with_local_models()  # here the user sees a download's progress
+            report("starting Ray")
+            compiling = stack.enter_context(building_kernels(file))
+            use_token(state)
+            known |= start_node(file, state, report)
+        else:
+            report("joining Ray")
+            known["ray_address"] = address
+        known["ray_address"] = stack.enter_context(joined(known["ray_address"]))
+        try:
+            deploy(file, report, compiling=compiling, node=known.get("pid"))
+            known |= {
+                "dashboard": dashboard_url(),
+                **describe(file.name),
+                "metrics": metrics_addresses(),
+            }
+        except BaseException:
+            if address is not None:  # our own Ray ends with all that is on it
+                take_down(file.name)
+            raise
+    state.write(**known)
+    if address is None:
+        write_variables(state, known["ray_address"], known["dashboard"])
+    return known
+
+
+def _never() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that it can stop what it has started."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets that thread alone handle signals
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _announce(
+    console: Console, state: LocalFiles, result: dict[str, Any], observability: bool
+) -> None:
     http = f" and [bold]{result['http']}/v1[/] (HTTP)" if result.get("http") else ""
     console.print(
         f"[bold green]ready[/] at [bold]{result['gateway']}[/] (gRPC){http}", highlight=False
@@ -540,6 +208,10 @@ def _announce(console: Console, result: dict[str, Any], observability: bool) -> 
             console.print(
                 f"  {name:<8} process {replica['pid']:<8} {replica['address']}", highlight=False
             )
+    if state.variables.exists():
+        console.print(f"  dashboard {result['dashboard']}/", highlight=False)
+        path = shlex.quote(str(state.variables))
+        console.print(f"  for `ray` and `serve` in your shell:  . {path}", soft_wrap=True)
     if observability:
         result["observability"] = files = write_observability(result)
         for address in result["metrics"]:
@@ -548,7 +220,8 @@ def _announce(console: Console, result: dict[str, Any], observability: bool) -> 
             console.print(f"  {name:<10} {files[name]}", highlight=False, soft_wrap=True)
 
 
-def _wait_for_signal(console: Console) -> None:
+def _wait_for_signal(console: Console, is_up: Callable[[], bool]) -> None:
+    """Wait for Ctrl-C or SIGTERM, or until another process has stopped the deployment."""
     console.print("Ctrl-C stops it")
     stop = threading.Event()
     before = {
@@ -557,91 +230,11 @@ def _wait_for_signal(console: Console) -> None:
     }
     try:
         # A signal that a thread of Ray takes does not wake this one, so wake up and look.
-        while not stop.wait(0.5):
+        while not stop.wait(0.5) and is_up():
             pass
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _own(
-    file: ConfigFile, state: _State, report: Report, observability: bool = False
-) -> dict[str, Any]:
-    """Run Ray and the deployment in this process until a signal comes."""
-    lock = state.lock()
-    if lock is None:
-        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
-    result: dict[str, Any] = {
-        "config": str(file.path), "app": file.name, "address": None, "pid": os.getpid(),
-    }  # fmt: skip
-
-    def progress(line: str) -> None:
-        state.write(**result, stage=line)
-        report(line)
-
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with deployed(file, report=progress) as described:
-            result.update(described)
-            state.write(**result, token=os.environ.get("RAY_AUTH_TOKEN"))
-            report("")
-            console = Console(stderr=True)
-            _announce(console, result, observability)
-            _wait_for_signal(console)
-            report("stopping")
-    except KeyboardInterrupt:
-        raise ClusterError("stopped before it was ready") from None
-    except PacelineError as error:
-        state.write(error=str(error))
-        raise
-    else:
-        state.clear()
-        return {**result, "running": False}
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        lock.close()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _spawn(
-    file: ConfigFile, ports: dict[str, int], state: _State, report: Report
-) -> dict[str, Any]:
-    """Run :func:`_own` in a process that outlives this one; returns when it is ready."""
-    if state.owned:
-        raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
-    state.clear()
-    state.folder.mkdir(parents=True, exist_ok=True)
-    module = [sys.executable, "-m", "paceline.cluster.local"]
-    command = [*module, str(file.path.resolve()), json.dumps(ports)]
-    with state.log.open("w") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    seen = ""
-    try:
-        while True:
-            ended = process.poll() is not None
-            known = state.read()
-            if known.get("gateway"):
-                known.pop("token", None)
-                return known
-            if ended:
-                reason = known.get("error") or f"it ended with code {process.returncode}"
-                raise ClusterError(f"{reason} (log: {state.log})")
-            stage = known.get("stage", "")
-            if stage != seen:
-                report(stage)
-                seen = stage
-            time.sleep(_POLL_S)
-    except BaseException:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_TIMEOUT_S)
-        raise
 
 
 def down() -> dict[str, Any]:
@@ -653,30 +246,33 @@ def down() -> dict[str, Any]:
     Raises:
         ClusterError: it does not stop, or the cluster that it joined does not answer.
     """
-    state = _State(state_folder())
-    known = state.read()
-    result = {"stopped": False, "gateway": known.get("gateway")}
-    if known.get("address"):
-        with showing_progress() as report:
+    state = LocalFiles(state_folder())
+    starting = state.held("up")
+    with showing_progress() as report:
+        if starting:
+            report("interrupting `paceline up`")
+            with contextlib.suppress(ProcessLookupError, ValueError):  # it has just ended
+                os.kill(int((state.folder / "up.lock").read_text()), signal.SIGTERM)
+            state.wait_for("up", 2 * STOP_TIMEOUT_S)
+        known = state.read()
+        stopped = starting or state.is_up(known) or state.held("ray")
+        if state.is_up(known):
             report("removing the application")
-            state.clear()  # even if the cluster is gone, and the application with it
-            join_ray(known["ray_address"])
-            _take_down(known["app"])
-        result["stopped"] = True
-    elif known.get("pid") and state.owned:
-        with showing_progress() as report:
-            report("stopping replicas and Ray")
-            os.kill(known["pid"], signal.SIGTERM)
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            while state.owned:
-                if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"process {known['pid']} does not stop; its log is {state.log}"
-                    )
-                time.sleep(_POLL_S)
-        result["stopped"] = True
+            try:
+                with joined_again(state, known):
+                    take_down(known["app"])
+            except ClusterError:
+                if known["address"]:
+                    raise
+                # our own Ray does not answer; it is ended all the same
+            finally:  # even if the cluster is gone, and the application with it
+                if known["address"]:
+                    state.clear()
+        if state.held("ray"):
+            report("stopping Ray")
+        stop_node(state)
     state.clear()
-    return result
+    return {"stopped": stopped, "gateway": known.get("gateway")}
 
 
 def status() -> dict[str, Any]:
@@ -688,9 +284,9 @@ def status() -> dict[str, Any]:
     Raises:
         ClusterError: a deployment should run, but Ray does not answer.
     """
-    state = _State(state_folder())
+    state = LocalFiles(state_folder())
     known = state.read()
-    if not known.get("gateway") or not (known.get("address") or state.owned):
+    if not state.is_up(known):
         nothing: dict[str, Any] = {
             "running": False,
             "gateway": None,
@@ -698,16 +294,12 @@ def status() -> dict[str, Any]:
             "sessions": 0,
             "deployments": {},
         }
-        if known.get("stage") and state.owned:
-            nothing["stage"] = known["stage"]
         return nothing
-    import_needed = "ray" not in sys.modules
     with showing_progress() as report:
-        if import_needed:
-            report("connecting to Ray")
-        join_ray(known["ray_address"], known.get("token"))
-        fresh = describe(known["app"])
-    keep = ("config", "app", "pid", "address", "ray_address")
+        report("connecting to Ray")
+        with joined_again(state, known):
+            fresh = describe(known["app"])
+    keep = ("config", "app", "pid", "address", "ray_address", "dashboard")
     return {**{key: known[key] for key in keep if key in known}, **fresh}
 
 
@@ -738,15 +330,3 @@ def showing_progress(show: bool = True) -> Iterator[Report]:
                 progress.stop()
 
         yield report
-
-
-def main() -> None:
-    """The background process of ``up``; its arguments are FILE and PORTS."""
-    try:
-        _own(_load(sys.argv[1], json.loads(sys.argv[2])), _State(state_folder()), lambda line: None)
-    except PacelineError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

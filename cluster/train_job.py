@@ -83,7 +83,7 @@ def train_on_ray(
         ClusterError: no Ray answers, the cluster has too few CPUs, or the training failed; the
             message says why.
     """
-    from paceline.cluster.local import ClusterError, join_ray, prepare_environment
+    from paceline.cluster.local_ray import ClusterError, join_ray, prepare_environment
 
     if job.options.batch_size % workers:
         raise InvalidArgument("batch_size", job.options.batch_size, f"a multiple of {workers}")
@@ -154,7 +154,7 @@ def _check_room(cpus: float) -> None:
     import ray
     from tqdm import tqdm
 
-    from paceline.cluster.local import ClusterError
+    from paceline.cluster.local_ray import ClusterError
 
     total = float(ray.cluster_resources().get("CPU", 0.0))
     if cpus > total:

@@ -40,7 +40,7 @@ class TrialCluster:
         Raises:
             SweepError: no node has the resources of a trial.
         """
-        from paceline.cluster.local import prepare_environment
+        from paceline.cluster.local_ray import prepare_environment
 
         address = os.environ.get("RAY_ADDRESS")
         prepare_environment(None if address else secrets.token_hex(32))
@@ -129,6 +129,15 @@ def get(answer: Any, failure: str) -> Any:
 
 
 def _live_nodes() -> list[dict[str, Any]]:
+    """Ray's nodes with CPUs; this one's are at most those of the machine.
+
+    The Ray of `paceline up` has more, which its replicas reserve for as long as they run.
+    """
     import ray
 
-    return [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
+    for node in nodes:
+        if node["NodeID"] == here:
+            node["Resources"]["CPU"] = min(node["Resources"]["CPU"], os.cpu_count() or 1)
+    return nodes

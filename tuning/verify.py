@@ -30,7 +30,7 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         InvalidArgument: the sweep has no best configuration, or it is AR.
     """
-    from paceline.cluster import local
+    from paceline.cluster import serving
     from paceline.cluster.cli_bench import ServerBackend
     from paceline.deployments.config import read_config_file
     from paceline.rpc.client import Client
@@ -53,7 +53,7 @@ def verify(results: Results, report: Callable[[str], None]) -> dict[str, Any]:
     for number in range(1, REPETITIONS + 1):
         # Drafters remember earlier outputs: only new replicas have not seen the prompts.
         with (
-            local.deployed(file, report=report) as running,
+            serving.deployed(file, report=report) as running,
             Client(str(running["gateway"])) as client,
             closing(ServerBackend(client, tokenizer, workload.concurrency)) as backend,
         ):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import local
+from paceline.cluster import local, serving
 from paceline.demo import TARGET_DIR
 
 # Each of them takes from a tenth of a second to seconds to import.
@@ -100,13 +100,13 @@ def test_kernels_are_compiled_while_ray_starts(
         deadline = time.monotonic() + 60
         while not compiler.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        raise local.ClusterError("no Ray today")
+        raise serving.ClusterError("no Ray today")
 
-    monkeypatch.setattr(local, "start_ray", start_ray)
-    monkeypatch.setattr(local, "_take_down", lambda app: None)
+    monkeypatch.setattr(serving, "start_ray", start_ray)
+    monkeypatch.setattr(serving, "take_down", lambda app: None)
     file = local._load(local.DEMO_CONFIG, {"grpc_port": 0, "http_port": 0})
-    with pytest.raises(local.ClusterError, match="no Ray today"):  # noqa: SIM117
-        with local.deployed(file, report=lines.append):
+    with pytest.raises(serving.ClusterError, match="no Ray today"):  # noqa: SIM117
+        with serving.deployed(file, report=lines.append):
             pass
     assert compiler.exists(), "Ray would have started without the compiler being called"
     assert lines == ["starting Ray"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import local
+from paceline.cluster import local_ray, serving
 from paceline.config import SpeculationConfig
 from paceline.deployments.config import CONFIGS_DIR, ConfigFile, read_config_file
 from paceline.engine import Engine
@@ -25,7 +25,7 @@ from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
 
 # Before anything imports Ray: its settings are read then.
-local.prepare_environment(secrets.token_hex(32))
+local_ray.prepare_environment(secrets.token_hex(32))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, twenty of them
     import ray
@@ -76,7 +76,7 @@ class App:
     http: str
 
     def describe(self) -> dict[str, Any]:
-        return local.describe(self.name)
+        return serving.describe(self.name)
 
     def replica(self, deployment: str) -> dict[str, Any]:
         """The status of its only replica."""
@@ -100,15 +100,15 @@ class App:
 
 
 def _addresses(name: str) -> tuple[str, str]:
-    described = local.describe(name)
+    described = serving.describe(name)
     return described["gateway"], described["http"]
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     file = config_file("actors", "unused", 0)
-    local.start_ray(file)
-    local.start_serve(file)
+    local_ray.start_ray(file)
+    serving.start_serve(file)
     yield
     ray.shutdown()
     shutil.rmtree(TRACES, ignore_errors=True)
@@ -122,7 +122,7 @@ def apps(ray_cluster: None) -> Iterator[dict[str, App]]:
 
     def deploy(file: ConfigFile) -> None:
         try:
-            local.deploy(file, lambda line: None)
+            serving.deploy(file, lambda line: None)
         except Exception as error:
             failures.append(error)
 

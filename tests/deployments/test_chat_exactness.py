@@ -16,9 +16,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.to_gguf import to_gguf
+from paceline.cluster import serving
 from tests.chat.conftest import open_chat
 from tests.chat.suite import PRECISIONS, Case, Chat, all_cases
-from tests.deployments.conftest import SMALL, config_file, free_port, local, serve
+from tests.deployments.conftest import SMALL, config_file, free_port, serve
 from tests.heads import untrained_heads
 from tests.nightly.test_chat_exactness import SIZE
 
@@ -61,8 +62,8 @@ def served(
     file = config_file("actors", f"chat-{precision.replace('_', '-')}", free_port()).with_args(
         {"model": model, "drafter": {**SMALL, "deadline_s": 60.0}}
     )
-    local.deploy(file, lambda line: None)
-    yield precision, local.describe(file.name)["gateway"]
+    serving.deploy(file, lambda line: None)
+    yield precision, serving.describe(file.name)["gateway"]
     serve.delete(file.name)
 
 

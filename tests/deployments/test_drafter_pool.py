@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import local
+from paceline.cluster import serving
 from paceline.config import SpeculationConfig
 from paceline.rpc.client import Client, Completion
 from paceline.sampling import SamplingParams
@@ -35,14 +35,14 @@ def gateway(ray_cluster: None) -> Iterator[str]:
         {"drafter": {**SMALL, "autoscaling": scaling}}
     )
     try:
-        local.deploy(file, lambda line: None)
-        yield local.describe(NAME)["gateway"]
+        serving.deploy(file, lambda line: None)
+        yield serving.describe(NAME)["gateway"]
     finally:
         serve.delete(NAME)
 
 
 def _replicas(deployment: str) -> list[dict[str, Any]]:
-    replicas: list[dict[str, Any]] = local.describe(NAME)["deployments"][deployment]["replicas"]
+    replicas: list[dict[str, Any]] = serving.describe(NAME)["deployments"][deployment]["replicas"]
     return replicas
 
 
@@ -68,7 +68,7 @@ def test_drafters_that_are_added_get_sessions(gateway: str, ar: AR) -> None:
             drafters = _replicas("drafter")
             return len(drafters) == 2 and all(d["sessions"] for d in drafters)
 
-        assert eventually(all_drafters_have_sessions, ADDED_WITHIN_S), local.describe(NAME)
+        assert eventually(all_drafters_have_sessions, ADDED_WITHIN_S), serving.describe(NAME)
         assert [drafter["leases"] for drafter in _replicas("drafter")] == [1, 1]
         (target,) = _replicas("target")
         assert len(target["drafters"]) == 2

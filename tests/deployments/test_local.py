@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cluster import local
+from paceline.cluster import local, serving
 from paceline.deployments.config import CONFIGS_DIR
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint
@@ -68,11 +68,15 @@ def _with_policy(path: Path) -> Path:
     return path
 
 
+def _call(call: str) -> dict[str, Any]:
+    """What `up`, `status` or `down` returns in a process of its own: this one has another Ray."""
+    code = f"import json; from paceline.cluster import local; print(json.dumps(local.{call}))"
+    result: dict[str, Any] = _python(code)
+    return result
+
+
 def _status() -> dict[str, Any]:
-    status: dict[str, Any] = _python(
-        "import json; from paceline.cluster import local; print(json.dumps(local.status()))"
-    )
-    return status
+    return _call("status()")
 
 
 def _alive(pid: int) -> bool:
@@ -88,7 +92,7 @@ def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
     port = free_port()
     path = _with_policy(_config(tmp_path, port))
     try:
-        up = local.up(path)  # in a process of its own, as `status` is: this one has another Ray
+        up = _call(f"up({str(path)!r})")
         assert up["ready"]
         assert up["gateway"] == f"127.0.0.1:{port}"
         assert "token" not in up
@@ -118,10 +122,10 @@ def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
             assert eventually(started, 90.0), _status()  # a look at it costs no process
             assert eventually(grown, 90.0), _status()
 
-        with pytest.raises(local.ClusterError, match="up already"):
+        with pytest.raises(serving.ClusterError, match="up already"):
             local.up(path)
     finally:
-        down = local.down()
+        down = _call("down()")
     assert down["stopped"]
     assert eventually(lambda: not any(map(_alive, [*pids, up["pid"]])))
     assert local.status() == {
@@ -132,11 +136,11 @@ def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
 
 def test_up_refuses_a_busy_port(own_cache: Path, tmp_path: Path, busy_port: int) -> None:
     path = _config(tmp_path, busy_port)
-    with pytest.raises(local.ClusterPortInUse) as caught:
+    with pytest.raises(serving.ClusterPortInUse) as caught:
         local.up(path)
     for part in ("gateway.grpc_port", str(busy_port), str(path), "0 picks a free one"):
         assert part in str(caught.value)
-    with pytest.raises(local.ClusterPortInUse, match=f"gateway.http_port: 127.0.0.1:{busy_port}"):
+    with pytest.raises(serving.ClusterPortInUse, match=f"gateway.http_port: 127.0.0.1:{busy_port}"):
         local.up(path, port=0, http_port=busy_port)
 
 
@@ -153,8 +157,8 @@ def test_gateway_says_so_when_its_port_is_taken(ray_cluster: None, busy_port: in
 
     file = config_file("colocated", "test-busy-port", busy_port)
     try:
-        with pytest.raises(local.ClusterError, match=f"port {busy_port} is in use"):
-            local.deploy(file, lambda line: None)
+        with pytest.raises(serving.ClusterError, match=f"port {busy_port} is in use"):
+            serving.deploy(file, lambda line: None)
     finally:
         serve.delete("test-busy-port")
 
@@ -167,8 +171,8 @@ def test_a_model_that_cannot_be_loaded_says_so(ray_cluster: None, tmp_path: Path
         {"model": {"target": str(tmp_path / "model")}, "speculation": {"method": "ar"}}
     )
     try:
-        with pytest.raises(local.ClusterError, match=str(tmp_path / "model")):
-            local.deploy(file, lambda line: None)
+        with pytest.raises(serving.ClusterError, match=str(tmp_path / "model")):
+            serving.deploy(file, lambda line: None)
     finally:
         serve.delete("test-no-model")
 

@@ -14,7 +14,7 @@ import yaml
 from ray import serve
 from typer.testing import CliRunner
 
-from paceline.cluster import local
+from paceline.cluster import serving
 from paceline.cluster.certs import REPLICA_NAME, make_certificates
 from paceline.cluster.cli import app as command_line
 from paceline.config import SpeculationConfig
@@ -70,8 +70,8 @@ def secure(ray_cluster: None, folder: Path) -> Iterator[App]:
         "target": {"idle_timeout_s": 2},
     }
     file = config_file("actors", "test-secure", free_port()).with_args(blocks)
-    local.deploy(file, lambda line: None)
-    described = local.describe(file.name)
+    serving.deploy(file, lambda line: None)
+    described = serving.describe(file.name)
     app = App(file.name, "actors", described["gateway"], described["http"])
     yield app
     assert eventually(lambda: app.idle), app.describe()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.cluster.local import ClusterError
+from paceline.cluster.local_ray import ClusterError
 from paceline.cluster.train_job import TrainJob, train_here, train_on_ray
 from paceline.errors import InvalidArgument
 from paceline.train.trainer import TrainOptions, read_checkpoint

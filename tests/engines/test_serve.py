@@ -37,9 +37,9 @@ SMALL: dict[str, Any] = {"num_cpus": 0.1}
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[tuple[str, str]]:
     """gRPC and HTTP addresses of an application whose drafter is an actor of its own."""
-    from paceline.cluster import local
+    from paceline.cluster import local_ray, serving
 
-    local.prepare_environment(secrets.token_hex(32))
+    local_ray.prepare_environment(secrets.token_hex(32))
     import ray
 
     from paceline.deployments.config import CONFIGS_DIR, read_config_file
@@ -52,10 +52,10 @@ def gateway() -> Iterator[tuple[str, str]]:
             "vllm": {"enforce_eager": True, "max_model_len": 512, "draft_deadline_s": 0.5},
         }
     )
-    local.start_ray(file)
-    local.start_serve(file)
-    local.deploy(file, lambda line: None)
-    described = local.describe(file.name)
+    local_ray.start_ray(file)
+    serving.start_serve(file)
+    serving.deploy(file, lambda line: None)
+    described = serving.describe(file.name)
     yield described["gateway"], described["http"]
     ray.shutdown()
 
@@ -98,9 +98,9 @@ def test_the_drafter_dies_and_serve_brings_another(gateway: tuple[str, str]) -> 
     long = SamplingParams(max_tokens=300, ignore_eos=True)
     with Client(address, timeout=120) as client:
         expected = client.complete(PROMPTS[0], long, SpeculationConfig(method="ar")).token_ids
-        from paceline.cluster import local
+        from paceline.cluster import serving
 
-        (drafter,) = local.describe("paceline")["deployments"]["drafter"]["replicas"]
+        (drafter,) = serving.describe("paceline")["deployments"]["drafter"]["replicas"]
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(client.complete, PROMPTS[0], long)
             os.kill(drafter["pid"], signal.SIGKILL)

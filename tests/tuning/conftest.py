@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cluster import local
+from paceline.cluster.local_ray import prepare_environment
 
 # Before anything imports Ray: its settings are read then.
-local.prepare_environment(secrets.token_hex(32))
+prepare_environment(secrets.token_hex(32))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, twenty of them
     import ray

@@ -11,7 +11,7 @@ from paceline.bench import BenchOptions
 from paceline.bench.board_rows import BoardRow, read_rows
 from paceline.cluster import board_job
 from paceline.cluster.board_job import BoardJob, run_on_ray
-from paceline.cluster.local import ClusterError
+from paceline.cluster.local_ray import ClusterError
 from tests.modelzoo import make_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]

@@ -276,7 +276,9 @@ def _peagle(found: Published, target: HeadTarget) -> Head:
 def _mtp(found: Published, target: HeadTarget) -> Head:
     kind = _layers_config(found.config).get("model_type")
     if kind not in PLAIN_MODEL_TYPES:
-        raise found.refuse(f"an MTP layer of model_type {kind}", f"one of {', '.join(MODEL_TYPES)}")
+        raise found.refuse(
+            f"an MTP layer of model_type {kind}", f"one of {', '.join(PLAIN_MODEL_TYPES)}"
+        )
     tensors = {
         own_name(name): value for name, value in found.tensors().items() if name not in _OF_TARGET
     }

@@ -49,6 +49,7 @@ LEARNING_SHARE = 0.02  # of the time: drafts that are made only to be judged
 MOST_CREDIT = 32  # rounds whose share may be saved up for a dear draft
 MEMORY = 0.95  # decay of what one session has learnt, for each judged draft
 UNKNOWN_COST = 0.2  # of a model's first draft, in rounds of AR
+FIRST_COST = 0.5  # that it counts as at most, when it has been made
 HOT = 2  # right tokens of a draft after which the next one is likelier to be right, too
 PACE_ROUNDS = 4.0  # rounds of AR whose time other sessions' speed outweighs a session's own
 FIRST_ASKS = 4  # rounds in which a new session asks every quick drafter
@@ -85,6 +86,7 @@ class _Known:
         self.learnt = Learnt(longest, (longest,), self._costs)
         self.experience = experience_of(context)
         self._draft: dict[tuple[str, int], Line] = {}
+        self._once: set[tuple[str, int]] = set()  # of these, one draft alone was timed
         self._read: dict[str, float] = {}  # seconds for each token that a drafter must read first
         self.ask: dict[str, float] = {}  # seconds of a quick drafter's draft
         self._verify: tuple[Load | None, list[float]] = None, []
@@ -108,8 +110,12 @@ class _Known:
             line = self._draft[key] = Line()
             for depth in (1, 4):
                 line.add(depth, costs.draft(depth, load.num_running))
-        # One draft may have been disturbed, and a model that looks dear would not be asked again.
-        return None if line is None or line.weight < 1.5 else line.fit(least_spread=2.0)
+        return None if line is None else line.fit(least_spread=2.0)
+
+    def is_timed(self, drafter: str, load: Load) -> bool:
+        """Whether the cost of a model's draft is known, and not from a single one."""
+        key = drafter, load.num_running.bit_length()
+        return self.draft(drafter, load) is not None and key not in self._once
 
     def _measured(self, drafter: str) -> RoundCosts | None:
         """The costs measured before the first round, if this drafter was among them."""
@@ -125,6 +131,11 @@ class _Known:
         """Learn what a model's draft cost, for which it read ``behind`` tokens first."""
         key = drafter, load.num_running.bit_length()
         line = self._draft.get(key)
+        if line is None:  # the first draft may be disturbed: it must not look too dear to ask again
+            seconds = min(seconds, FIRST_COST * self.verify(load)[0])
+            self._once.add(key)
+        else:
+            self._once.discard(key)
         if line is None or behind <= CATCH_UP:  # too much is better than nothing: less corrects it
             self._draft.setdefault(key, Line()).add(depth, seconds)
         else:
@@ -411,8 +422,8 @@ class Auto:
         return known[kind]
 
     def _longest_of(self, drafter: str) -> int:
-        """Longest draft of a model; a short one shows what its drafts cost."""
-        return min(self._room, 2 if self._known.draft(drafter, self._load) is None else self._room)
+        """Longest draft of a model; two short ones show what its drafts cost."""
+        return min(self._room, self._room if self._known.is_timed(drafter, self._load) else 2)
 
     def _cost(self, drafter: str) -> tuple[float, float, float]:
         """What a model's draft takes, in this round.

@@ -1,8 +1,8 @@
 """The gateway: a fixed port for gRPC and one for HTTP in front of the target replicas.
 
 For each call it holds a lease on a target that Serve picks, and passes messages on as the bytes
-that came in. It reads the frames of verify sessions where routing needs it: a session id leads to
-the replica that has the session. A generation whose target goes away continues on another one. A
+that came in. It reads the frames of verify sessions where routing needs it: a session id names the
+replica that has the session, whichever gateway opened it (``session_ids.py``). A generation whose target goes away continues on another one. A
 verify session does not: its client has the tokens, and opens it again.
 """
 
@@ -35,7 +35,7 @@ from paceline.deployments.target_calls import (
     metadata_of,
     parsed,
 )
-from paceline.deployments.verify_relay import SWEEP_INTERVAL_S, VERIFY, VerifyRelay
+from paceline.deployments.verify_relay import VERIFY, VerifyRelay
 from paceline.errors import (
     NumericsMismatch,
     ResourceExhausted,
@@ -71,6 +71,7 @@ class Relay:
         idle_timeout_s: seconds without a frame after which the gateway closes a stream.
         resume_s: seconds in which a generation that has lost its target looks for another one.
         gate: admits callers, and counts what they use.
+        session_ids: with the keys of all gateways; None: sessions are this gateway's.
         tls: for the connections to targets; None is plain text.
         tracing: None traces nothing.
     """
@@ -82,6 +83,7 @@ class Relay:
         idle_timeout_s: float,
         resume_s: float,
         gate: Gate,
+        session_ids: SessionIds | None = None,
         tls: ClientTls | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -92,7 +94,11 @@ class Relay:
         self._gate = gate
         self._poison = Poison()
         self._verify = VerifyRelay(
-            self._calls, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing
+            self._calls,
+            idle_timeout_s=idle_timeout_s,
+            gate=gate,
+            session_ids=session_ids or SessionIds.random(),
+            tracing=tracing,
         )
 
     @property
@@ -102,7 +108,7 @@ class Relay:
 
     @property
     def num_sessions(self) -> int:
-        """Verify sessions that a client may still use."""
+        """Verify sessions that were opened here and that a client may still use."""
         return self._verify.num_sessions
 
     def register(self, server: grpc.aio.Server) -> list[str]:
@@ -140,6 +146,7 @@ class Relay:
         Raises:
             PacelineError: the gate or the target refuses, or there is no target.
         """
+        await self._gate.before_open()
         with self._gate.call("gateway.generate", self._tracing, traceparent) as admission:
             message = parsed(generate_pb2.GenerateRequest, request)
             whole = Continuation(request, timeout_s, fingerprint=message.fingerprint)
@@ -229,7 +236,7 @@ class Relay:
 
         Raises: as :meth:`generate`.
         """
-        self._gate.count_open()
+        await self._count_open()
         return await self._unary("Tokenize", request, timeout_s)
 
     async def detokenize(self, request: bytes, timeout_s: float | None = None) -> bytes:
@@ -237,8 +244,12 @@ class Relay:
 
         Raises: as :meth:`generate`.
         """
-        self._gate.count_open()
+        await self._count_open()
         return await self._unary("Detokenize", request, timeout_s)
+
+    async def _count_open(self) -> None:
+        await self._gate.before_open(session=False)
+        self._gate.count_open()
 
     async def _unary(self, method: str, request: bytes, timeout_s: float | None) -> bytes:
         lease = await self._calls.open_lease()
@@ -255,7 +266,7 @@ class Relay:
                 yield reply
 
     async def _get_model(self, request: bytes, context: Context) -> bytes:
-        self._gate.count_open()
+        await self._count_open()
         return await self.get_model(request, context.time_remaining())
 
     async def _tokenize(self, request: bytes, context: Context) -> bytes:
@@ -264,12 +275,8 @@ class Relay:
     async def _detokenize(self, request: bytes, context: Context) -> bytes:
         return await self.detokenize(request, context.time_remaining())
 
-    def sweep(self) -> None:
-        """Forget sessions that their target has closed because they were idle."""
-        self._verify.sweep()
-
     async def close(self) -> None:
-        """Forget all sessions and close the connections."""
+        """Give all leases back and close the connections."""
         self._verify.close()
         self._idle.close()
         await self._calls.close()

@@ -48,7 +48,7 @@ def build(args: dict[str, Any]) -> Application:
     return GatewayDeployment.options(
         name=GATEWAY,
         num_replicas=config.gateway.num_replicas,
-        max_replicas_per_node=1,  # its port is fixed
+        max_replicas_per_node=1 if config.gateway.has_fixed_port else None,
         max_ongoing_requests=1000,
         # Serve does not see its calls: it drains by itself, then closes its ports and files.
         graceful_shutdown_timeout_s=config.gateway.drain_s + 5,

@@ -316,7 +316,8 @@ class HttpConfig(_Block):
 
 
 class GatewayConfig(_Replicas):
-    """Where clients connect. There is at most one gateway on a node, because its port is fixed."""
+    """Where clients connect. There is at most one gateway on a node, unless its ports are free ones
+    (0), because they are fixed."""
 
     num_cpus: float = Field(0.25, gt=0, description="CPUs that Ray reserves for each replica.")
     host: str = Field("127.0.0.1", min_length=1, description="Interface to listen on.")
@@ -356,10 +357,20 @@ class GatewayConfig(_Replicas):
         description="File with tenants, their tokens and quotas; null: the one that "
         "PACELINE_TENANTS names; without either, the gateway admits every client.",
     )
+    session_keys: str | None = Field(
+        None,
+        description="File with the keys that sign the ids of verify sessions, one a line: the "
+        "first signs, all are accepted; null: gateways share one through Ray.",
+    )
     limits: GatewayLimits = GatewayLimits()
     audit_log: str | None = Field(
         None, description="File for opens and refusals; null: the logger paceline.audit."
     )
+
+    @property
+    def has_fixed_port(self) -> bool:
+        """Whether a second gateway on the same node would find a port in use."""
+        return bool(self.grpc_port or self.http_port)
 
 
 class VllmConfig(_Block):
@@ -638,7 +649,7 @@ def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:
         changes["tls"] = _absolute(gateway.tls, "cert", "key", "client_ca")
     if gateway.tenants is None and os.environ.get(TENANTS_VARIABLE):
         gateway = gateway.model_copy(update={"tenants": os.environ[TENANTS_VARIABLE]})
-    gateway = _absolute(gateway.model_copy(update=changes), "tenants", "audit_log")
+    gateway = _absolute(gateway.model_copy(update=changes), "tenants", "session_keys", "audit_log")
     if data is not None:
         data = _absolute(data, "cert", "key", "ca")
     return config.model_copy(update={"gateway": gateway, "data_plane_tls": data})

@@ -2,8 +2,9 @@
 
 For each call it holds a lease on a target that Serve picks, and passes messages on as the bytes
 that came in. It reads the frames of verify sessions where routing needs it: a session id names the
-replica that has the session, whichever gateway opened it (``session_ids.py``). A generation whose target goes away continues on another one. A
-verify session does not: its client has the tokens, and opens it again.
+replica that has the session, whichever gateway opened it (``session_ids.py``). A generation whose
+target goes away continues on another one. A verify session does not: its client has the tokens, and
+opens it again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline.deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from paceline.deployments.lease import IdleLeases, Lease, open_lease
+from paceline.deployments.ledger import START_S, RayLink, SharedQuotas
 from paceline.deployments.metrics import report_gauges
 from paceline.deployments.openai.api import make_app
 from paceline.deployments.openai.server import HttpServer, start_http
 from paceline.deployments.poison import Poison, digest_of
 from paceline.deployments.scrape import application_metrics
+from paceline.deployments.session_ids import KeyFile, SessionIds
 from paceline.deployments.target_calls import (
     Metadata,
     TargetCalls,
@@ -59,6 +62,7 @@ MAX_TRIES = 3
 _RETRY_S = 0.2
 _CHARACTERS_PER_TOKEN = 4
 _START_ATTEMPT_S = 60.0
+_KEYS_INTERVAL_S = 2.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -287,14 +291,23 @@ def _prompt_tokens(request: generate_pb2.GenerateRequest) -> int:
     return len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
 
 
-def _gate(config: GatewayConfig) -> Gate:
+def _gate(config: GatewayConfig, quotas: SharedQuotas) -> Gate:
     # The variable may be set on the replica's own node only.
     path = config.tenants or os.environ.get(TENANTS_VARIABLE)
+    if path:
+        quotas.start()
     return Gate(
         tenants=Tenants(path) if path else None,
         limits=config.limits.call_limits(),
         audit=Audit(config.audit_log),
+        shares=quotas if path else None,
     )
+
+
+async def _session_ids(config: GatewayConfig, quotas: SharedQuotas) -> SessionIds:
+    if config.session_keys is not None:
+        return KeyFile(config.session_keys).session_ids()
+    return SessionIds(await quotas.session_keys(START_S), quotas.session_keys)
 
 
 async def _metrics() -> str:
@@ -316,13 +329,18 @@ class GatewayDeployment:
     async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle[Any]) -> None:
         gateway, data_tls = config.gateway, config.data_plane_tls
         self._drain_s = gateway.drain_s
-        self._gate = gate = _gate(gateway)
+        self._quotas = SharedQuotas(
+            RayLink(serve.get_replica_context().app_name), num_gateways=gateway.num_replicas
+        )
+        self._session_ids = await _session_ids(gateway, self._quotas)
+        self._gate = gate = _gate(gateway, self._quotas)
         tracing = config.tracing.start("paceline-gateway")
         self._relay = Relay(
             partial(open_lease, targets, "target", gateway.open_timeout_s),
             idle_timeout_s=config.target.idle_timeout_s,
             resume_s=gateway.open_timeout_s,
             gate=gate,
+            session_ids=self._session_ids,
             tls=None if data_tls is None else data_tls.client(),
             tracing=tracing,
         )
@@ -355,7 +373,7 @@ class GatewayDeployment:
                 )
             except PortInUse as error:
                 raise PortInUse(f"gateway.host, gateway.http_port: {error}") from None
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._refreshing = asyncio.create_task(self._refresh_keys())
 
     def status(self) -> dict[str, Any]:
         """Counters for `paceline status`."""
@@ -373,18 +391,20 @@ class GatewayDeployment:
             "gateway_calls": self._relay.num_calls, "gateway_sessions": self._gate.num_sessions,
         }  # fmt: skip
 
-    async def _sweep(self) -> None:
+    async def _refresh_keys(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            self._relay.sweep()
+            await asyncio.sleep(_KEYS_INTERVAL_S)
+            await self._session_ids.refresh()
 
     async def __del__(self) -> None:
-        # Serve awaits this once after draining. There is no sweeper when the constructor failed.
-        if hasattr(self, "_sweeper"):
-            self._sweeper.cancel()
+        # Serve awaits this once after draining. The last attribute is missing when the constructor
+        # has failed.
+        if hasattr(self, "_refreshing"):
+            self._refreshing.cancel()
             http = [] if self._http is None else [self._http.stop(self._drain_s)]
             await asyncio.gather(self._server.stop(self._drain_s), *http)
             await self._reporting.stop()
             await self._relay.close()
+            await self._quotas.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.stop)

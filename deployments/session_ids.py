@@ -33,7 +33,7 @@ _NONCE, _TAG, _MAC = 12, 8, 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SessionPlace:
     """Where a session is.
 
     Attributes:
@@ -82,7 +82,7 @@ class SessionIds:
         signed = payload + _mac(self._keys[0], payload)
         return base64.urlsafe_b64encode(signed).rstrip(b"=").decode()
 
-    async def find(self, session_id: str, owner: str | None) -> Place | None:
+    async def find(self, session_id: str, owner: str | None) -> SessionPlace | None:
         """Where the session is; None: no gateway of this deployment made the id.
 
         Args:
@@ -104,13 +104,13 @@ class SessionIds:
                 self._refreshed_at = time.monotonic()
                 self._keys = tuple(await self._source()) or self._keys
 
-    def _read(self, signed: bytes, owner: str | None) -> Place | None:
+    def _read(self, signed: bytes, owner: str | None) -> SessionPlace | None:
         payload, mac = signed[:-_MAC], signed[-_MAC:]
         for key in self._keys:
             if hmac.compare_digest(_mac(key, payload), mac):
                 nonce, rest = payload[1 : 1 + _NONCE], payload[1 + _NONCE :]
                 is_owners = hmac.compare_digest(_tag(key, nonce, owner), rest[:_TAG])
-                return Place(rest[_TAG:].decode(), is_owners)
+                return SessionPlace(rest[_TAG:].decode(), is_owners)
         return None
 
 
@@ -126,7 +126,7 @@ def _tag(key: bytes, nonce: bytes, owner: str | None) -> bytes:
 
 def _decoded(session_id: str) -> bytes | None:
     """The bytes of an id that looks like ours."""
-    if not 64 <= len(session_id) <= 400:
+    if not 40 <= len(session_id) <= 400:
         return None
     try:
         padded = session_id + "=" * (-len(session_id) % 4)

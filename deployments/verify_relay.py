@@ -262,9 +262,7 @@ class _Stream:
     ended, whose status gRPC would replace by INTERNAL.
     """
 
-    def __init__(
-        self, call: Any, admission: CallAdmission, gate: Gate, context: Context
-    ) -> None:
+    def __init__(self, call: Any, admission: CallAdmission, gate: Gate, context: Context) -> None:
         self.error: BaseException | None = None  # ended the sender early
         self.call = call
         self._admission = admission

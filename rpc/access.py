@@ -38,7 +38,6 @@ from paceline.rpc.errors import (
     shape_of,
 )
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
-from paceline.rpc.streams import within
 from paceline.rpc.quotas import (
     OF_OPENS,
     OF_ROUNDS,
@@ -47,6 +46,7 @@ from paceline.rpc.quotas import (
     QuotaExceeded,
     SharedAccount,
 )
+from paceline.rpc.streams import within
 from paceline.rpc.tenants import Quotas, Tenant, Tenants, digest_of
 from paceline.rpc.tracing import Span, Tracing
 

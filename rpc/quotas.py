@@ -174,7 +174,7 @@ class RateAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class QuotaAsk:
     """What a server tells the ledger of one tenant.
 
     Attributes:
@@ -189,7 +189,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QuotaAnswer:
     """What the ledger answers.
 
     Attributes:
@@ -213,7 +213,7 @@ class Share(Bucket):
         self.level = 0.0
         self._full = (rate, burst)
         self._retry_at = 0.0
-        self._used_at = clock()
+        self._used_at = clock() - IDLE_RETURN_S
         self._waiting = False
 
     def wait(self, amount: float) -> float:
@@ -264,7 +264,9 @@ class Share(Bucket):
         if self._rate:  # it was away
             self._rate, self._burst = 0.0, self._full[1]
         self.level += granted
-        self._retry_at = 0.0 if granted or not retry_s else self._clock() + retry_s
+        self._retry_at = 0.0
+        if retry_s and not granted:
+            self._retry_at = self._clock() + max(_SHORTEST_RETRY_S, retry_s)
 
     def lost(self, num_servers: int) -> None:
         """The ledger is away: fill at this server's part of the rate."""
@@ -292,7 +294,7 @@ class SharedAccount(Account):
         self._on_need = on_need
         self._clock = clock
         self._places = 0  # of max_sessions, that the ledger has given
-        self._places_at = 0.0
+        self._places_at = -PLACE_S
         self._places_wanted = 0
         self._is_alone = False
         self._asked: dict[str, RateAsk] = {}
@@ -333,6 +335,7 @@ class SharedAccount(Account):
     def release_session(self) -> None:
         super().release_session()
         if self.quotas.max_sessions is not None:  # another server may wait for the place
+            self._places_at = -PLACE_S
             self._on_need()
 
     def _take(self, quota: str, amount: float) -> None:
@@ -341,18 +344,18 @@ class SharedAccount(Account):
         if share is not None and share.is_low(self.num_servers):
             self._on_need()
 
-    def ask(self) -> Ask:
+    def ask(self) -> QuotaAsk:
         """What to tell the ledger now. :meth:`answered` or :meth:`lost` follows."""
         self._asked = {name: share.ask(self.num_servers) for name, share in self.shares.items()}
         wanted, self._places_wanted = self._places_wanted, 0
         if self.quotas.max_sessions is None:
-            return Ask(self.quotas, self._asked)
+            return QuotaAsk(self.quotas, self._asked)
         # Whoever waited for a place gets a moment to take it.
         is_new = self._clock() - self._places_at < PLACE_S
         self._places = max(self.num_sessions, self._places if is_new else 0)
-        return Ask(self.quotas, self._asked, self._places, wanted)
+        return QuotaAsk(self.quotas, self._asked, self._places, wanted)
 
-    def answered(self, answer: Answer, num_servers: int) -> None:
+    def answered(self, answer: QuotaAnswer, num_servers: int) -> None:
         """The ledger's answer to :meth:`ask`."""
         self.num_servers = num_servers
         self._is_alone = False

@@ -386,6 +386,10 @@ class GatewayDeployment:
             "sessions": self._gate.num_sessions,
         }
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy follows: open sessions and generations."""
+        return {"sessions": self._gate.num_sessions}
+
     def _gauges(self) -> dict[str, float]:
         return {
             "gateway_calls": self._relay.num_calls, "gateway_sessions": self._gate.num_sessions,

@@ -23,9 +23,9 @@ from benchmarks.autoscaling import (
     steady,
 )
 from paceline.cluster.autoscaling import (
-    DrafterPolicy,
     PoolLoad,
     Replicas,
+    SessionPolicy,
     drafters_wanted,
     load_of,
     targets_wanted,
@@ -145,7 +145,7 @@ def test_drafters_follow_their_sessions_without_a_policy_of_the_application() ->
             last_scale_up_time=None, last_scale_down_time=None, current_time=1.0,
             config=AutoscalingConfig(max_replicas=8),
         )  # fmt: skip
-        decision, _ = DrafterPolicy(sessions=8)(context)
+        decision, _ = SessionPolicy(sessions=8)(context)
         return decision
 
     assert wanted(1, 40.0) == 5

@@ -158,11 +158,10 @@ class Load:
             request.token_ids.token_ids.extend(range(16))
             return sum([1 async for _ in method(request, metadata=self._metadata)])
 
-        rounds = max(1, count // NUM_REPLIES)
-        return sum(
-            sum(await asyncio.gather(*(run() for _ in range(self._num_sessions))))
-            for _ in range(rounds)
-        )
+        total = 0
+        for _ in range(max(1, count // NUM_REPLIES)):
+            total += sum(await asyncio.gather(*(run() for _ in range(self._num_sessions))))
+        return total
 
 
 def _round(i: int) -> verify_pb2.VerifyRequest:

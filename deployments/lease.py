@@ -220,6 +220,7 @@ class Unleased(Lease):
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
+        self.opened_at = time.monotonic()
         self.lost = False
         self.ended = False
 

@@ -156,3 +156,30 @@ async def test_the_ledger_is_one_and_comes_back(app: str, engine: Any) -> None:
         await asyncio.to_thread(session.close)
         client.close()
     assert await asyncio.to_thread(eventually, _is_idle), local.describe(NAME)
+
+
+@pytest.mark.slow
+def test_gateways_follow_their_sessions(ray_cluster: None) -> None:
+    name = "test-more-gateways"
+    scaling = {"max_replicas": 2, "target_sessions": 1.5, "upscale_delay_s": 0}
+    gateway = {**SMALL, "http_port": None, "autoscaling": scaling}
+    file = config_file("colocated", name, 0).with_args({"gateway": gateway})
+    try:
+        local.deploy(file, lambda line: None)
+
+        def addresses() -> set[str]:
+            deployments = local.describe(name)["deployments"]
+            return {g["address"] for g in deployments["gateway"]["replicas"] if g["address"]}
+
+        (first,) = addresses()
+        with Client(first, timeout=60) as client:
+            sessions = [client.open_session([1, 2, 3], PARAMS) for _ in range(3)]
+            assert eventually(lambda: len(addresses()) == 2, 120.0), local.describe(name)
+            (second,) = addresses() - {first}
+            with Client(second, timeout=60) as other:
+                for session in sessions:
+                    session._client = other
+                    session.verify()
+                    assert session.close() is not None
+    finally:
+        serve.delete(name)

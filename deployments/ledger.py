@@ -222,6 +222,7 @@ class SharedQuotas:
         self._link = link
         self._name = secrets.token_hex(8)
         self._accounts: dict[str, SharedAccount] = {}
+        self._told: set[str] = set()  # tenants of whom the last ask was not empty
         self._wake = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._keys: dict[str, bytes] = {}  # by the ledger that made them, the last one first
@@ -271,6 +272,8 @@ class SharedQuotas:
             waiters, self._waiters = self._waiters, []
             accounts = dict(self._accounts)
             asks = {name: account.ask() for name, account in accounts.items()}
+            # Of thousands of tenants most are quiet.
+            asks = {n: a for n, a in asks.items() if self._has_news(n, a)}
             try:
                 reply = await asyncio.wait_for(self._link.sync(self._name, asks), TIMEOUT_S)
             except Exception as error:
@@ -282,13 +285,21 @@ class SharedQuotas:
                     if not waiter.done():
                         waiter.set_result(None)
 
+    def _has_news(self, name: str, ask: QuotaAsk) -> bool:
+        """Whether to tell the ledger; the first empty one says that nothing is used any more."""
+        news = not ask.is_empty or name in self._told or self._accounts[name].is_alone
+        (self._told.discard if ask.is_empty else self._told.add)(name)
+        return news
+
     def _answered(self, accounts: dict[str, SharedAccount], reply: Reply) -> None:
         if self.is_away:
             logger.warning("the ledger of quotas answers again")
         self.is_away = False
         self.num_gateways = reply.num_gateways
         for name, account in accounts.items():
-            account.answered(reply.answers[name], reply.num_gateways)
+            account.num_servers = reply.num_gateways
+            if name in reply.answers:
+                account.answered(reply.answers[name], reply.num_gateways)
 
     def _away(self, error: Exception) -> None:
         if not self.is_away:

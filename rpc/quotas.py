@@ -187,6 +187,12 @@ class QuotaAsk:
     sessions: int = 0
     more_sessions: int = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the server uses nothing and wants nothing."""
+        rates = any(each != RateAsk() for each in self.rates.values())
+        return not (rates or self.sessions or self.more_sessions)
+
 
 @dataclass(frozen=True, slots=True)
 class QuotaAnswer:
@@ -282,6 +288,10 @@ class SharedAccount(Account):
 
     Args:
         on_need: called when there is something to tell the ledger at once.
+
+    Attributes:
+        num_servers: that share the quotas.
+        is_alone: the ledger is away.
     """
 
     def __init__(
@@ -296,7 +306,7 @@ class SharedAccount(Account):
         self._places = 0  # of max_sessions, that the ledger has given
         self._places_at = -PLACE_S
         self._places_wanted = 0
-        self._is_alone = False
+        self.is_alone = False
         self._asked: dict[str, RateAsk] = {}
         self.num_servers = 1
         super().__init__(who, quotas)
@@ -317,7 +327,7 @@ class SharedAccount(Account):
         most = self.quotas.max_sessions
         if most is None:
             return None
-        return math.ceil(most / self.num_servers) if self._is_alone else self._places
+        return math.ceil(most / self.num_servers) if self.is_alone else self._places
 
     def may_ask(self, quotas: tuple[str, ...], session: bool = False) -> bool:
         """Whether a call has to wait, and the ledger may change that. The next :meth:`ask` does."""
@@ -330,7 +340,7 @@ class SharedAccount(Account):
     def needs_place(self) -> bool:
         """Whether the next session needs a place that the ledger has not given."""
         limit = self.max_sessions
-        return limit is not None and self.num_sessions >= limit and not self._is_alone
+        return limit is not None and self.num_sessions >= limit and not self.is_alone
 
     def release_session(self) -> None:
         super().release_session()
@@ -358,7 +368,7 @@ class SharedAccount(Account):
     def answered(self, answer: QuotaAnswer, num_servers: int) -> None:
         """The ledger's answer to :meth:`ask`."""
         self.num_servers = num_servers
-        self._is_alone = False
+        self.is_alone = False
         if answer.sessions > self._places:
             self._places_at = self._clock()
         self._places = answer.sessions
@@ -368,7 +378,7 @@ class SharedAccount(Account):
 
     def lost(self) -> None:
         """The ledger has not answered: this server's part of each quota counts."""
-        self._is_alone = True
+        self.is_alone = True
         for name, share in self.shares.items():
             if name in self._asked:
                 share.unasked(self._asked[name])

@@ -37,6 +37,8 @@ GATEWAY_GONE_S = 5.0
 """Seconds without a call after which a gateway's sessions count no more."""
 LINGER_S = 300.0
 """Seconds without a call of any gateway after which the ledger ends."""
+SIGN_AFTER_S = 10.0
+"""Seconds until a gateway signs with a new key; others look for one every few seconds."""
 START_S = 30.0
 """Seconds that a gateway waits for the ledger when it starts."""
 _VERSION = 1  # of the calls between gateways and ledger: an upgrade may leave an old one running
@@ -225,7 +227,8 @@ class SharedQuotas:
         self._told: set[str] = set()  # tenants of whom the last ask was not empty
         self._wake = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
-        self._keys: dict[str, bytes] = {}  # by the ledger that made them, the last one first
+        # By the ledger that made them, the last one first, and when they came.
+        self._keys: dict[str, tuple[bytes, float]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def account(self, who: str, name: str, quotas: Quotas) -> SharedAccount:
@@ -251,18 +254,25 @@ class SharedQuotas:
         self._task = asyncio.create_task(self._run())
 
     async def session_keys(self, timeout_s: float = TIMEOUT_S) -> tuple[bytes, ...]:
-        """The keys for session ids: the ledger's, then those of ledgers before it."""
+        """The keys for session ids: the one that signs, then others that are accepted.
+
+        A new ledger's key signs only when the other gateways have had time to learn it.
+        """
         with suppress(Exception):  # the known ones are good for the sessions that are known
             await asyncio.wait_for(self._learn_key(), timeout_s)
         if not self._keys:  # sessions are this gateway's alone until the ledger is there
-            self._keys["own"] = secrets.token_bytes(MIN_KEY_LENGTH)
-        return tuple(self._keys.values())
+            self._keys["own"] = (secrets.token_bytes(MIN_KEY_LENGTH), time.monotonic())
+        (_, came_at), *others = self._keys.values()
+        keys = [key for key, _ in self._keys.values()]
+        if others and time.monotonic() - came_at < SIGN_AFTER_S:
+            keys[0], keys[1] = keys[1], keys[0]
+        return tuple(keys)
 
     async def _learn_key(self) -> None:
         instance, key = await self._link.key()
         if next(iter(self._keys), None) != instance:
             others = [(name, old) for name, old in self._keys.items() if name != instance]
-            self._keys = dict([(instance, key), *others][:MAX_KEYS])
+            self._keys = dict([(instance, (key, time.monotonic())), *others][:MAX_KEYS])
 
     async def _run(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.config import SpeculationConfig
+from paceline.deployments import ledger
 from paceline.deployments.gateway import Relay
 from paceline.deployments.ledger import Ledger, Reply, SharedQuotas
 from paceline.deployments.session_ids import SessionIds
@@ -423,10 +424,28 @@ async def _first_reply(stub: Any, session_id: str, metadata: Any) -> None:
         return
 
 
+async def test_a_new_key_is_accepted_before_it_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = LocalLink()
+    quotas = SharedQuotas(link)
+    (first,) = await quotas.session_keys()
+    link.is_away = True
+    assert await quotas.session_keys() == (first,)
+    link.is_away = False
+    link.new()
+    signs, second = await quotas.session_keys()
+    assert signs == first != second
+    monkeypatch.setattr(ledger, "SIGN_AFTER_S", 0.0)
+    assert await quotas.session_keys() == (second, first)
+
+
 async def test_a_ledger_that_starts_anew_keeps_sessions(
-    engines: list[EngineThread], runners: list[ModelRunner], tmp_path: Path
+    engines: list[EngineThread],
+    runners: list[ModelRunner],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its new key is asked for as soon as an id comes that the known ones have not signed."""
+    monkeypatch.setattr(ledger, "SIGN_AFTER_S", 0.0)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     truth = ar(runners[0], params)
     link = LocalLink()

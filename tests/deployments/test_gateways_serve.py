@@ -148,7 +148,7 @@ async def test_the_ledger_is_one_and_comes_back(app: str, engine: Any) -> None:
         assert await asyncio.to_thread(eventually, is_back, 60.0)
         for _ in range(4):
             await asyncio.to_thread(session.verify)
-        for _ in range(2):  # opened by one with the new key, and known to the other
+        for _ in range(2):
             other = await asyncio.to_thread(client.open_session, prompt_ids, PARAMS)
             for _ in range(3):
                 await asyncio.to_thread(other.verify)

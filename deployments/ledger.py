@@ -280,20 +280,22 @@ class SharedQuotas:
                 await asyncio.wait_for(self._wake.wait(), SYNC_S)
             self._wake.clear()
             waiters, self._waiters = self._waiters, []
-            accounts = dict(self._accounts)
-            asks = {name: account.ask() for name, account in accounts.items()}
-            # Of thousands of tenants most are quiet.
-            asks = {n: a for n, a in asks.items() if self._has_news(n, a)}
             try:
-                reply = await asyncio.wait_for(self._link.sync(self._name, asks), TIMEOUT_S)
-            except Exception as error:
+                await self._sync()
+            except Exception as error:  # whatever it is, callers must not wait for ever
                 self._away(error)
-            else:
-                self._answered(accounts, reply)
             finally:
                 for waiter in waiters:
                     if not waiter.done():
                         waiter.set_result(None)
+
+    async def _sync(self) -> None:
+        accounts = dict(self._accounts)
+        asks = {name: account.ask() for name, account in accounts.items()}
+        # Of thousands of tenants most are quiet.
+        asks = {name: ask for name, ask in asks.items() if self._has_news(name, ask)}
+        reply = await asyncio.wait_for(self._link.sync(self._name, asks), TIMEOUT_S)
+        self._answered(accounts, reply)
 
     def _has_news(self, name: str, ask: QuotaAsk) -> bool:
         """Whether to tell the ledger; the first empty one says that nothing is used any more."""

@@ -585,7 +585,9 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
 
 
 # Keys that may hold a secret by mistake: errors do not show their values.
-_SECRET = re.compile(r"(^|\.)(tenants|tokens?|secrets?|passwords?|api_key)(\.|$)|_(token|secret)$")
+_SECRET = re.compile(
+    r"(^|\.)(tenants|tokens?|secrets?|passwords?|api_key|session_keys)(\.|$)|_(token|secret)$"
+)
 
 
 class _Hidden:

@@ -1,4 +1,4 @@
-"""A policy for Serve's autoscaler: how many targets and drafters should run.
+"""A policy for Serve's autoscaler: how many targets, drafters and gateways should run.
 
 A Serve config file names it for the whole application, because the number of drafters follows from
 measurements of the targets::
@@ -101,44 +101,56 @@ class Policy:
     Args:
         sessions_per_target, round_ms: see :func:`targets_wanted`.
         draft_ms: see :func:`drafters_wanted`.
+        sessions_per_gateway: that a gateway carries.
     """
 
     def __init__(
-        self, *, sessions_per_target: float = 8.0, round_ms: float = 200.0, draft_ms: float = 50.0
+        self,
+        *,
+        sessions_per_target: float = 8.0,
+        round_ms: float = 200.0,
+        draft_ms: float = 50.0,
+        sessions_per_gateway: float = 64.0,
     ) -> None:
         self._targets = {"sessions_per_target": sessions_per_target, "round_ms": round_ms}
         self._draft_ms = draft_ms
+        self._gateways = SessionPolicy(sessions=sessions_per_gateway)
 
     def __call__(
         self, contexts: Mapping[Any, AutoscalingContext]
     ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """The number of replicas wanted, by deployment, and the policy's state, which is empty."""
         named = {context.deployment_name: (key, context) for key, context in contexts.items()}
+        wanted: dict[Any, int] = {}
+        if "gateway" in named:
+            key, context = named["gateway"]
+            wanted[key], _ = self._gateways(context)
         if "target" not in named:
-            return {}, {}
+            return wanted, {}
         key, context = named["target"]
         load = load_of(context.raw_metrics or {})
-        wanted = {key: targets_wanted(load, _replicas(context), **self._targets)}
+        wanted[key] = targets_wanted(load, _replicas(context), **self._targets)
         if "drafter" in named:
             key, context = named["drafter"]
             wanted[key] = drafters_wanted(load, _replicas(context), draft_ms=self._draft_ms)
         return wanted, {}
 
 
-class DrafterPolicy:
-    """The policy of drafters in an application that has none: their sessions decide.
+class SessionPolicy:
+    """The policy of drafters in an application that has none, and of gateways: sessions decide.
 
-    Serve's own would count leases, of which each target has one on every drafter.
+    Serve's own would count leases, of which each target has one on every drafter, and knows of no
+    call of a gateway.
 
     Args:
-        sessions: of a drafter, at most.
+        sessions: of a replica, at most.
     """
 
     def __init__(self, *, sessions: float = 8.0) -> None:
         self._sessions = sessions
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number of drafters wanted, and the policy's state, which is empty."""
+        """The number of replicas wanted, and the policy's state, which is empty."""
         sessions = load_of(context.raw_metrics or {}).sessions
         wanted = sessions / self._sessions
         now = _replicas(context).wanted

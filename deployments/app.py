@@ -9,10 +9,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from paceline.deployments.config import (
-    DRAFTER_POLICY,
+    SESSION_POLICY,
     Autoscaling,
     DeploymentConfig,
     DrafterConfig,
+    GatewayConfig,
     TargetConfig,
     parse_config,
 )
@@ -47,8 +48,8 @@ def build(args: dict[str, Any]) -> Application:
     drafter = _drafter(config) if config.topology == "actors" else None
     return GatewayDeployment.options(
         name=GATEWAY,
-        num_replicas=config.gateway.num_replicas,
-        max_replicas_per_node=1,  # its port is fixed
+        **_num_replicas(config, config.gateway),
+        max_replicas_per_node=1 if config.gateway.has_fixed_port else None,
         max_ongoing_requests=1000,
         # Serve does not see its calls: it drains by itself, then closes its ports and files.
         graceful_shutdown_timeout_s=config.gateway.drain_s + 5,
@@ -83,9 +84,12 @@ def _drafter(config: DeploymentConfig) -> Application:
     ).bind(config)  # fmt: skip
 
 
-def _num_replicas(config: DeploymentConfig, role: TargetConfig | DrafterConfig) -> dict[str, Any]:
+_Role = TargetConfig | DrafterConfig | GatewayConfig
+
+
+def _num_replicas(config: DeploymentConfig, role: _Role) -> dict[str, Any]:
     scaling = role.autoscaling
-    if scaling is None and (role is config.drafter or config.drafter.autoscaling is None):
+    if scaling is None and (role is not config.target or config.drafter.autoscaling is None):
         return {"num_replicas": role.num_replicas}
     if scaling is None:  # the policy decides about drafters by what targets report
         scaling = Autoscaling(min_replicas=role.num_replicas, max_replicas=role.num_replicas)
@@ -104,12 +108,10 @@ def _num_replicas(config: DeploymentConfig, role: TargetConfig | DrafterConfig) 
     }
 
 
-def _policy(
-    config: DeploymentConfig, role: TargetConfig | DrafterConfig, scaling: Autoscaling
-) -> AutoscalingPolicy:
+def _policy(config: DeploymentConfig, role: _Role, scaling: Autoscaling) -> AutoscalingPolicy:
     """What decides if the application has no policy."""
-    if role is not config.drafter:
+    if role is config.target:
         return AutoscalingPolicy()
     return AutoscalingPolicy(
-        policy_function=DRAFTER_POLICY, policy_kwargs={"sessions": scaling.target_sessions}
+        policy_function=SESSION_POLICY, policy_kwargs={"sessions": scaling.target_sessions}
     )

@@ -204,28 +204,6 @@ class DataPlaneTls(_Block):
         return ClientTls(**self.model_dump(), prefix="data_plane_tls.")
 
 
-class _Replicas(_Block):
-    num_replicas: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="Number of replicas; with autoscaling, the number at the start.",
-    )
-    num_cpus: float = Field(0.5, gt=0, description="CPUs that Ray reserves for each replica.")
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        {}, description="Custom Ray resources that each replica takes, which place it on nodes."
-    )
-
-    @property
-    def max_replicas(self) -> int:
-        """Most replicas that may run."""
-        return self.num_replicas
-
-    def actor_options(self) -> dict[str, Any]:
-        """What Ray reserves for each replica."""
-        return {"num_cpus": self.num_cpus, "resources": self.resources}
-
-
 class Autoscaling(_Block):
     """How many replicas Serve may choose, and how soon it acts."""
 
@@ -251,13 +229,32 @@ class Autoscaling(_Block):
         return self
 
 
-class _GpuReplicas(_Replicas):
-    num_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each replica.")
+class _Replicas(_Block):
+    num_replicas: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Number of replicas; with autoscaling, the number at the start.",
+    )
+    num_cpus: float = Field(0.5, gt=0, description="CPUs that Ray reserves for each replica.")
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Custom Ray resources that each replica takes, which place it on nodes."
+    )
+
     autoscaling: Autoscaling | None = Field(None, description="null: as many as num_replicas.")
 
     @property
     def max_replicas(self) -> int:
+        """Most replicas that may run."""
         return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    def actor_options(self) -> dict[str, Any]:
+        """What Ray reserves for each replica."""
+        return {"num_cpus": self.num_cpus, "resources": self.resources}
+
+
+class _GpuReplicas(_Replicas):
+    num_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each replica.")
 
     def actor_options(self) -> dict[str, Any]:
         return {**super().actor_options(), "num_gpus": self.num_gpus}
@@ -315,10 +312,22 @@ class HttpConfig(_Block):
     )
 
 
+class GatewayAutoscaling(Autoscaling):
+    target_sessions: float = Field(
+        64.0,
+        gt=0,
+        description="Sessions and generations per gateway to aim at without autoscaling_policy.",
+    )
+
+
 class GatewayConfig(_Replicas):
-    """Where clients connect. There is at most one gateway on a node, because its port is fixed."""
+    """Where clients connect. There is at most one gateway on a node, unless its ports are free ones
+    (0), because they are fixed."""
 
     num_cpus: float = Field(0.25, gt=0, description="CPUs that Ray reserves for each replica.")
+    autoscaling: GatewayAutoscaling | None = Field(
+        None, description="null: as many as num_replicas."
+    )
     host: str = Field("127.0.0.1", min_length=1, description="Interface to listen on.")
     grpc_port: int = Field(
         50051, ge=0, le=65535, description="Port of the gRPC endpoint; 0 picks a free one."
@@ -356,10 +365,20 @@ class GatewayConfig(_Replicas):
         description="File with tenants, their tokens and quotas; null: the one that "
         "PACELINE_TENANTS names; without either, the gateway admits every client.",
     )
+    session_keys: str | None = Field(
+        None,
+        description="File with the keys that sign the ids of verify sessions, one a line: the "
+        "first signs, all are accepted; null: gateways share one through Ray.",
+    )
     limits: GatewayLimits = GatewayLimits()
     audit_log: str | None = Field(
         None, description="File for opens and refusals; null: the logger paceline.audit."
     )
+
+    @property
+    def has_fixed_port(self) -> bool:
+        """Whether a second gateway on the same node would find a port in use."""
+        return bool(self.grpc_port or self.http_port)
 
 
 class VllmConfig(_Block):
@@ -566,7 +585,9 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
 
 
 # Keys that may hold a secret by mistake: errors do not show their values.
-_SECRET = re.compile(r"(^|\.)(tenants|tokens?|secrets?|passwords?|api_key)(\.|$)|_(token|secret)$")
+_SECRET = re.compile(
+    r"(^|\.)(tenants|tokens?|secrets?|passwords?|api_key|session_keys)(\.|$)|_(token|secret)$"
+)
 
 
 class _Hidden:
@@ -638,7 +659,7 @@ def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:
         changes["tls"] = _absolute(gateway.tls, "cert", "key", "client_ca")
     if gateway.tenants is None and os.environ.get(TENANTS_VARIABLE):
         gateway = gateway.model_copy(update={"tenants": os.environ[TENANTS_VARIABLE]})
-    gateway = _absolute(gateway.model_copy(update=changes), "tenants", "audit_log")
+    gateway = _absolute(gateway.model_copy(update=changes), "tenants", "session_keys", "audit_log")
     if data is not None:
         data = _absolute(data, "cert", "key", "ca")
     return config.model_copy(update={"gateway": gateway, "data_plane_tls": data})
@@ -660,6 +681,7 @@ class AutoscalingPolicy(_Block):
     sessions_per_target: float = Field(8.0, gt=0)
     round_ms: float = Field(200.0, gt=0)
     draft_ms: float = Field(50.0, gt=0)
+    sessions_per_gateway: float = Field(64.0, gt=0)
 
 
 class ConfigFile(BaseModel):
@@ -689,7 +711,7 @@ class ConfigFile(BaseModel):
 
 
 POLICY_FUNCTION = "paceline.cluster.autoscaling:Policy"
-DRAFTER_POLICY = "paceline.cluster.autoscaling:DrafterPolicy"
+SESSION_POLICY = "paceline.cluster.autoscaling:SessionPolicy"
 _APPLICATION_KEYS = {
     "name", "import_path", "route_prefix", "args", "autoscaling_policy", "deployments",
 }  # fmt: skip
@@ -781,10 +803,12 @@ def _policy(given: Any, config: DeploymentConfig) -> AutoscalingPolicy | None:
         raise InvalidArgument(
             f"{where}.policy_function", given.get("policy_function"), repr(POLICY_FUNCTION)
         )
-    if config.target.autoscaling is None and config.drafter.autoscaling is None:
+    roles = (config.target, config.drafter, config.gateway)
+    if all(role.autoscaling is None for role in roles):
         raise InvalidArgument(
-            where, "set", "nothing without target.autoscaling or drafter.autoscaling"
-        )
+            where, "set", "nothing without target.autoscaling, drafter.autoscaling or "
+            "gateway.autoscaling",
+        )  # fmt: skip
     try:
         return AutoscalingPolicy.model_validate(given.get("policy_kwargs") or {})
     except ValidationError as error:

@@ -1,9 +1,10 @@
 """The gateway: a fixed port for gRPC and one for HTTP in front of the target replicas.
 
 For each call it holds a lease on a target that Serve picks, and passes messages on as the bytes
-that came in. It reads the frames of verify sessions where routing needs it: a session id leads to
-the replica that has the session. A generation whose target goes away continues on another one. A
-verify session does not: its client has the tokens, and opens it again.
+that came in. It reads the frames of verify sessions where routing needs it: a session id names the
+replica that has the session, whichever gateway opened it (``session_ids.py``). A generation whose
+target goes away continues on another one. A verify session does not: its client has the tokens, and
+opens it again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline.deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from paceline.deployments.lease import IdleLeases, Lease, open_lease
+from paceline.deployments.ledger import START_S, RayLink, SharedQuotas
 from paceline.deployments.metrics import report_gauges
 from paceline.deployments.openai.api import make_app
 from paceline.deployments.openai.server import HttpServer, start_http
 from paceline.deployments.poison import Poison, digest_of
 from paceline.deployments.scrape import application_metrics
+from paceline.deployments.session_ids import KeyFile, SessionIds
 from paceline.deployments.target_calls import (
     Metadata,
     TargetCalls,
@@ -35,7 +38,7 @@ from paceline.deployments.target_calls import (
     metadata_of,
     parsed,
 )
-from paceline.deployments.verify_relay import SWEEP_INTERVAL_S, VERIFY, VerifyRelay
+from paceline.deployments.verify_relay import VERIFY, VerifyRelay
 from paceline.errors import (
     NumericsMismatch,
     ResourceExhausted,
@@ -59,6 +62,7 @@ MAX_TRIES = 3
 _RETRY_S = 0.2
 _CHARACTERS_PER_TOKEN = 4
 _START_ATTEMPT_S = 60.0
+_KEYS_INTERVAL_S = 2.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -71,6 +75,7 @@ class Relay:
         idle_timeout_s: seconds without a frame after which the gateway closes a stream.
         resume_s: seconds in which a generation that has lost its target looks for another one.
         gate: admits callers, and counts what they use.
+        session_ids: with the keys of all gateways; None: sessions are this gateway's.
         tls: for the connections to targets; None is plain text.
         tracing: None traces nothing.
     """
@@ -82,6 +87,7 @@ class Relay:
         idle_timeout_s: float,
         resume_s: float,
         gate: Gate,
+        session_ids: SessionIds | None = None,
         tls: ClientTls | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -92,7 +98,11 @@ class Relay:
         self._gate = gate
         self._poison = Poison()
         self._verify = VerifyRelay(
-            self._calls, idle_timeout_s=idle_timeout_s, gate=gate, tracing=tracing
+            self._calls,
+            idle_timeout_s=idle_timeout_s,
+            gate=gate,
+            session_ids=session_ids or SessionIds.random(),
+            tracing=tracing,
         )
 
     @property
@@ -102,7 +112,7 @@ class Relay:
 
     @property
     def num_sessions(self) -> int:
-        """Verify sessions that a client may still use."""
+        """Verify sessions that were opened here and that a client may still use."""
         return self._verify.num_sessions
 
     def register(self, server: grpc.aio.Server) -> list[str]:
@@ -140,6 +150,7 @@ class Relay:
         Raises:
             PacelineError: the gate or the target refuses, or there is no target.
         """
+        await self._gate.before_open()
         with self._gate.call("gateway.generate", self._tracing, traceparent) as admission:
             message = parsed(generate_pb2.GenerateRequest, request)
             whole = Continuation(request, timeout_s, fingerprint=message.fingerprint)
@@ -229,7 +240,7 @@ class Relay:
 
         Raises: as :meth:`generate`.
         """
-        self._gate.count_open()
+        await self._count_open()
         return await self._unary("Tokenize", request, timeout_s)
 
     async def detokenize(self, request: bytes, timeout_s: float | None = None) -> bytes:
@@ -237,8 +248,12 @@ class Relay:
 
         Raises: as :meth:`generate`.
         """
-        self._gate.count_open()
+        await self._count_open()
         return await self._unary("Detokenize", request, timeout_s)
+
+    async def _count_open(self) -> None:
+        await self._gate.before_open(session=False)
+        self._gate.count_open()
 
     async def _unary(self, method: str, request: bytes, timeout_s: float | None) -> bytes:
         lease = await self._calls.open_lease()
@@ -255,7 +270,7 @@ class Relay:
                 yield reply
 
     async def _get_model(self, request: bytes, context: Context) -> bytes:
-        self._gate.count_open()
+        await self._count_open()
         return await self.get_model(request, context.time_remaining())
 
     async def _tokenize(self, request: bytes, context: Context) -> bytes:
@@ -264,12 +279,8 @@ class Relay:
     async def _detokenize(self, request: bytes, context: Context) -> bytes:
         return await self.detokenize(request, context.time_remaining())
 
-    def sweep(self) -> None:
-        """Forget sessions that their target has closed because they were idle."""
-        self._verify.sweep()
-
     async def close(self) -> None:
-        """Forget all sessions and close the connections."""
+        """Give all leases back and close the connections."""
         self._verify.close()
         self._idle.close()
         await self._calls.close()
@@ -280,14 +291,23 @@ def _prompt_tokens(request: generate_pb2.GenerateRequest) -> int:
     return len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
 
 
-def _gate(config: GatewayConfig) -> Gate:
+def _gate(config: GatewayConfig, quotas: SharedQuotas) -> Gate:
     # The variable may be set on the replica's own node only.
     path = config.tenants or os.environ.get(TENANTS_VARIABLE)
+    if path:
+        quotas.start()
     return Gate(
         tenants=Tenants(path) if path else None,
         limits=config.limits.call_limits(),
         audit=Audit(config.audit_log),
+        shares=quotas if path else None,
     )
+
+
+async def _session_ids(config: GatewayConfig, quotas: SharedQuotas) -> SessionIds:
+    if config.session_keys is not None:
+        return KeyFile(config.session_keys).session_ids()
+    return SessionIds(await quotas.session_keys(START_S), quotas.session_keys)
 
 
 async def _metrics() -> str:
@@ -309,13 +329,18 @@ class GatewayDeployment:
     async def __init__(self, config: DeploymentConfig, targets: DeploymentHandle[Any]) -> None:
         gateway, data_tls = config.gateway, config.data_plane_tls
         self._drain_s = gateway.drain_s
-        self._gate = gate = _gate(gateway)
+        self._quotas = SharedQuotas(
+            RayLink(serve.get_replica_context().app_name), num_gateways=gateway.num_replicas
+        )
+        self._session_ids = await _session_ids(gateway, self._quotas)
+        self._gate = gate = _gate(gateway, self._quotas)
         tracing = config.tracing.start("paceline-gateway")
         self._relay = Relay(
             partial(open_lease, targets, "target", gateway.open_timeout_s),
             idle_timeout_s=config.target.idle_timeout_s,
             resume_s=gateway.open_timeout_s,
             gate=gate,
+            session_ids=self._session_ids,
             tls=None if data_tls is None else data_tls.client(),
             tracing=tracing,
         )
@@ -348,7 +373,7 @@ class GatewayDeployment:
                 )
             except PortInUse as error:
                 raise PortInUse(f"gateway.host, gateway.http_port: {error}") from None
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._refreshing = asyncio.create_task(self._refresh_keys())
 
     def status(self) -> dict[str, Any]:
         """Counters for `paceline status`."""
@@ -361,23 +386,29 @@ class GatewayDeployment:
             "sessions": self._gate.num_sessions,
         }
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy follows: open sessions and generations."""
+        return {"sessions": self._gate.num_sessions}
+
     def _gauges(self) -> dict[str, float]:
         return {
             "gateway_calls": self._relay.num_calls, "gateway_sessions": self._gate.num_sessions,
         }  # fmt: skip
 
-    async def _sweep(self) -> None:
+    async def _refresh_keys(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            self._relay.sweep()
+            await asyncio.sleep(_KEYS_INTERVAL_S)
+            await self._session_ids.refresh()
 
     async def __del__(self) -> None:
-        # Serve awaits this once after draining. There is no sweeper when the constructor failed.
-        if hasattr(self, "_sweeper"):
-            self._sweeper.cancel()
+        # Serve awaits this once after draining. The last attribute is missing when the constructor
+        # has failed.
+        if hasattr(self, "_refreshing"):
+            self._refreshing.cancel()
             http = [] if self._http is None else [self._http.stop(self._drain_s)]
             await asyncio.gather(self._server.stop(self._drain_s), *http)
             await self._reporting.stop()
             await self._relay.close()
+            await self._quotas.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.stop)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,12 +45,14 @@ class Endpoint:
 
     Attributes:
         fingerprint: of a target's numerics; "" for a drafter, or if unknown.
+        lease_id: the replica's name for the lease that it answers.
     """
 
     address: str
     pid: int
     replica_id: str
     fingerprint: str = ""
+    lease_id: str = ""
 
 
 def data_host(config: DeploymentConfig) -> str:
@@ -84,6 +87,12 @@ class Holder:
         return False
 
 
+class _End(asyncio.Event):
+    """Set when a lease ends. ``session``: because its session has ended, and not the replica."""
+
+    session = False
+
+
 class LeaseBook:
     """The replica's side: yields its endpoint to holders, and counts their leases.
 
@@ -94,7 +103,8 @@ class LeaseBook:
     def __init__(self, address: str, fingerprint: str = "") -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self.endpoint = Endpoint(address, os.getpid(), replica_id, fingerprint)
-        self._ends: dict[Holder, set[asyncio.Event]] = {}
+        self._ends: dict[Holder, set[_End]] = {}
+        self._by_id: dict[str, _End] = {}
         self._watcher = asyncio.create_task(self._watch_holders())
 
     @property
@@ -102,17 +112,31 @@ class LeaseBook:
         return sum(len(ends) for ends in self._ends.values())
 
     async def hold(self, holder: Holder) -> AsyncIterator[Endpoint]:
-        """The stream of ``open_session``: yields the endpoint, then waits until the lease ends."""
-        end = asyncio.Event()
+        """The stream of ``open_session``: yields the endpoint, then waits until the lease ends.
+
+        It yields the endpoint once more if the lease has ended with its session.
+        """
+        end, lease_id = _End(), secrets.token_hex(8)
         ends = self._ends.setdefault(holder, set())
         ends.add(end)
+        self._by_id[lease_id] = end
         try:
-            yield self.endpoint
+            yield replace(self.endpoint, lease_id=lease_id)
             await end.wait()
+            if end.session:
+                yield self.endpoint
         finally:
+            del self._by_id[lease_id]
             ends.discard(end)
             if not ends and self._ends.get(holder) is ends:
                 del self._ends[holder]
+
+    def session_ended(self, lease_id: str) -> None:
+        """End the lease of a session, which ended by whichever gateway."""
+        end = self._by_id.get(lease_id)
+        if end is not None:
+            end.session = True
+            end.set()
 
     def close(self) -> None:
         """End all leases; their holders notice it."""
@@ -136,7 +160,7 @@ class Lease:
     """The caller's side of a lease. :func:`open_lease` opens it; release it when done.
 
     Attributes:
-        lost: the replica has ended the lease, or is dead.
+        lost: the replica has ended the lease because it stops, or is dead.
         ended: the replica lives, or stops in order.
     """
 
@@ -147,6 +171,8 @@ class Lease:
         self.ended = False
         self._response = response
         self._on_lost: set[Callable[[], object]] = set()
+        self._on_end: Callable[[], object] | None = None
+        self._is_over = False
         self._watcher = asyncio.create_task(self._watch())
 
     def on_lost(self, callback: Callable[[], object]) -> None:
@@ -160,20 +186,55 @@ class Lease:
         """Undo :meth:`on_lost`."""
         self._on_lost.discard(callback)
 
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when the session of the lease has ended, or the lease is lost."""
+        if self._is_over:
+            callback()
+        else:
+            self._on_end = callback
+
     def release(self) -> None:
         """End the lease. Calling it again does nothing."""
         self._on_lost.clear()
+        self._on_end = None
         self._watcher.cancel()
         self._response.cancel()
 
     async def _watch(self) -> None:
         # An error means that the replica or its node is gone: this is what the task waits for.
+        session_ended = None
         with suppress(ray.exceptions.RayError, RayServeException):
-            await anext(self._response, None)
+            session_ended = await anext(self._response, None)
             self.ended = True
-        self.lost = True
-        for callback in list(self._on_lost):
-            callback()
+        self._is_over = True
+        if session_ended is None:
+            self.lost = True
+            for callback in list(self._on_lost):
+                callback()
+        if self._on_end is not None:
+            self._on_end()
+
+
+class Unleased(Lease):
+    """Stands for the lease on a replica that another gateway holds, or held."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.opened_at = time.monotonic()
+        self.lost = False
+        self.ended = False
+
+    def on_lost(self, callback: Callable[[], object]) -> None:
+        """Never called: the connection tells."""
+
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Never called."""
+
+    def forget(self, callback: Callable[[], object]) -> None:
+        """Does nothing."""
+
+    def release(self) -> None:
+        """Does nothing."""
 
 
 class IdleLeases:

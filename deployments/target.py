@@ -101,6 +101,7 @@ class TargetDeployment:
             idle_timeout_s=config.target.idle_timeout_s,
             tracing=self._tracing,
             numerics_mismatch=config.target.numerics_mismatch,
+            lease_ended=lambda lease_id: self._leases.session_ended(lease_id),
         )
         self._reporting = report_engine(config.model.name, self._engine, self._server.gate)
         self._fingerprint = str(self._engine.engine.target.fingerprint)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from paceline.deployments.lease import Lease
+from paceline.deployments.lease import Endpoint, Lease, Unleased
 from paceline.errors import InvalidArgument
 from paceline.rpc.access import CACHE_SCOPE, CallAdmission
 from paceline.rpc.errors import Cancelled, ServerUnavailable, from_rpc_error
@@ -21,10 +21,14 @@ from paceline.rpc.tracing import Span
 
 MAX_LOOKS = 16
 """Targets to look at for one with the numerics of a session that goes on."""
+_MAX_ENDPOINTS = 1024
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_retries", 0),  # gRPC would repeat a session behind the client's back
+    # A session that another gateway opened has no lease here that would tell of a dead machine.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
 )
 
 _State = grpc.ChannelConnectivity
@@ -65,6 +69,11 @@ class TargetCalls:
         self.num_calls = 0
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._endpoints: dict[str, Endpoint] = {}  # of replicas that it had leases on, by address
+
+    def unleased(self, address: str) -> Unleased:
+        """What stands for the lease on a replica that another gateway has."""
+        return Unleased(self._endpoints.get(address) or Endpoint(address, 0, ""))
 
     async def lease_for(self, fingerprint: str) -> Lease:
         """A lease on a target with these numerics, or on another one if none is found.
@@ -78,6 +87,9 @@ class TargetCalls:
                 lease = await self.open_lease()
                 found = not fingerprint or lease.endpoint.fingerprint in ("", fingerprint)
                 if found or len(others) == MAX_LOOKS - 1:
+                    if len(self._endpoints) == _MAX_ENDPOINTS:
+                        self._endpoints.clear()
+                    self._endpoints[lease.endpoint.address] = lease.endpoint
                     return lease
                 others.append(lease)
         except ServerUnavailable:  # the others are starting or busy
@@ -241,9 +253,9 @@ def parsed(message: type[M], data: bytes) -> M:
 def gone(lease: Lease) -> TargetGone:
     """The error of a call whose target has gone."""
     endpoint = lease.endpoint
-    error = TargetGone(
-        f"target replica {endpoint.replica_id} at {endpoint.address} (process {endpoint.pid}) is "
-        "gone, and the session with it; send the request again"
-    )
+    who = f"the target at {endpoint.address}"
+    if endpoint.pid:
+        who = f"target replica {endpoint.replica_id} at {endpoint.address} (process {endpoint.pid})"
+    error = TargetGone(f"{who} is gone, and the session with it; send the request again")
     error.replica_id = endpoint.replica_id
     return error

@@ -1,52 +1,55 @@
-"""VerifyService at the gateway: passes each session on to the replica that has it."""
+"""VerifyService at the gateway: passes each session on to the replica that has it.
+
+The session's id says which one that is (``session_ids.py``), so that any gateway may take the next
+call. The gateway that opened the session holds its lease, and counts it, until the target says that
+it has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from paceline.deployments.lease import Lease
-from paceline.deployments.target_calls import TargetCalls, TargetGone, metadata_of, parsed
+from paceline.deployments.session_ids import SessionIds
+from paceline.deployments.target_calls import Metadata, TargetCalls, TargetGone, metadata_of, parsed
 from paceline.errors import FailedPrecondition, SessionNotFound
-from paceline.rpc.access import CallAdmission, Gate, QuotaExceeded
-from paceline.rpc.errors import ServerUnavailable, to_status
+from paceline.rpc.access import LEASE_ID, SESSION_ID, CallAdmission, Gate
+from paceline.rpc.errors import to_status
 from paceline.rpc.gen.paceline.v1 import verify_pb2
+from paceline.rpc.quotas import QuotaExceeded
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traced, traceparent_of
 
 VERIFY: str = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
-SWEEP_INTERVAL_S = 2.0
-
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
+@dataclass(slots=True)
 class _Route:
-    """A verify session: its lease on a target, its owner, and how many calls use it.
+    """Where a call's session is, and what the call counts on.
 
     Attributes:
-        session_id: the target's name for it; empty before it is open.
-        users: streams on it and calls that open it, and one more if ``unary``.
-        unary: a unary call opened it: it stays until Close, or until it is idle for too long.
+        session_id: of a session that is to be opened, its id to be.
+        is_open: the session is there, as far as this gateway knows.
     """
 
-    __slots__ = (
-        "admission", "idle_timeout_s", "lease", "session_id", "touched_at", "unary", "users",
-    )  # fmt: skip
+    lease: Lease
+    admission: CallAdmission
+    session_id: str
+    is_open: bool
 
-    def __init__(self, lease: Lease, admission: CallAdmission) -> None:
-        self.lease = lease
-        self.admission = admission
-        self.session_id = ""
-        self.users = 0
-        self.unary = False
-        self.idle_timeout_s = 0.0
-        self.touched_at = time.monotonic()
+    @property
+    def metadata(self) -> Metadata:
+        """What a target has to know of a session that it opens."""
+        lease_id = self.lease.endpoint.lease_id
+        return ((SESSION_ID, self.session_id), (LEASE_ID, lease_id))
 
 
 class VerifyRelay:
@@ -55,17 +58,25 @@ class VerifyRelay:
     Args:
         idle_timeout_s: seconds without a frame after which the gateway closes a stream.
         gate: admits callers, and counts what they use.
+        session_ids: with the keys of all gateways.
         tracing: None traces nothing.
     """
 
     def __init__(
-        self, calls: TargetCalls, *, idle_timeout_s: float, gate: Gate, tracing: Tracing | None
+        self,
+        calls: TargetCalls,
+        *,
+        idle_timeout_s: float,
+        gate: Gate,
+        session_ids: SessionIds,
+        tracing: Tracing | None,
     ) -> None:
         self._calls = calls
         self._idle_timeout_s = idle_timeout_s
         self._gate = gate
         self._tracing = tracing
-        self._routes: dict[str, _Route] = {}
+        self._session_ids = session_ids
+        self._held: dict[str, _Route] = {}  # sessions that were opened here
 
     @property
     def handlers(self) -> dict[str, Any]:
@@ -97,9 +108,10 @@ class VerifyRelay:
                     route.lease,
                     f"/{VERIFY}/Session",
                     timeout=context.time_remaining(),
-                    metadata=metadata_of(route.admission, span),
+                    metadata=(*metadata_of(route.admission, span), *route.metadata),
                 )
-                await self._pass_on(_Stream(call, route.admission, context), first, frames, route)
+                stream = _Stream(call, route.admission, self._gate, context)
+                await self._pass_on(stream, first, frames, route)
 
     async def _pass_on(
         self, stream: _Stream, first: bytes, frames: AsyncIterator[bytes], route: _Route
@@ -112,6 +124,8 @@ class VerifyRelay:
                 message = verify_pb2.VerifyReply.FromString(reply)
                 if message.HasField("open"):
                     self._opened(route, message.open)
+                elif message.HasField("close"):
+                    self._ended(route.session_id)
                 await stream.pass_on(reply, message)
         except (asyncio.CancelledError, TargetGone):
             if stream.error is not None:  # the target is there, but the sender has ended the call
@@ -124,52 +138,43 @@ class VerifyRelay:
 
     async def _open(self, request: bytes, context: Context) -> bytes:
         async with self._route_for(parsed(verify_pb2.OpenRequest, request)) as route:
-            timeout_s, metadata = context.time_remaining(), metadata_of(route.admission)
+            timeout_s = context.time_remaining()
+            metadata = (*metadata_of(route.admission), *route.metadata)
             reply = await self._calls.unary(
                 route.lease, f"/{VERIFY}/Open", request, timeout_s, metadata
             )
-            result = verify_pb2.OpenResult.FromString(reply)
-            self._opened(route, result)
-            route.idle_timeout_s = result.idle_timeout_seconds
-            if not route.unary:
-                route.unary = True
-                route.users += 1
+            self._opened(route, verify_pb2.OpenResult.FromString(reply))
             return reply
 
     async def _verify(self, request: bytes, context: Context) -> bytes:
         message = parsed(verify_pb2.VerifyRequest, request)
-        route = self._of_caller(message.session_id)
+        route = await self._of_caller(message.session_id)
+        await self._gate.before_round()
         route.admission.round(len(message.token_ids))
-        reply = await self._on_session(message.session_id, "Verify", request, context)
+        reply = await self._on_session(route, "Verify", request, context)
         route.admission.charge(_num_tokens(verify_pb2.VerifyResult.FromString(reply)))
         return reply
 
     async def _truncate(self, request: bytes, context: Context) -> bytes:
-        session_id = parsed(verify_pb2.TruncateRequest, request).session_id
-        self._of_caller(session_id).admission.round()
-        return await self._on_session(session_id, "Truncate", request, context)
+        route = await self._of_caller(parsed(verify_pb2.TruncateRequest, request).session_id)
+        await self._gate.before_round()
+        route.admission.round()
+        return await self._on_session(route, "Truncate", request, context)
 
     async def _close(self, request: bytes, context: Context) -> bytes:
-        session_id = parsed(verify_pb2.CloseRequest, request).session_id
         try:
-            self._of_caller(session_id)
+            route = await self._of_caller(parsed(verify_pb2.CloseRequest, request).session_id)
         except SessionNotFound:  # gone already: not an error
             return verify_pb2.CloseResult().SerializeToString()
-        reply = await self._on_session(session_id, "Close", request, context)
-        self._end_unary(session_id)
+        reply = await self._on_session(route, "Close", request, context)
+        self._ended(route.session_id)
         return reply
 
     async def _on_session(
-        self, session_id: str, method: str, request: bytes, context: Context
+        self, route: _Route, method: str, request: bytes, context: Context
     ) -> bytes:
-        route = self._of_caller(session_id)
-        route.touched_at = time.monotonic()
-        try:
-            path, timeout_s = f"/{VERIFY}/{method}", context.time_remaining()
-            return await self._calls.unary(route.lease, path, request, timeout_s)
-        except (ServerUnavailable, SessionNotFound):
-            self._end_unary(session_id)
-            raise
+        path, timeout_s = f"/{VERIFY}/{method}", context.time_remaining()
+        return await self._calls.unary(route.lease, path, request, timeout_s)
 
     # --- routes ---------------------------------------------------------------------------------
 
@@ -177,76 +182,71 @@ class VerifyRelay:
     async def _route_for(self, opening: verify_pb2.OpenRequest) -> AsyncIterator[_Route]:
         """The route of the session that a call resumes or opens, while the call uses it."""
         if opening.resume_session_id:
+            await self._gate.before_open(session=False)
             self._gate.count_open()  # so that guessing session ids is slow
-            route = self._of_caller(opening.resume_session_id)
-        else:
-            admission = self._gate.admit()
-            try:
-                route = _Route(await self._calls.lease_for(opening.fingerprint), admission)
-            except BaseException as error:
-                admission.refused(error)
-                raise
-        route.users += 1
+            yield await self._of_caller(opening.resume_session_id)
+            return
+        await self._gate.before_open()
+        admission = self._gate.admit()
+        try:
+            lease = await self._calls.lease_for(opening.fingerprint)
+        except BaseException as error:
+            admission.refused(error)
+            raise
+        session_id = self._session_ids.make(lease.endpoint.address, admission.owner)
+        route = _Route(lease, admission, session_id, is_open=False)
         try:
             yield route
         except BaseException as error:
-            if not route.session_id:
-                route.admission.refused(error)
+            if not route.is_open:
+                admission.refused(error)
             raise
         finally:
-            self._leave(route)
+            if not route.is_open:
+                admission.release()
+                lease.release()
 
     def _opened(self, route: _Route, result: verify_pb2.OpenResult) -> None:
         """The target has opened the route's session, or has resumed it."""
-        if not route.session_id:
-            route.session_id = result.session_id
-            self._routes[route.session_id] = route
+        if not route.is_open:
+            route.is_open = True
+            self._held[route.session_id] = route
+            route.lease.on_end(lambda: self._ended(route.session_id))
             route.admission.opened(route.session_id)
             route.admission.charge(result.committed_length)
 
-    def _of_caller(self, session_id: str) -> _Route:
-        """The route of the caller's session; another caller's counts as missing."""
-        route = self._routes.get(session_id)
-        if route is not None and route.admission.is_callers:
-            return route
-        error = SessionNotFound(session_id)
-        if route is not None:
-            self._gate.record_refusal(error, session_id)
-        raise error
+    async def _of_caller(self, session_id: str) -> _Route:
+        """The route of a session of the caller; another caller's counts as missing.
 
-    def _leave(self, route: _Route) -> None:
-        route.users -= 1
-        if route.users == 0:
-            if self._routes.get(route.session_id) is route:
-                del self._routes[route.session_id]
+        Raises:
+            SessionNotFound: no gateway made this id, or another caller has the session.
+        """
+        place = await self._session_ids.find(session_id, self._gate.caller_name)
+        if place is None or not place.is_owners:
+            error = SessionNotFound(session_id)
+            if place is not None:
+                self._gate.record_refusal(error, session_id)
+            raise error
+        held = self._held.get(session_id)
+        lease = self._calls.unleased(place.address) if held is None else held.lease
+        return _Route(lease, self._gate.visit(), session_id, is_open=True)
+
+    def _ended(self, session_id: str) -> None:
+        """A session is over, or its target is lost."""
+        route = self._held.pop(session_id, None)
+        if route is not None:
             route.admission.release()
             route.lease.release()
 
-    def _end_unary(self, session_id: str) -> None:
-        route = self._routes.get(session_id)
-        if route is not None and route.unary:
-            route.unary = False
-            self._leave(route)
-
     @property
     def num_sessions(self) -> int:
-        """Sessions that a client may still use."""
-        return len(self._routes)
-
-    def sweep(self) -> None:
-        """Forget unary sessions that their target has closed because they were idle."""
-        now = time.monotonic()
-        for session_id, route in list(self._routes.items()):
-            if route.unary and (
-                route.lease.lost or now - route.touched_at > route.idle_timeout_s + SWEEP_INTERVAL_S
-            ):
-                self._end_unary(session_id)
+        """Sessions that were opened here and that a client may still use."""
+        return len(self._held)
 
     def close(self) -> None:
-        """Forget all sessions."""
-        for route in self._routes.values():
-            route.lease.release()
-        self._routes.clear()
+        """Give all leases back."""
+        for session_id in list(self._held):
+            self._ended(session_id)
 
 
 def _num_tokens(result: verify_pb2.VerifyResult) -> int:
@@ -262,10 +262,11 @@ class _Stream:
     ended, whose status gRPC would replace by INTERNAL.
     """
 
-    def __init__(self, call: Any, admission: CallAdmission, context: Context) -> None:
+    def __init__(self, call: Any, admission: CallAdmission, gate: Gate, context: Context) -> None:
         self.error: BaseException | None = None  # ended the sender early
         self.call = call
         self._admission = admission
+        self._gate = gate
         self._context = context
         self._answered = asyncio.Event()
 
@@ -276,6 +277,7 @@ class _Stream:
             frame = parsed(verify_pb2.VerifyFrame, data)
             try:
                 if not frame.HasField("close"):  # Close frees what others wait for
+                    await self._gate.before_round()
                     self._admission.round(len(frame.verify.token_ids))
             except QuotaExceeded as error:
                 await self._admission.slow_down()

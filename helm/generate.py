@@ -36,7 +36,16 @@ DECIDED = {
     "model": {"target", "drafter", "heads"},
     "target": {"num_cpus", "num_gpus", "resources"},
     "drafter": {"num_cpus", "num_gpus", "resources"},
-    "gateway": {"num_cpus", "resources", "host", "tls", "insecure", "tenants", "audit_log"},
+    "gateway": {
+        "num_cpus",
+        "resources",
+        "host",
+        "tls",
+        "insecure",
+        "tenants",
+        "session_keys",
+        "audit_log",
+    },
     "tracing": {"folder"},
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -39,6 +38,14 @@ from paceline.rpc.errors import (
     shape_of,
 )
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
+from paceline.rpc.quotas import (
+    OF_OPENS,
+    OF_ROUNDS,
+    Account,
+    Bucket,
+    QuotaExceeded,
+    SharedAccount,
+)
 from paceline.rpc.streams import within
 from paceline.rpc.tenants import Quotas, Tenant, Tenants, digest_of
 from paceline.rpc.tracing import Span, Tracing
@@ -50,6 +57,8 @@ REFUSALS_PER_SECOND = 50.0
 """Refusals (and answers without a token) that one tenant, or one host, gets without a wait."""
 
 LONGEST_PAUSE_S = 5.0
+_PLACE_PAUSES_S = (0.02, 0.08, 0.2)
+"""Another server may just now have a session end whose place the caller of this one needs."""
 MAX_PUBLIC_CALLS = 64
 """Calls without a token, as those of the health service, that one host may have open."""
 _MAX_HOSTS = 4096  # whose refusals a gate remembers
@@ -57,18 +66,8 @@ _MAX_HOSTS = 4096  # whose refusals a gate remembers
 
 CACHE_SCOPE = "paceline-cache-scope"
 """Metadata in which a gateway tells a target whose prefixes a session may share."""
-
-
-class QuotaExceeded(ResourceExhausted):
-    """A quota of a tenant or a limit of the server; the session itself is unharmed.
-
-    Attributes:
-        quota: its name.
-    """
-
-    def __init__(self, message: str, quota: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message, retry_after_s)
-        self.quota = quota
+SESSION_ID, LEASE_ID = "paceline-session-id", "paceline-lease-id"
+"""Metadata in which it tells the id of a verify session, and the lease that ends with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,83 +106,14 @@ class Caller:
 _caller: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039  it is frozen
 
 
-class Bucket:
-    """A rate a second, and ``burst`` at once. An overdraft is a debt to wait for."""
+class Shares(Protocol):
+    """Quotas that several servers share (``deployments/ledger.py``)."""
 
-    __slots__ = ("_at", "_burst", "_level", "_rate")
+    def account(self, who: str, name: str, quotas: Quotas) -> SharedAccount:
+        """The account of a tenant at this server."""
 
-    def __init__(self, rate: float, burst: float) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._level = burst
-        self._at = time.monotonic()
-
-    def wait(self, amount: float) -> float:
-        """Seconds until ``amount`` is there; 0 when it is."""
-        now = time.monotonic()
-        self._level = min(self._burst, self._level + (now - self._at) * self._rate)
-        self._at = now
-        return max(0.0, (amount - self._level) / self._rate)
-
-    def take(self, amount: float) -> None:
-        """Take it, even where it is not there yet."""
-        self._level -= amount
-
-
-def _per_second(rate: float | None) -> Bucket | None:
-    return None if rate is None else Bucket(rate, max(1.0, rate))
-
-
-class _Account:
-    """What a tenant has used, or all callers together."""
-
-    def __init__(self, who: str, quotas: Quotas) -> None:
-        self.who = who
-        self.num_sessions = 0
-        self.num_opens = 0
-        self.num_tokens = 0
-        self.set(quotas)
-
-    def set(self, quotas: Quotas) -> None:
-        self.quotas = quotas
-        self._opens = _per_second(quotas.opens_per_second)
-        self._rounds = _per_second(quotas.rounds_per_second)
-        per_minute = quotas.tokens_per_minute
-        self._tokens = None if per_minute is None else Bucket(per_minute / 60, per_minute)
-
-    def check_open(self, session: bool) -> None:
-        limit = self.quotas.max_sessions
-        if session and limit is not None and self.num_sessions >= limit:
-            raise QuotaExceeded(
-                f"{self.who} has {limit} sessions open (max_sessions)", "max_sessions"
-            )
-        self._check(self._opens, 1.0, "opens_per_second")
-        self._check(self._tokens, 1.0, "tokens_per_minute")
-
-    def count_open(self, session: bool) -> None:
-        self.num_sessions += session
-        self.num_opens += 1
-        if self._opens is not None:
-            self._opens.take(1.0)
-
-    def check_round(self) -> None:
-        self._check(self._rounds, 1.0, "rounds_per_second")
-        self._check(self._tokens, 1.0, "tokens_per_minute")
-
-    def count_round(self) -> None:
-        if self._rounds is not None:
-            self._rounds.take(1.0)
-
-    def count_tokens(self, tokens: int) -> None:
-        self.num_tokens += tokens
-        if self._tokens is not None:
-            self._tokens.take(tokens)
-
-    def _check(self, bucket: Bucket | None, amount: float, quota: str) -> None:
-        wait = 0.0 if bucket is None else bucket.wait(amount)
-        if wait > 0:
-            limit = getattr(self.quotas, quota)
-            raise QuotaExceeded(f"{self.who} is over {quota} ({limit:g})", quota, wait)
+    async def fetch(self) -> None:
+        """Return when the ledger has answered what accounts ask for now, or is away."""
 
 
 class Gate:
@@ -193,6 +123,7 @@ class Gate:
         tenants: None admits every caller, without a name.
         limits: for all callers together.
         audit: the log of opens and refusals; None: there is none.
+        shares: of tenants' quotas, which other servers have as well; None: they are this server's.
     """
 
     def __init__(
@@ -201,11 +132,13 @@ class Gate:
         tenants: Tenants | None = None,
         limits: Limits | None = None,
         audit: Audit | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self._tenants = tenants
         self._audit = audit
-        self._replica = _Account(
+        self._shares = shares
+        self._replica = Account(
             "this server",
             Quotas(
                 max_sessions=self.limits.max_sessions,
@@ -213,10 +146,15 @@ class Gate:
                 rounds_per_second=self.limits.rounds_per_second,
             ),
         )
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
         self.num_refusals: Counter[str] = Counter()  # by reason
         self._refusals: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
         self._public: Counter[str] = Counter()  # open calls without a token, by host
+
+    @property
+    def caller_name(self) -> str | None:
+        """The tenant that makes the current call; None without tenants."""
+        return _caller.get().name
 
     @property
     def num_sessions(self) -> int:
@@ -230,6 +168,35 @@ class Gate:
             for name, account in self._accounts.items()
         }
 
+    async def before_open(self, *, session: bool = True) -> None:
+        """Get what an open needs of shared quotas, if this server does not have it.
+
+        Args:
+            session: the call opens one, rather than being counted as an open.
+        """
+        await self._prepare(OF_OPENS, session)
+
+    async def before_round(self) -> None:
+        """Get what a round needs of shared quotas, if this server does not have it."""
+        await self._prepare(OF_ROUNDS, False)
+
+    async def _prepare(self, quotas: tuple[str, ...], session: bool) -> None:
+        tenant = _caller.get().tenant
+        if self._shares is None or tenant is None:
+            return
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            (account, _) = self._accounts_of_caller()
+        assert isinstance(account, SharedAccount)
+        for pause in (0.0, *_PLACE_PAUSES_S):
+            if pause:
+                if not (session and account.needs_place):
+                    return
+                await asyncio.sleep(pause)
+            if not account.may_ask(quotas, session):
+                return
+            await self._shares.fetch()
+
     def admit(self) -> CallAdmission:
         """Admit one more session of the caller.
 
@@ -240,6 +207,15 @@ class Gate:
         accounts = self._accounts_of_caller()
         self._open(accounts, session=True)
         return CallAdmission(self, _caller.get(), accounts)
+
+    def visit(self) -> CallAdmission:
+        """For a call on a session of the caller that is admitted already, here or elsewhere.
+
+        Raises:
+            Unauthenticated, PermissionDenied: the operator has withdrawn the token.
+        """
+        accounts = self._accounts_of_caller()
+        return CallAdmission(self, _caller.get(), accounts, is_open=True)
 
     def call(self, name: str, tracing: Tracing | None, traceparent: str = "") -> CallAdmission:
         """Admit a call that opens a session, and begin its span: ``with gate.call(...) as call:``.
@@ -263,7 +239,7 @@ class Gate:
         """
         self._open(self._accounts_of_caller(), session=False)
 
-    def _open(self, accounts: list[_Account], session: bool) -> None:
+    def _open(self, accounts: list[Account], session: bool) -> None:
         try:
             for account in accounts:
                 account.check_open(session)
@@ -404,13 +380,17 @@ class Gate:
         if self._audit is not None:
             self._audit.close()
 
-    def _accounts_of_caller(self) -> list[_Account]:
+    def _accounts_of_caller(self) -> list[Account]:
         tenant = self.check_caller().tenant
         if tenant is None:
             return [self._replica]
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = _Account(f"tenant {tenant.name!r}", tenant.quotas)
+            who = f"tenant {tenant.name!r}"
+            if self._shares is None:
+                account = Account(who, tenant.quotas)
+            else:
+                account = self._shares.account(who, tenant.name, tenant.quotas)
             self._accounts[tenant.name] = account
         elif account.quotas != tenant.quotas:
             account.set(tenant.quotas)
@@ -430,13 +410,15 @@ class CallAdmission:
 
     __slots__ = ("_accounts", "_gate", "_kept", "_open", "_released", "_reserved", "owner", "span")
 
-    def __init__(self, gate: Gate, caller: Caller, accounts: list[_Account]) -> None:
+    def __init__(
+        self, gate: Gate, caller: Caller, accounts: list[Account], *, is_open: bool = False
+    ) -> None:
         self.owner = caller.name
         self._gate = gate
         self._accounts = accounts
         self._kept = False
-        self._open = False
-        self._released = False
+        self._open = is_open
+        self._released = is_open  # the admission that opened the session counts it
         self._reserved: int | None = None  # prompt tokens, until their number is known
         self.span: Span | None = None
 
@@ -554,7 +536,7 @@ class CallAdmission:
         if not self._released:
             self._released = True
             for account in self._accounts:
-                account.num_sessions -= 1
+                account.release_session()
 
 
 # Refusals of a request whose prompt has not been read: it costs nothing.

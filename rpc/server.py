@@ -125,6 +125,7 @@ async def start_server(
     numerics_mismatch: str = "refuse",
     max_connection_age_s: float | None = None,
     max_connection_age_grace_s: float = 600.0,
+    lease_ended: Callable[[str], object] = lambda lease_id: None,
 ) -> RpcServer:
     """Serve an engine (GenerateService, VerifyService) and/or a drafter (DraftService).
 
@@ -146,6 +147,7 @@ async def start_server(
         max_connection_age_s: seconds (within 10 %) after which a connection takes no new calls,
             so that its client connects again; None: never.
         max_connection_age_grace_s: seconds that calls on such a connection may still run.
+        lease_ended: called with the lease of a verify session that has ended.
 
     Raises:
         InvalidArgument: nothing to serve, a port outside the range, or plain text on an address
@@ -193,6 +195,7 @@ async def start_server(
                 gate=gate,
                 tracing=tracing,
                 numerics_mismatch=numerics_mismatch,
+                lease_ended=lease_ended,
             )
             verify_pb2_grpc.add_VerifyServiceServicer_to_server(result.verify, server)
             names.append(_full_name(verify_pb2, "VerifyService"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ from paceline.drafters.client import ClientDrafter
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
-from paceline.rpc.access import CHEAP, CallAdmission, Gate, QuotaExceeded
+from paceline.rpc.access import CHEAP, LEASE_ID, SESSION_ID, CallAdmission, Gate
 from paceline.rpc.bridge import hand_over, on_engine
 from paceline.rpc.errors import (
     Cancelled,
@@ -38,6 +38,7 @@ from paceline.rpc.messages import (
     speculation_from_message,
     statistics_to_message,
 )
+from paceline.rpc.quotas import QuotaExceeded
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.rpc.transcript import ServerTranscript
@@ -63,6 +64,13 @@ _GENERATE_ONLY = {
         *CONSTRAINTS,
     )
 }
+
+
+_LONGEST_ID = 400
+
+
+def _value(metadata: Any, key: str) -> str:
+    return next((str(value) for name, value in metadata or () if name == key), "")
 
 
 def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
@@ -91,10 +99,12 @@ class _Served:
         session: Session,
         transcript: ServerTranscript,
         admission: CallAdmission,
+        lease_id: str,
     ) -> None:
         self.session = session
         self.transcript = transcript
         self.admission = admission
+        self.lease_id = lease_id  # what a gateway holds for it; empty without one
         self.answer: asyncio.Future[verify_pb2.VerifyResult] | None = None  # to the last round
         self.arrived_at = 0.0
         self.verify_seconds = 0.0
@@ -151,6 +161,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         tracing: None traces nothing.
         numerics_mismatch: "refuse" or "allow" a session with another fingerprint than this
             replica's, for requests that say neither.
+        lease_ended: called with the lease (metadata :data:`LEASE_ID`) of a session that has ended.
     """
 
     def __init__(
@@ -161,7 +172,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         gate: Gate | None = None,
         tracing: Tracing | None = None,
         numerics_mismatch: str = "refuse",
+        lease_ended: Callable[[str], object] = lambda lease_id: None,
     ) -> None:
+        self._lease_ended = lease_ended
         self._fingerprint: Fingerprint = thread.engine.local_target.fingerprint
         self._numerics_mismatch = check_mismatch(numerics_mismatch)
         self._thread = thread
@@ -303,14 +316,23 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         metadata = context.invocation_metadata()
         traceparent = traceparent_of(metadata)
         with self._gate.call("verify_session", self._tracing, traceparent) as admission:
-            served = await self._submit(request, admission, admission.cache_scope(metadata))
+            served = await self._submit(request, admission, metadata)
             admission.keep()
         admission.opened(served.session_id)
         admission.charge(served.transcript.prompt_length)
         return served
 
+    def _new_id(self, admission: CallAdmission, metadata: Any) -> str:
+        """The id that a gateway has given to the session, or one of this server."""
+        given = _value(metadata, SESSION_ID)
+        if not given or admission.owner is not None:  # tenants of this server are no gateways
+            return secrets.token_urlsafe(16)
+        if len(given) > _LONGEST_ID or given in self._sessions:
+            raise InvalidArgument(SESSION_ID, f"{len(given)} characters", "an id that is new")
+        return given
+
     async def _submit(
-        self, request: verify_pb2.OpenRequest, admission: CallAdmission, scope: str
+        self, request: verify_pb2.OpenRequest, admission: CallAdmission, metadata: Any
     ) -> _Served:
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         speculation = SpeculationConfig(method="client")
@@ -328,7 +350,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     f"sampling.{name}", getattr(params, name), f"{off}: only Generate has this"
                 )
         check_size("token_ids", request.token_ids, self._thread.engine.target.context_length)
-        session_id = secrets.token_urlsafe(16)
+        session_id = self._new_id(admission, metadata)
         prompt_ids = list(request.token_ids)
         loop = asyncio.get_running_loop()
         opened = False
@@ -340,7 +362,13 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
         self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
-            Request(prompt_ids, params, speculation, session_id=session_id, cache_scope=scope),
+            Request(
+                prompt_ids,
+                params,
+                speculation,
+                session_id=session_id,
+                cache_scope=admission.cache_scope(metadata),
+            ),
             on_event=hand_over(loop, on_event),
         )
         try:
@@ -351,7 +379,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 self._cancel(session_id)
         transcript = ServerTranscript(session_id, session.token_ids)
         transcript.numerics_changed = changed
-        served = self._sessions[session_id] = _Served(session, transcript, admission)
+        served = self._sessions[session_id] = _Served(
+            session, transcript, admission, _value(metadata, LEASE_ID)
+        )
         if admission.span is not None:
             admission.span.session = session
         for event in early:  # the session failed before it got here
@@ -417,7 +447,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return served.transcript.truncated(request.length)
 
     async def _close(self, served: _Served) -> verify_pb2.CloseResult:
-        self._sessions.pop(served.session_id, None)
+        if self._sessions.pop(served.session_id, None) is not None:
+            self._lease_ended(served.lease_id)
         served.admission.release()
         await asyncio.wrap_future(self._cancel(served.session_id))
         served.admission.end()
@@ -427,6 +458,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         """Free a session without waiting for it."""
         if self._sessions.pop(served.session_id, None) is not None:
             self._cancel(served.session_id)
+            self._lease_ended(served.lease_id)
             served.admission.end()
             served.fail(InternalError("the session was closed"))
 

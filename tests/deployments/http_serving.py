@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -26,15 +26,49 @@ class DirectLease:
 
     lost = ended = False
 
-    def __init__(self, address: str, fingerprint: str = "") -> None:
-        self.endpoint = Endpoint(address, 0, address, fingerprint)
+    def __init__(self, address: str, fingerprint: str = "", lease_id: str = "") -> None:
+        self.endpoint = Endpoint(address, 0, address, fingerprint, lease_id)
         self.opened_at = time.monotonic()
+        self.end: Callable[[], object] = lambda: None
 
     def on_lost(self, callback: Any) -> None: ...
+
+    def on_end(self, callback: Callable[[], object]) -> None:
+        self.end = callback
 
     def forget(self, callback: Any) -> None: ...
 
     def release(self) -> None: ...
+
+
+class DirectLeases:
+    """Leases on targets, in turn, which end with their sessions.
+
+    It belongs to the event loop of the gateways, and :meth:`ended` to any thread.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.open: dict[str, DirectLease] = {}
+        self._count = 0
+        self._loop = asyncio.get_running_loop()
+
+    async def __call__(self) -> Lease:
+        self._count += 1
+        address = self.addresses[self._count % len(self.addresses)]
+        lease = DirectLease(address, lease_id=str(self._count))
+        self.open[lease.endpoint.lease_id] = lease
+        return cast(Lease, lease)
+
+    def ended(self, lease_id: str) -> None:
+        """The target's side: ``lease_ended`` of its server."""
+
+        def end() -> None:
+            lease = self.open.pop(lease_id, None)
+            if lease is not None:
+                lease.end()
+
+        self._loop.call_soon_threadsafe(end)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
 from tests.deployments.conftest import free_port
-from tests.deployments.http_serving import DirectLease
+from tests.deployments.http_serving import DirectLease, DirectLeases
 from tests.modelzoo import make_model
 from tests.rpc.serving import eventually, serving
 from tests.rpc.test_fuzz import TARGET_CALLS, complaints, fuzz, plain
@@ -239,13 +239,16 @@ async def test_many_hostile_messages(
     runner = load_runner(folder, kv_tokens=4096)
     engine = Engine(ModelTarget(runner), tokenizer=load_tokenizer(folder))
     thread, gate = EngineThread(engine).start(), Gate()
-    async with await start_server(engine=thread, idle_timeout_s=1.0) as target:
-        relay = Relay(Leases(target.address), idle_timeout_s=1.0, resume_s=1.0, gate=gate)
+    leases = DirectLeases()
+    async with await start_server(
+        engine=thread, idle_timeout_s=1.0, lease_ended=leases.ended
+    ) as target:
+        leases.addresses = [target.address]
+        relay = Relay(leases, idle_timeout_s=1.0, resume_s=1.0, gate=gate)
         async with await start_server(register=relay.register, gate=gate) as gateway:
             codes = await fuzz(plain(gateway.address), TARGET_CALLS, 5000, seed)
 
             def idle() -> bool:
-                relay.sweep()
                 return not (relay.num_calls or relay.num_sessions or thread.engine.sessions)
 
             for _ in range(300):

@@ -23,9 +23,9 @@ from benchmarks.autoscaling import (
     steady,
 )
 from paceline.cluster.autoscaling import (
-    DrafterPolicy,
     PoolLoad,
     Replicas,
+    SessionPolicy,
     drafters_wanted,
     load_of,
     targets_wanted,
@@ -117,16 +117,26 @@ def test_serve_loads_the_policy_by_its_name() -> None:
     )
     policy = _apply_app_level_autoscaling_config(_resolve_policy_callable(named))
     config = AutoscalingConfig(max_replicas=8, upscale_delay_s=0)
-    key = DeploymentID("target", "paceline")
-    context = AutoscalingContext(
-        deployment_id=key, deployment_name="target", app_name="paceline", current_num_replicas=1,
-        target_num_replicas=1, running_replicas=[], total_num_requests=0, total_queued_requests=0,
-        aggregated_metrics=None, raw_metrics={"sessions": {"a": [TimeStampedValue(1.0, 30.0)]}},
-        capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8, policy_state={},
-        last_scale_up_time=None, last_scale_down_time=None, current_time=1.0, config=config,
-    )  # fmt: skip
-    decisions, _ = policy({key: context})
-    assert decisions == {key: 4}
+
+    def context(name: str, sessions: float) -> AutoscalingContext:
+        return AutoscalingContext(
+            deployment_id=DeploymentID(name, "paceline"), deployment_name=name,
+            app_name="paceline", current_num_replicas=1, target_num_replicas=1,
+            running_replicas=[], total_num_requests=0, total_queued_requests=0,
+            aggregated_metrics=None,
+            raw_metrics={"sessions": {"a": [TimeStampedValue(1.0, sessions)]}},
+            capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8, policy_state={},
+            last_scale_up_time=None, last_scale_down_time=None, current_time=1.0, config=config,
+        )  # fmt: skip
+
+    def wanted(**sessions: float) -> dict[str, int]:
+        contexts = [context(name, number) for name, number in sessions.items()]
+        decisions, _ = policy({each.deployment_id: each for each in contexts})
+        return {key.name: number for key, number in decisions.items()}
+
+    assert wanted(target=30.0) == {"target": 4}
+    assert wanted(target=30.0, gateway=130.0) == {"target": 4, "gateway": 3}
+    assert wanted(gateway=130.0) == {"gateway": 3}
 
 
 def test_drafters_follow_their_sessions_without_a_policy_of_the_application() -> None:
@@ -145,7 +155,7 @@ def test_drafters_follow_their_sessions_without_a_policy_of_the_application() ->
             last_scale_up_time=None, last_scale_down_time=None, current_time=1.0,
             config=AutoscalingConfig(max_replicas=8),
         )  # fmt: skip
-        decision, _ = DrafterPolicy(sessions=8)(context)
+        decision, _ = SessionPolicy(sessions=8)(context)
         return decision
 
     assert wanted(1, 40.0) == 5

@@ -108,8 +108,9 @@ def test_the_served_configuration_is_one(chart: Chart, tmp_path: Path, name: str
     file.write_text(yaml.safe_dump(config))
     read = read_config_file(file)
     parsed, policy = read.config, read.autoscaling_policy
-    scales = parsed.target.autoscaling or parsed.drafter.autoscaling
-    assert (policy is not None) == (scales is not None and name == "autoscaling")
+    roles = (parsed.target, parsed.drafter, parsed.gateway)
+    scales = any(role.autoscaling is not None for role in roles)
+    assert (policy is not None) == (scales and name.startswith("autoscaling"))
     assert parsed.data_plane == "node_ip"
 
 
@@ -314,6 +315,8 @@ def test_pods_follow_the_autoscaling(chart: Chart) -> None:
         }
 
     assert sizes("autoscaling") == {"gateway": (2, 2, 2), "target": (2, 2, 8), "drafter": (1, 1, 4)}
+    gateways = sizes("autoscaling-gateways")
+    assert gateways == {"gateway": (2, 2, 6), "target": (1, 1, 1), "drafter": (1, 1, 1)}
     fixed = sizes("serve-autoscaling-on-fixed-pods")
     assert fixed == {"gateway": (1, 1, 1), "target": (3, 3, 3), "drafter": (1, 1, 1)}
 
@@ -486,6 +489,21 @@ def test_the_services_of_kuberay_find_the_head(chart: Chart) -> None:
             assert labels.get("app.kubernetes.io/name", "kuberay") == "kuberay"
             assert labels.get("app.kubernetes.io/created-by") is None
             assert not [name for name in labels if name.startswith("ray.io/")]
+
+
+def test_session_keys_are_mounted_in_gateways_alone(chart: Chart) -> None:
+    objects = render(chart, VALUE_SETS["autoscaling-gateways"])
+    args = serve_config(objects)["applications"][0]["args"]
+    path = args["gateway"]["session_keys"]
+    for name, template in pods(objects).items():
+        secrets = [v["secret"]["secretName"] for v in template["spec"]["volumes"] if "secret" in v]
+        assert ("keys" in secrets) == (name == "gateway")
+        mounts = [m["mountPath"] for m in template["spec"]["containers"][0]["volumeMounts"]]
+        assert (path.rpartition("/")[0] in mounts) == (name == "gateway")
+    assert path.endswith("/file")
+    assert (
+        "session_keys" not in serve_config(render(chart, {}))["applications"][0]["args"]["gateway"]
+    )
 
 
 def test_the_test_shows_a_token_where_there_are_tenants(chart: Chart) -> None:

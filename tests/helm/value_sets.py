@@ -83,6 +83,10 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "drafter": {"autoscaling": {"max_replicas": 4, "downscale_delay_s": 120}},
         "gateway": {"num_replicas": 2},
     },
+    "autoscaling-gateways": {
+        "gateway": {"autoscaling": {"min_replicas": 2, "max_replicas": 6}},
+        "sessionKeys": {"secretName": "keys", "key": "file"},
+    },
     "serve-autoscaling-on-fixed-pods": {
         "target": {"autoscaling": {"max_replicas": 3}},
         "autoscaling_policy": None,

@@ -30,13 +30,13 @@ def serving(grace: float = 0.2, **arguments: Any) -> Iterator[RpcServer]:
         finally:
             asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result(10)
     finally:
-        asyncio.run_coroutine_threadsafe(_calls_ended(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(calls_ended(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
 
 
-async def _calls_ended() -> None:
+async def calls_ended() -> None:
     """Wait for the calls that the server has cancelled.
 
     What gRPC still has to say of a call whose loop is closed is an error in another test's loop.

@@ -103,6 +103,9 @@ file. Empty for the demo pair. */}}
 {{- if include "paceline.tenantsSecret" . -}}
   {{- $_ := set $gateway "tenants" (printf "/etc/paceline/tenants/%s" (ternary "tenants.yaml" .Values.tenants.key (not (empty .Values.tenants.inline)))) -}}
 {{- end -}}
+{{- if .Values.sessionKeys.secretName -}}
+  {{- $_ := set $gateway "session_keys" (printf "/etc/paceline/session-keys/%s" .Values.sessionKeys.key) -}}
+{{- end -}}
 {{- $_ := set $args "data_plane" "node_ip" -}}
 {{- if eq .Values.tls.mode "disabled" -}}
   {{- $_ := set $args "data_plane_insecure" true -}}
@@ -120,7 +123,7 @@ file. Empty for the demo pair. */}}
   {{- end -}}
 {{- end -}}
 {{- $application := dict "name" "paceline" "import_path" "paceline.deployments.app:build" "route_prefix" nil "args" $args "deployments" $numbers -}}
-{{- if and .Values.autoscaling_policy (or $args.target.autoscaling $args.drafter.autoscaling) -}}
+{{- if and .Values.autoscaling_policy (or $args.target.autoscaling $args.drafter.autoscaling $args.gateway.autoscaling) -}}
   {{- $_ := set $application "autoscaling_policy" (dict "policy_function" "paceline.cluster.autoscaling:Policy" "policy_kwargs" .Values.autoscaling_policy) -}}
 {{- end -}}
 {{- toYaml (dict "proxy_location" "Disabled" "applications" (list $application)) -}}

@@ -89,7 +89,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{/* "true" if Ray's autoscaler runs. */}}
 {{- define "paceline.rayAutoscaling" -}}
 {{- $incremental := eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
-{{- $wanted := or .Values.target.autoscaling .Values.drafter.autoscaling $incremental -}}
+{{- $wanted := or .Values.target.autoscaling .Values.drafter.autoscaling .Values.gateway.autoscaling $incremental -}}
 {{- if and $incremental (eq (toString .Values.ray.autoscaling.enabled) "false") -}}
 {{- fail "upgrade.strategy NewClusterWithIncrementalUpgrade needs Ray's autoscaler: leave ray.autoscaling.enabled null or true" -}}
 {{- end -}}

@@ -151,6 +151,9 @@ spec:
         {{- if and (eq $role "gateway") (include "paceline.tenantsSecret" $root) }}
         - {name: tenants, mountPath: /etc/paceline/tenants, readOnly: true}
         {{- end }}
+        {{- if and (eq $role "gateway") $values.sessionKeys.secretName }}
+        - {name: session-keys, mountPath: /etc/paceline/session-keys, readOnly: true}
+        {{- end }}
         {{- if $fetched }}
         - {name: models, mountPath: /models, readOnly: true}
         - {name: cache, mountPath: /cache, readOnly: true}
@@ -190,6 +193,12 @@ spec:
     - name: tenants
       secret:
         secretName: {{ include "paceline.tenantsSecret" $root }}
+        defaultMode: 0440
+    {{- end }}
+    {{- if and (eq $role "gateway") $values.sessionKeys.secretName }}
+    - name: session-keys
+      secret:
+        secretName: {{ $values.sessionKeys.secretName }}
         defaultMode: 0440
     {{- end }}
     {{- if $fetched }}

@@ -13,7 +13,7 @@ is, and what is allowed. */}}
 {{- include "paceline.validate.devices" (dict "values" $values "args" $args) -}}
 {{- include "paceline.validate.resources" (dict "values" $values) -}}
 {{- include "paceline.validate.clients" (dict "root" . "args" $args) -}}
-{{- range $role := list "target" "drafter" -}}
+{{- range $role := list "target" "drafter" "gateway" -}}
   {{- $scaling := get (index $args $role) "autoscaling" -}}
   {{- if $scaling -}}
     {{- $min := int (get $scaling "min_replicas" | default 1) -}}

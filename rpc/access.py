@@ -56,7 +56,9 @@ _MAX_HOSTS = 4096  # whose refusals a gate remembers
 
 
 CACHE_SCOPE = "paceline-cache-scope"
-"""Metadata in which a gateway tells a target whose prefixes a session may share."""
+"""Metadata in which a gateway tells a target whose a session is; they share cached prefixes."""
+WEIGHT = "paceline-weight"
+"""Metadata with the weight of that tenant's share."""
 
 
 class QuotaExceeded(ResourceExhausted):
@@ -425,13 +427,17 @@ class CallAdmission:
 
     Attributes:
         owner: the tenant's name; None without tenants.
+        weight: of the tenant's share of a target.
         span: of the session; None: it is not traced.
     """
 
-    __slots__ = ("_accounts", "_gate", "_kept", "_open", "_released", "_reserved", "owner", "span")
+    __slots__ = (
+        "_accounts", "_gate", "_kept", "_open", "_released", "_reserved", "owner", "span", "weight",
+    )  # fmt: skip
 
     def __init__(self, gate: Gate, caller: Caller, accounts: list[_Account]) -> None:
         self.owner = caller.name
+        self.weight = 1.0 if caller.tenant is None else caller.tenant.weight
         self._gate = gate
         self._accounts = accounts
         self._kept = False
@@ -474,11 +480,20 @@ class CallAdmission:
         """Whether the current call comes from the session's owner."""
         return self.owner == _caller.get().name
 
-    def cache_scope(self, metadata: Any) -> str:
-        """Whose prefixes the session may share: the tenant's, known here or at the gateway."""
+    def share(self, metadata: Any) -> tuple[str, float]:
+        """Whose the session is and the weight of its share, known here or at the gateway.
+
+        Raises:
+            InvalidArgument: the gateway's weight is none.
+        """
         if self.owner is not None:
-            return self.owner
-        return next((str(value) for key, value in metadata or () if key == CACHE_SCOPE), "")
+            return self.owner, self.weight
+        told = {key: value for key, value in metadata or () if key in (CACHE_SCOPE, WEIGHT)}
+        weight = told.get(WEIGHT, "1")
+        try:
+            return str(told.get(CACHE_SCOPE, "")), float(weight)
+        except ValueError:
+            raise InvalidArgument(WEIGHT, weight, "a number above 0") from None
 
     def opened(self, session_id: str = "") -> None:
         """The session has begun: say so in the audit log, once."""

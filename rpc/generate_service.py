@@ -99,15 +99,15 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     ) -> AsyncIterator[generate_pb2.GenerateReply]:
         metadata = context.invocation_metadata()
         with self._gate.call("generate", self._tracing, traceparent_of(metadata)) as admission:
-            scope = admission.cache_scope(metadata)
-            async with aclosing(self._generate(request, admission, scope)) as replies:
+            async with aclosing(self._generate(request, admission, metadata)) as replies:
                 async for reply in replies:
                     yield reply
 
     async def _generate(
-        self, request: generate_pb2.GenerateRequest, admission: CallAdmission, scope: str
+        self, request: generate_pb2.GenerateRequest, admission: CallAdmission, metadata: Any
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         span = admission.span
+        tenant, weight = admission.share(metadata)
         self._check_sizes(request)
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         prompt_ids = await self._prompt_ids(request)
@@ -122,7 +122,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 "speculation.method", "client", "another one: drafts of yours go to VerifyService"
             )
         # A constraint may take a second to compile; neither the loop nor the engine waits for it.
-        compiling = self._thread.engine.constraints.submit(params, scope)
+        compiling = self._thread.engine.constraints.submit(params, tenant)
         constraint = await asyncio.wrap_future(compiling)
         # Chosen here, so that a call that is cancelled before submit returns can be undone, too.
         session_id = secrets.token_urlsafe(16)
@@ -137,7 +137,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 speculation,
                 session_id=session_id,
                 traceparent="" if span is None else span.traceparent,
-                cache_scope=scope,
+                tenant=tenant,
+                weight=weight,
                 prediction=prediction,
                 committed=request.committed_token_ids,
                 constraint=constraint,

@@ -303,15 +303,16 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         metadata = context.invocation_metadata()
         traceparent = traceparent_of(metadata)
         with self._gate.call("verify_session", self._tracing, traceparent) as admission:
-            served = await self._submit(request, admission, admission.cache_scope(metadata))
+            served = await self._submit(request, admission, metadata)
             admission.keep()
         admission.opened(served.session_id)
         admission.charge(served.transcript.prompt_length)
         return served
 
     async def _submit(
-        self, request: verify_pb2.OpenRequest, admission: CallAdmission, scope: str
+        self, request: verify_pb2.OpenRequest, admission: CallAdmission, metadata: Any
     ) -> _Served:
+        tenant, weight = admission.share(metadata)
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         speculation = SpeculationConfig(method="client")
         if request.HasField("speculation"):
@@ -340,7 +341,14 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
         self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
-            Request(prompt_ids, params, speculation, session_id=session_id, cache_scope=scope),
+            Request(
+                prompt_ids,
+                params,
+                speculation,
+                session_id=session_id,
+                tenant=tenant,
+                weight=weight,
+            ),
             on_event=hand_over(loop, on_event),
         )
         try:

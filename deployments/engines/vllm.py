@@ -177,7 +177,7 @@ class VllmEngine:
             eos_token_ids=self.eos_token_ids, max_length=self.target.context_length,
             tokenizer=self.tokenizer, prediction=tuple(request.prediction),
         )  # fmt: skip
-        session.cache_scope = request.cache_scope
+        session.tenant = request.tenant
         if len(request.committed):
             session.resume(tuple(request.committed))
         self.sessions[session.session_id] = session

@@ -1,0 +1,145 @@
+"""What each tenant gets of an engine: time of its steps, and places in KV memory.
+
+Time is shared by deficit round robin (Shreedhar and Varghese 1995) with measured seconds. A step
+serves the tenants that have credit, each with all of its sessions, so that batches stay large. What
+the step took is taken off their credit, by rows. When none of those with work has credit left, all
+get some, by their weights. So tenants with as much work as each other share every step, and one
+with more sits out until the others have had as much time.
+
+With one tenant there is nothing to share, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.session import Session
+
+QUANTUM_S = 0.01
+"""Seconds of credit that a tenant of weight 1 gets at a time."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """A tenant: its unfinished sessions, its places in KV memory, its credit in seconds."""
+
+    weight: float = 1.0
+    num_sessions: int = 0
+    num_places: int = 0
+    credit: float = 0.0
+
+    @property
+    def places_wanted(self) -> float:
+        """Places by weight, with one more."""
+        return (self.num_places + 1) / self.weight
+
+    @property
+    def places_left(self) -> float:
+        """Places by weight, with one less."""
+        return (self.num_places - 1) / self.weight
+
+
+class FairShares:
+    """The shares of the tenants with sessions, and of those that left in debt."""
+
+    def __init__(self) -> None:
+        self._shares: dict[str, _Share] = {}
+
+    @property
+    def contested(self) -> bool:
+        """Whether several tenants share the engine."""
+        return len(self._shares) > 1
+
+    def add(self, session: Session) -> None:
+        """Count a new session; its weight is from now on its tenant's."""
+        if not self.contested:  # what one tenant had alone counts neither for nor against it
+            for share in self._shares.values():
+                share.credit = 0.0
+        share = self._shares.setdefault(session.tenant, _Share())
+        share.weight = session.weight
+        share.num_sessions += 1
+
+    def remove(self, session: Session) -> None:
+        """Forget a session that has ended."""
+        share = self._shares[session.tenant]
+        share.num_sessions -= 1
+        # A debt stays, or a tenant would lose it by ending its sessions and opening others.
+        if not share.num_sessions and share.credit >= 0:
+            del self._shares[session.tenant]
+        if not any(share.num_sessions for share in self._shares.values()):
+            self._shares.clear()
+
+    # --- places ---------------------------------------------------------------------------------
+
+    def took_place(self, session: Session) -> None:
+        """A session has got a place in KV memory."""
+        self._shares[session.tenant].num_places += 1
+
+    def left_place(self, session: Session) -> None:
+        """A session has given its place up."""
+        self._shares[session.tenant].num_places -= 1
+
+    def first(self, waiting: Sequence[Session]) -> Session:
+        """Whose turn it is: the first session of the tenant with the fewest places by weight."""
+        if not self.contested:
+            return waiting[0]
+        return min(waiting, key=lambda session: self._shares[session.tenant].places_wanted)
+
+    def gives_way(self, waiting: Session, running: Sequence[Session]) -> Session | None:
+        """The session that must give its place to a waiting one; None: none must.
+
+        It is the youngest one of the tenant with the most places by weight, if that tenant still
+        has no fewer afterwards than the other one.
+        """
+        most = max(
+            (self._shares[session.tenant] for session in running),
+            key=lambda share: share.places_left,
+            default=None,
+        )
+        if most is None or most.places_left < self._shares[waiting.tenant].places_wanted:
+            return None
+        candidates = (s for s in running if self._shares[s.tenant] is most)
+        return max(candidates, key=lambda session: session.stats.started_at)
+
+    def may_wait(self, session: Session, num_waiting: Counter[str], most: int) -> bool:
+        """Whether one more session may queue where ``most`` may: the last places are shared."""
+        if num_waiting.total() < most:
+            return True
+        num_tenants = len(num_waiting | Counter({session.tenant: 1}))
+        return num_waiting[session.tenant] < most // num_tenants and num_tenants > 1
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def served(self, sessions: Sequence[Session]) -> set[str]:
+        """The tenants that the next step serves, of those of the sessions that could run now."""
+        present = {session.tenant for session in sessions}
+        if not (present and self.contested):
+            return present
+        needed = min(
+            math.floor(-self._shares[tenant].credit / (QUANTUM_S * self._shares[tenant].weight)) + 1
+            for tenant in present
+        )
+        if needed > 0:
+            self._give_credit(needed * QUANTUM_S, present)
+        return {tenant for tenant in present if self._shares[tenant].credit > 0}
+
+    def charge(self, seconds: float, rows: Iterable[tuple[Session, int]]) -> None:
+        """Charge a step to the tenants of its sessions, by the rows computed for each."""
+        counts: Counter[str] = Counter()
+        for session, count in rows:
+            counts[session.tenant] += count
+        total = counts.total()
+        for tenant, count in counts.items():
+            if tenant in self._shares:  # an ended session may have been the last one
+                self._shares[tenant].credit -= seconds * count / total
+
+    def _give_credit(self, seconds: float, present: set[str]) -> None:
+        for tenant, share in list(self._shares.items()):
+            share.credit += seconds * share.weight
+            if tenant not in present:  # time that it does not use is not kept for it
+                share.credit = min(share.credit, 0.0)
+                if not share.num_sessions and share.credit >= 0:
+                    del self._shares[tenant]

@@ -432,7 +432,8 @@ class CallAdmission:
     """
 
     __slots__ = (
-        "_accounts", "_gate", "_kept", "_open", "_released", "_reserved", "owner", "span", "weight",
+        "_accounts", "_gate", "_held", "_kept", "_open", "_released", "_reserved", "owner", "span",
+        "weight",
     )  # fmt: skip
 
     def __init__(self, gate: Gate, caller: Caller, accounts: list[_Account]) -> None:
@@ -440,6 +441,7 @@ class CallAdmission:
         self.weight = 1.0 if caller.tenant is None else caller.tenant.weight
         self._gate = gate
         self._accounts = accounts
+        self._held = True  # counts on the replica's account
         self._kept = False
         self._open = False
         self._released = False
@@ -564,12 +566,30 @@ class CallAdmission:
         for account in self._accounts:
             account.count_tokens(num_tokens)
 
+    @contextmanager
+    def on_replica(self) -> Iterator[None]:
+        """While the session uses what all callers share: afterwards it counts for its tenant alone.
+
+        That is so until :meth:`release`, or until it is here again, which is never refused.
+        """
+        self._hold(not self._released)
+        try:
+            yield
+        finally:
+            self._hold(False)
+
+    def _hold(self, held: bool) -> None:
+        """Count the session on the replica's account, or do not."""
+        if len(self._accounts) > 1 and held != self._held:
+            self._held = held
+            self._accounts[-1].num_sessions += 1 if held else -1
+
     def release(self) -> None:
         """The session is over. More than once is harmless."""
         if not self._released:
             self._released = True
-            for account in self._accounts:
-                account.num_sessions -= 1
+            self._hold(False)
+            self._accounts[0].num_sessions -= 1
 
 
 # Refusals of a request whose prompt has not been read: it costs nothing.

@@ -1,25 +1,21 @@
 """What each tenant gets of an engine: time of its steps, and places in KV memory.
 
-Time is shared by deficit round robin (Shreedhar and Varghese 1995) with measured seconds. A step
-serves the tenants that have credit, each with all of its sessions, so that batches stay large. What
-the step took is taken off their credit, by rows. When none of those with work has credit left, all
-get some, by their weights. So tenants with as much work as each other share every step, and one
-with more sits out until the others have had as much time.
+Time is shared by deficit round robin (Shreedhar and Varghese 1995) with measured seconds. Before a
+step all tenants get credit by their weights, until the one with most has a quantum. The step serves
+those that are not in debt, each with all of its sessions, so that batches stay large, and what it
+took is taken off their credit, by rows. So tenants with about as much work as each other share every
+step, and one with more sits out until the others have had as much time.
 
 With one tenant there is nothing to share, and nothing is measured.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.session import Session
-
-QUANTUM_S = 0.01
-"""Seconds of credit that a tenant of weight 1 gets at a time."""
 
 
 @dataclass(slots=True)
@@ -30,6 +26,10 @@ class _Share:
     num_sessions: int = 0
     num_places: int = 0
     credit: float = 0.0
+
+    @property
+    def by_weight(self) -> float:
+        return self.credit / self.weight
 
     @property
     def places_wanted(self) -> float:
@@ -43,10 +43,13 @@ class _Share:
 
 
 class FairShares:
-    """The shares of the tenants with sessions, and of those that left in debt."""
+    """The shares of the tenants with sessions, and of those that have just left."""
 
     def __init__(self) -> None:
         self._shares: dict[str, _Share] = {}
+        # Seconds, the mean of steps: with less, tenants that differ by a part of a step would take
+        # turns instead of sharing.
+        self._quantum = 0.01
 
     @property
     def contested(self) -> bool:
@@ -55,10 +58,9 @@ class FairShares:
 
     def add(self, session: Session) -> None:
         """Count a new session; its weight is from now on its tenant's."""
-        if not self.contested:  # what one tenant had alone counts neither for nor against it
-            for share in self._shares.values():
-                share.credit = 0.0
-        share = self._shares.setdefault(session.tenant, _Share())
+        share = self._shares.get(session.tenant)
+        if share is None:
+            share = self._shares[session.tenant] = _Share(credit=self._quantum * session.weight)
         share.weight = session.weight
         share.num_sessions += 1
 
@@ -66,9 +68,7 @@ class FairShares:
         """Forget a session that has ended."""
         share = self._shares[session.tenant]
         share.num_sessions -= 1
-        # A debt stays, or a tenant would lose it by ending its sessions and opening others.
-        if not share.num_sessions and share.credit >= 0:
-            del self._shares[session.tenant]
+        # What it has used stays, or a tenant would gain by ending its sessions and opening others.
         if not any(share.num_sessions for share in self._shares.values()):
             self._shares.clear()
 
@@ -118,13 +118,15 @@ class FairShares:
         present = {session.tenant for session in sessions}
         if not (present and self.contested):
             return present
-        needed = min(
-            math.floor(-self._shares[tenant].credit / (QUANTUM_S * self._shares[tenant].weight)) + 1
-            for tenant in present
-        )
-        if needed > 0:
-            self._give_credit(needed * QUANTUM_S, present)
-        return {tenant for tenant in present if self._shares[tenant].credit > 0}
+        most = max(self._shares[tenant].by_weight for tenant in present)
+        for tenant, share in list(self._shares.items()):
+            share.credit += (self._quantum - most) * share.weight
+            if tenant not in present:  # time that it does not use is not kept for it
+                most_kept = self._quantum * share.weight
+                share.credit = min(share.credit, most_kept)
+                if not share.num_sessions and share.credit == most_kept:
+                    del self._shares[tenant]
+        return {tenant for tenant in present if self._shares[tenant].credit >= 0}
 
     def charge(self, seconds: float, rows: Iterable[tuple[Session, int]]) -> None:
         """Charge a step to the tenants of its sessions, by the rows computed for each."""
@@ -132,14 +134,7 @@ class FairShares:
         for session, count in rows:
             counts[session.tenant] += count
         total = counts.total()
+        self._quantum += 0.1 * (seconds - self._quantum)
         for tenant, count in counts.items():
             if tenant in self._shares:  # an ended session may have been the last one
                 self._shares[tenant].credit -= seconds * count / total
-
-    def _give_credit(self, seconds: float, present: set[str]) -> None:
-        for tenant, share in list(self._shares.items()):
-            share.credit += seconds * share.weight
-            if tenant not in present:  # time that it does not use is not kept for it
-                share.credit = min(share.credit, 0.0)
-                if not share.num_sessions and share.credit >= 0:
-                    del self._shares[tenant]

@@ -57,6 +57,8 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full
 
 MAX_TRIES = 3
 """Targets that a generation may lose in a row without a token."""
+MAX_UNREAD = 256 * 1024
+"""Bytes that a generation may be ahead of its reader."""
 _RETRY_S = 0.2
 _CHARACTERS_PER_TOKEN = 4
 _START_ATTEMPT_S = 60.0
@@ -157,7 +159,9 @@ class Relay:
                     if suspect:
                         attempt = self._in_turn(attempt, digest)
                     attempt = self._charged(attempt, digest, admission)
-                    ahead = read_ahead(attempt, _size, may_stop=lambda: not whole.is_silent)
+                    ahead = read_ahead(
+                        attempt, _size, MAX_UNREAD, may_stop=lambda: not whole.is_silent
+                    )
                     async with aclosing(ahead) as replies:
                         async for reply in replies:
                             yield reply
@@ -179,7 +183,8 @@ class Relay:
         self, attempt: AsyncGenerator[_Reply], digest: str, admission: CallAdmission
     ) -> AsyncGenerator[_Reply]:
         """An attempt, whose work its tenant pays when it is done, read or not."""
-        with admission.on_replica():
+        admission.on_replica(True)
+        try:
             async with aclosing(attempt) as replies:
                 async for reply, message in replies:
                     if message.token_ids:
@@ -189,6 +194,8 @@ class Relay:
                         admission.settle(message.prompt_length)
                     admission.charge(len(message.token_ids))
                     yield reply, message
+        finally:
+            admission.on_replica(False)
 
     async def _in_turn(
         self, attempt: AsyncGenerator[_Reply], digest: str

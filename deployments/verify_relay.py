@@ -14,7 +14,7 @@ from paceline.deployments.lease import Lease
 from paceline.deployments.target_calls import TargetCalls, TargetGone, metadata_of, parsed
 from paceline.errors import FailedPrecondition, SessionNotFound
 from paceline.rpc.access import CallAdmission, Gate, QuotaExceeded
-from paceline.rpc.errors import ServerUnavailable, to_status
+from paceline.rpc.errors import DeadlineExceeded, ServerUnavailable, to_status
 from paceline.rpc.gen.paceline.v1 import verify_pb2
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traced, traceparent_of
@@ -99,7 +99,8 @@ class VerifyRelay:
                     timeout=context.time_remaining(),
                     metadata=metadata_of(route.admission, span),
                 )
-                await self._pass_on(_Stream(call, route.admission, context), first, frames, route)
+                stream = _Stream(call, route.admission, context, self._idle_timeout_s)
+                await self._pass_on(stream, first, frames, route)
 
     async def _pass_on(
         self, stream: _Stream, first: bytes, frames: AsyncIterator[bytes], route: _Route
@@ -262,7 +263,10 @@ class _Stream:
     ended, whose status gRPC would replace by INTERNAL.
     """
 
-    def __init__(self, call: Any, admission: CallAdmission, context: Context) -> None:
+    def __init__(
+        self, call: Any, admission: CallAdmission, context: Context, idle_timeout_s: float
+    ) -> None:
+        self._idle_timeout_s = idle_timeout_s
         self.error: BaseException | None = None  # ended the sender early
         self.call = call
         self._admission = admission
@@ -298,7 +302,12 @@ class _Stream:
         """Give the client the target's next answer."""
         if message.HasField("verify"):
             self._admission.charge(_num_tokens(message.verify))
-        await self._context.write(reply)
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                await self._context.write(reply)
+        except TimeoutError:
+            limit = f"{self._idle_timeout_s:g} s"
+            raise DeadlineExceeded(f"an answer was not read within {limit}") from None
         if not message.HasField("close"):
             self._answered.set()
 

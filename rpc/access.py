@@ -566,20 +566,12 @@ class CallAdmission:
         for account in self._accounts:
             account.count_tokens(num_tokens)
 
-    @contextmanager
-    def on_replica(self) -> Iterator[None]:
-        """While the session uses what all callers share: afterwards it counts for its tenant alone.
+    def on_replica(self, held: bool) -> None:
+        """Whether the session uses what all callers share, or has only answers left to read.
 
-        That is so until :meth:`release`, or until it is here again, which is never refused.
+        Then it counts for its tenant alone. That it uses it again is never refused.
         """
-        self._hold(not self._released)
-        try:
-            yield
-        finally:
-            self._hold(False)
-
-    def _hold(self, held: bool) -> None:
-        """Count the session on the replica's account, or do not."""
+        held = held and not self._released
         if len(self._accounts) > 1 and held != self._held:
             self._held = held
             self._accounts[-1].num_sessions += 1 if held else -1
@@ -588,7 +580,7 @@ class CallAdmission:
         """The session is over. More than once is harmless."""
         if not self._released:
             self._released = True
-            self._hold(False)
+            self.on_replica(False)
             self._accounts[0].num_sessions -= 1
 
 

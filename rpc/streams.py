@@ -14,8 +14,6 @@ T = TypeVar("T")
 
 UNREAD_S = 0.25
 """Seconds that a reader may keep one item of a stream before the next ones are read for it."""
-MAX_UNREAD = 256 * 1024
-"""Bytes of a stream that are kept for its reader."""
 
 
 async def within(
@@ -53,9 +51,9 @@ class Unread(ServerUnavailable):
 async def read_ahead(
     items: AsyncGenerator[T],
     size: Callable[[T], int],
+    most: int,
     *,
     may_stop: Callable[[], bool] = lambda: True,
-    most: int = MAX_UNREAD,
     patience_s: float = UNREAD_S,
 ) -> AsyncGenerator[T]:
     """``items``, which no slow reader holds up: then they are read into a buffer.
@@ -64,8 +62,8 @@ async def read_ahead(
 
     Args:
         size: bytes of an item.
+        most: bytes in the buffer beyond which ``items`` are closed.
         may_stop: whether the stream may be given up at the item that came last.
-        most: bytes in the buffer at which ``items`` are closed.
         patience_s: seconds with one item after which a reader is slow.
 
     Raises:

@@ -187,6 +187,10 @@ class VllmEngine:
         self._tasks[session.session_id] = task
         return session
 
+    def park(self, session_id: str, parked: bool) -> Future[None]:
+        """vLLM places its sessions itself: nothing to do."""
+        return self.call(lambda engine: None)
+
     def cancel(self, session_id: str) -> Future[bool]:
         """End a session; False if there is none."""
         return self.call(lambda engine: engine._cancel(session_id))

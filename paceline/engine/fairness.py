@@ -3,8 +3,8 @@
 Time is shared by deficit round robin (Shreedhar and Varghese 1995) with measured seconds. Before a
 step all tenants get credit by their weights, until the one with most has a quantum. The step serves
 those that are not in debt, each with all of its sessions, so that batches stay large, and what it
-took is taken off their credit, by rows. So tenants with about as much work as each other share every
-step, and one with more sits out until the others have had as much time.
+took is taken off their credit, by rows. So tenants with about as much work as each other share
+every step, and one with more sits out until the others have had as much time.
 
 With one tenant there is nothing to share, and nothing is measured.
 """

@@ -141,13 +141,35 @@ class Scheduler:
                 leaving = [] if other is None else [other]
         for session in leaving:
             logger.info("session %s gives way to others", session.session_id)
-            self._book.num_preemptions += 1
-            self._drafting.suspend(session)
-            self._admission.remove(session)
-            self._shares.left_place(session)
-            self._target.close(session)
-            session.state = SessionState.WAITING
+            self._give_up_place(session)
             self._waiting.appendleft(session)
+
+    def _give_up_place(self, session: Session) -> None:
+        self._book.num_preemptions += 1
+        self._drafting.suspend(session)
+        self._admission.remove(session)
+        self._shares.left_place(session)
+        self._target.close(session)
+        session.state = SessionState.WAITING
+
+    def park(self, session_id: str) -> None:
+        """Between two steps: take a session's place away until :meth:`unpark`.
+
+        Its KV memory goes; it keeps its tokens. A session that has ended is ignored.
+        """
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        if session.state is not SessionState.WAITING:
+            self._give_up_place(session)
+        elif session in self._waiting:
+            self._waiting.remove(session)
+
+    def unpark(self, session_id: str) -> None:
+        """Let a parked session wait for a place."""
+        session = self.sessions.get(session_id)
+        if session is not None:
+            self._waiting.append(session)
 
     def admit(self) -> None:
         """Give places to waiting sessions while they fit.

@@ -219,9 +219,13 @@ class Relay:
     async def _generate_once(
         self, request: bytes, whole: Continuation, metadata: Metadata
     ) -> AsyncGenerator[_Reply]:
-        """The replies of one target, which also go into ``whole``."""
+        """The replies of one target, which also go into ``whole``.
+
+        The last one comes when the call has ended and its lease is given back.
+        """
         kept = self._idle.take(whole.fingerprint)
         lease = kept or await self._calls.lease_for(whole.fingerprint)
+        last: _Reply | None = None
         try:
             call = self._calls.generate(
                 lease, f"/{GENERATE}/Generate", request, whole.timeout_s, metadata
@@ -232,11 +236,19 @@ class Relay:
                     if message.finish_reason == "cancelled":  # the target does this when it stops
                         raise gone(lease)
                     changed = whole.add(message)
-                    yield (message.SerializeToString() if changed else reply), message
-        except BaseException:
+                    answer = (message.SerializeToString() if changed else reply), message
+                    if message.finish_reason:
+                        last = answer
+                    else:
+                        yield answer
+        except BaseException as error:
             lease.release()
-            raise
-        self._idle.keep(lease)
+            if last is None or not isinstance(error, TargetGone):
+                raise
+        else:
+            self._idle.keep(lease)
+        if last is not None:
+            yield last
 
     async def get_model(self, request: bytes = b"", timeout_s: float | None = None) -> bytes:
         """What the targets serve, as a Model.

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cache import cache_folder
+from paceline.cluster.cli_options import TOKEN_VARIABLE
 from paceline.cluster.cli_output import model_to_show
 from paceline.deployments.config import (
     CONFIGS_DIR,
@@ -99,15 +100,21 @@ def start_ray(file: ConfigFile) -> str:
     for role in file.config.roles:
         for name, amount in {"CPU": role.num_cpus, **role.resources}.items():
             wanted[name] += role.max_replicas * amount
-    context = ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, math.ceil(wanted.pop("CPU"))),
-        resources=dict(wanted),
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    # Its processes would inherit the token of a client, and dump it with their environment.
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(wanted.pop("CPU"))),
+            resources=dict(wanted),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    finally:
+        if token is not None:
+            os.environ[TOKEN_VARIABLE] = token
     return str(context.address_info["gcs_address"])
 
 
@@ -425,11 +432,20 @@ class _State:
         return value if isinstance(value, dict) else {}
 
     def write(self, **values: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         scratch = self.file.with_suffix(f".{os.getpid()}")
-        scratch.touch(mode=0o600)  # it holds the token
-        scratch.write_text(json.dumps(values))
+        with self._open(scratch) as file:  # it holds Ray's token
+            file.write(json.dumps(values))
         scratch.replace(self.file)
+
+    def open_log(self) -> IO[str]:
+        return self._open(self.log)
+
+    def _open(self, path: Path) -> IO[str]:
+        """An empty file that only its owner can read."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # one that is there keeps its mode
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.fdopen(handle, "w")
 
     def clear(self) -> None:
         self.file.unlink(missing_ok=True)
@@ -613,10 +629,9 @@ def _spawn(
     if state.owned:
         raise ClusterError("another `paceline up` is starting: wait for it, or `paceline down`")
     state.clear()
-    state.folder.mkdir(parents=True, exist_ok=True)
     module = [sys.executable, "-m", "paceline.cluster.local"]
     command = [*module, str(file.path.resolve()), json.dumps(ports)]
-    with state.log.open("w") as log:
+    with state.open_log() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )

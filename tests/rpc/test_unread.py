@@ -72,9 +72,11 @@ async def test_the_rest_is_read_for_a_slow_reader() -> None:
     numbers = Numbers(100)
     stream = read_ahead(numbers.items(), lambda _: 1, 1000, patience_s=0.01)
     reader = asyncio.create_task(slow(stream, 0.5))
-    while not numbers.closed:
+    for _ in range(40):
+        if numbers.closed:
+            break
         await asyncio.sleep(0.01)
-    assert not reader.done()
+    assert numbers.closed and not reader.done()
     assert await reader == list(range(100))
 
 
@@ -148,7 +150,9 @@ async def test_a_slow_readers_session_is_parked_and_goes_on_with_the_same_tokens
     ):
         stub = generate_pb2_grpc.GenerateServiceStub(channel)
         call = stub.Generate(message(LONG))
-        while not thread.engine.sessions:
+        for _ in range(500):
+            if thread.engine.sessions:
+                break
             await asyncio.sleep(0.01)
         other = thread.submit(Request(PROMPT, LONG, AR))
         # The only place is given on, and the other session has it to its end.

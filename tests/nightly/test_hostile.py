@@ -1,6 +1,6 @@
 """Hostile messages for every RPC and HTTP route: nothing fails, dies, stalls, grows or stays.
 
-The long form sends PACELINE_HOSTILE_MESSAGES of them, by default 1,000,000, in two to three hours; the
+The long form sends PACELINE_HOSTILE_MESSAGES of them, by default 1,000,000, in some hours; the
 short one is one of the slow tests.
 """
 
@@ -46,5 +46,5 @@ async def test_hostile_messages(num_messages: int, zoo: Path) -> None:
     assert result.num_honest > 5
     assert result.longest_stall_s < LONGEST_STALL_S
     assert result.after["kv_free"] == result.after["drafter_free"] == KV_TOKENS
-    # Warm after the first part; at least 5 % of what a process with a real model takes.
+    # Before: warm, after the first part.
     assert result.after["rss"] <= 1.05 * result.before["rss"]

@@ -119,7 +119,7 @@ class Fuzzer:
             return pick(FLOATS)
         if kind in (2, 3):
             return pick((*STRINGS, "\ud800", *METHODS))
-        count = pick((0, 1, 2, 3, 8, 300))
+        count = pick((0, 1, 2, 3) if depth else (0, 1, 2, 8, 300))
         if kind == 4:
             return [self.json(depth + 1) for _ in range(count)]
         return {pick(STRINGS): self.json(depth + 1) for _ in range(min(count, 8))}

@@ -50,9 +50,11 @@ class Numbers:
             self.closed = True
 
 
-async def slow(stream: AsyncGenerator[int], pause_s: float) -> list[int]:
+async def slow(
+    stream: AsyncGenerator[int], pause_s: float, found: list[int] | None = None
+) -> list[int]:
     """What a reader gets that takes its time with the first one."""
-    found = []
+    found = [] if found is None else found
     async for number in stream:
         found.append(number)
         if number == 0:
@@ -83,9 +85,7 @@ async def test_the_rest_is_read_for_a_slow_reader() -> None:
 async def test_a_full_buffer_ends_the_stream_after_what_is_in_it() -> None:
     numbers, found = Numbers(100), []
     with pytest.raises(Unread):
-        async for number in read_ahead(numbers.items(), lambda _: 1, 10, patience_s=0.01):
-            found.append(number)
-            await asyncio.sleep(0.1 if number == 0 else 0)
+        await slow(read_ahead(numbers.items(), lambda _: 1, 10, patience_s=0.01), 0.1, found)
     assert found == list(range(12)) and numbers.closed
 
 
@@ -103,9 +103,7 @@ async def test_a_stream_that_may_not_stop_is_read_on() -> None:
 async def test_an_error_comes_after_the_items_before_it(patience_s: float) -> None:
     numbers, found = Numbers(5, ValueError("x")), []
     with pytest.raises(ValueError, match="x"):
-        async for number in read_ahead(numbers.items(), lambda _: 1, 10, patience_s=patience_s):
-            found.append(number)
-            await asyncio.sleep(0.05 if number == 0 else 0)
+        await slow(read_ahead(numbers.items(), lambda _: 1, 10, patience_s=patience_s), 0.05, found)
     assert found == list(range(5))
 
 

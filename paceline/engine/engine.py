@@ -211,8 +211,7 @@ class Engine:
     def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
         """One step for all ready sessions.
 
-        If none is ready because all drafts are under way, waits up to ``wait_s`` seconds for the
-        first draft.
+        If all their drafts are under way, waits up to ``wait_s`` seconds for the first one.
         """
         scheduler = self.scheduler
         scheduler.make_room()

@@ -1,7 +1,7 @@
 """Random faults under live sessions: no token is lost or changed, no client is stuck.
 
-PACELINE_FAULTS sets the number of the long form, by default 10,000; the short one is one of the slow
-tests. ``benchmarks/faults.py`` prints and draws the gaps, whose lengths depend on the machine.
+PACELINE_FAULTS sets the number of the long form, by default 10,000; the short one is one of the
+slow tests. ``benchmarks/faults.py`` prints and draws the gaps, whose lengths depend on the machine.
 """
 
 from __future__ import annotations

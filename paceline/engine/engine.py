@@ -38,7 +38,6 @@ from paceline.tokenizer import Tokenizer
 from paceline.types import Load, Outcome
 
 logger = logging.getLogger(__name__)
-
 _HOLD_BACK_S = 0.004  # how long a round's events may be held
 
 
@@ -216,6 +215,7 @@ class Engine:
         scheduler = self.scheduler
         scheduler.make_room()
         scheduler.admit()
+        scheduler.await_turn(self.wakeup, self.events.deliver)
         prefill = scheduler.share_prefill()
         scheduler.ask_for_drafts()
         idle = not prefill and not scheduler.has_ready

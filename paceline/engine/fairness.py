@@ -6,6 +6,10 @@ those that are not in debt, each with all of its sessions, so that batches stay 
 took is taken off their credit, by rows. So tenants with about as much work as each other share
 every step, and one with more sits out until the others have had as much time.
 
+Drafts of a device or of another replica come a moment after the step before. The next step waits
+for them where it is the turn of their tenant: else that tenant would have one round for each step
+of the others, however long theirs are. The wait is charged to it.
+
 With one tenant there is nothing to share, and nothing is measured.
 """
 
@@ -17,6 +21,10 @@ from dataclasses import dataclass
 
 from paceline.session import Session
 
+WAIT_S = 0.005
+"""Most seconds that a step waits for drafts of a tenant whose turn it is."""
+MAX_VAIN = 6  # a tenant whose drafts never come in time is waited for at each 64th step
+
 
 @dataclass(slots=True)
 class _Share:
@@ -26,6 +34,8 @@ class _Share:
     num_sessions: int = 0
     num_places: int = 0
     credit: float = 0.0
+    num_vain: int = 0  # waits in a row in which no draft of it came
+    num_skipped: int = 0  # waits that it goes without, after those
 
     @property
     def by_weight(self) -> float:
@@ -127,6 +137,32 @@ class FairShares:
                 if not share.num_sessions and share.credit == most_kept:
                     del self._shares[tenant]
         return {tenant for tenant in present if self._shares[tenant].credit >= 0}
+
+    def awaited(self, ready: Sequence[Session], drafting: Sequence[Session]) -> set[str]:
+        """The tenants whose drafts a step should wait for a moment, while others could run.
+
+        Args:
+            ready: the sessions that could run now.
+            drafting: those whose drafts are under way.
+        """
+        present = {session.tenant for session in ready}
+        most = max(self._shares[tenant].by_weight for tenant in present) + self._quantum
+        found = set()
+        for tenant in {session.tenant for session in drafting} - present:
+            share = self._shares[tenant]
+            if share.by_weight > most:
+                if not share.num_skipped:
+                    found.add(tenant)
+                share.num_skipped = max(0, share.num_skipped - 1)
+        return found
+
+    def waited(self, seconds: float, tenants: set[str], arrived: set[str]) -> None:
+        """Charge a wait for the drafts of tenants, of which some have come."""
+        for tenant in tenants & self._shares.keys():
+            share = self._shares[tenant]
+            share.credit -= seconds / len(tenants)
+            share.num_vain = 0 if tenant in arrived else min(MAX_VAIN, share.num_vain + 1)
+            share.num_skipped = 2**share.num_vain - 1
 
     def charge(self, seconds: float, rows: Iterable[tuple[Session, int]]) -> None:
         """Charge a step to the tenants of its sessions, by the rows computed for each."""

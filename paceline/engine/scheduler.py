@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.admission import KvAdmission, PrefillPace
 from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.counters import CounterBook
 from paceline.engine.drafting import Drafting
-from paceline.engine.fairness import FairShares
+from paceline.engine.fairness import WAIT_S, FairShares
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.session import Session, SessionState
 from paceline.target import Target
@@ -198,9 +199,7 @@ class Scheduler:
         """
         prefilling = self.in_state(SessionState.PREFILLING)
         if prefilling and self._shares.contested:
-            drafted = filter(self._drafting.has_draft, self.in_state(SessionState.DRAFTING))
-            ready = self.in_state(SessionState.READY)
-            served = self._shares.served([*prefilling, *ready, *drafted])
+            served = self._shares.served(self._could_run())
             prefilling = [session for session in prefilling if session.tenant in served]
         if not prefilling:
             return []
@@ -214,6 +213,34 @@ class Scheduler:
                 chosen.append((session, count))
                 room -= count
         return chosen
+
+    def _could_run(self) -> list[Session]:
+        """The sessions that a step could serve now."""
+        drafted = filter(self._drafting.has_draft, self.in_state(SessionState.DRAFTING))
+        return [*self.in_state(SessionState.PREFILLING, SessionState.READY), *drafted]
+
+    def await_turn(self, wakeup: threading.Condition, deliver: Callable[[], object]) -> None:
+        """Before a step, wait a moment for drafts of tenants whose turn it is, if others could run.
+
+        Args:
+            wakeup: notified of each draft that arrives.
+            deliver: sends what clients must have before they draft.
+        """
+        if not self._shares.contested:
+            return
+        drafting = self.in_state(SessionState.DRAFTING)
+        drafting = [each for each in drafting if not self._drafting.has_draft(each)]
+        ready = self._could_run()
+        tenants = self._shares.awaited(ready, drafting) if drafting and ready else set()
+        if not tenants:
+            return
+        mine = [session for session in drafting if session.tenant in tenants]
+        started = time.perf_counter()
+        deliver()
+        with wakeup:
+            wakeup.wait_for(lambda: any(map(self._drafting.has_draft, mine)), WAIT_S)
+        arrived = {session.tenant for session in mine if self._drafting.has_draft(session)}
+        self._shares.waited(time.perf_counter() - started, tenants, arrived)
 
     def after_prefill(self, session: Session) -> None:
         """Start a session's first round if its whole prompt is read."""

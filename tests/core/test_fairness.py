@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.engine import Engine, EngineLimits
+from paceline.drafters.client import ClientDrafter
+from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.engine.fairness import FairShares
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_engine
@@ -246,6 +249,71 @@ def test_one_tenant_costs_nothing(small: Small, monkeypatch: pytest.MonkeyPatch)
     while small.engine.has_work:
         small.engine.step()
     assert all(session.finish_reason == "length" for session in sessions)
+
+
+def rounds_beside_long_steps(
+    small: Small, monkeypatch: pytest.MonkeyPatch, think_s: float
+) -> float:
+    """Rounds of a session with a client's drafts for each step of another tenant's forty."""
+    engine = small.engine
+    client = cast(ClientDrafter, engine.drafters["client"])
+    verify = engine.local_target.verify
+    num_long, num_rounds = 0, 0
+
+    def slow(sessions: Any, drafts: Any, wants: Any, prefill: Any, pseudo: Any) -> Any:
+        nonlocal num_long
+        num_long += any(session.tenant == "many" for session in sessions)
+        time.sleep(0.001 * len(sessions))
+        return verify(sessions, drafts, wants, prefill, pseudo)
+
+    def draft(event: RoundEvent) -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+        if event.finished:
+            return
+        offer = partial(client.offer, event.session.session_id, Draft.chain([1, 2]))
+        threading.Timer(think_s, offer).start()
+
+    submit(engine, "many", 40)
+    config = SpeculationConfig(method="client", node_budget=8)
+    one = engine.submit(Request(tokens(5), LONG, config, tenant="one"), draft)
+    client.expect(one.session_id)
+    client.offer(one.session_id, Draft.chain([1, 2]))
+    while not one.stats.num_rounds:
+        engine.step()
+    monkeypatch.setattr(engine.local_target, "verify", slow)
+    num_long = num_rounds = 0
+    while num_long < 8 and not one.finished:
+        engine.step()
+    end(engine)
+    time.sleep(2 * think_s + 0.05)  # the last draft
+    return num_rounds / num_long
+
+
+def test_drafts_from_elsewhere_are_awaited_when_it_is_their_turn(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # a draft after the end
+    assert rounds_beside_long_steps(small, monkeypatch, 0.001) > 4
+
+
+def test_drafts_that_never_come_in_time_are_seldom_awaited() -> None:
+    shares, slow, busy = FairShares(), session_of("slow"), session_of("busy")
+    shares.add(slow)
+    shares.add(busy)
+    num_waits = 0
+    for _ in range(1000):
+        tenants = shares.awaited([busy], [slow])
+        if tenants:
+            num_waits += 1
+            shares.waited(0.005, tenants, set())
+        shares.served([busy])
+        shares.charge(0.1, [(busy, 1)])
+    assert 1 < num_waits < 1000 / 40
+
+
+def session_of(tenant: str) -> Any:
+    return SimpleNamespace(tenant=tenant, weight=1.0)
 
 
 @pytest.mark.one_of(2)

@@ -342,15 +342,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(
-                prompt_ids,
-                params,
-                speculation,
-                session_id=session_id,
-                tenant=tenant,
-                weight=weight,
+                prompt_ids, params, speculation,
+                session_id=session_id, tenant=tenant, weight=weight,
             ),
             on_event=hand_over(loop, on_event),
-        )
+        )  # fmt: skip
         try:
             session = await asyncio.wrap_future(submitted)
             opened = True

@@ -75,7 +75,7 @@ class Assault:
     Attributes:
         codes: what the RPCs answered; statuses: what HTTP did.
         samples: what the servers printed, while they had time to.
-        before, after: samples of idle servers, warm and at the end.
+        before, after: samples of idle servers: warm, after two parts of the messages; at the end.
         num_honest: generations of the honest client, each with the same tokens.
     """
 
@@ -204,7 +204,7 @@ async def assault(folder: Path, num_messages: int, seed: int) -> Assault:
                 assert servers.process.poll() is None, "the servers have died"
                 assert not honest.done(), honest.exception()
                 slice_number += 1
-                if not result.before:
+                if slice_number == 2:  # warm
                     result.before = await _idle(result.samples)
             honest.cancel()
             await asyncio.gather(honest, return_exceptions=True)

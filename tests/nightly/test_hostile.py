@@ -46,5 +46,4 @@ async def test_hostile_messages(num_messages: int, zoo: Path) -> None:
     assert result.num_honest > 5
     assert result.longest_stall_s < LONGEST_STALL_S
     assert result.after["kv_free"] == result.after["drafter_free"] == KV_TOKENS
-    # Before: warm, after the first part.
     assert result.after["rss"] <= 1.05 * result.before["rss"]

@@ -16,6 +16,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install
 PYTEST_ARGS ?=
 SOAK_S ?= 3600
+SOAK_MESSAGES ?= 100000
 # Processes for the tests that start no Ray. By default one for each core at night, and one more by day,
 # when they share the machine with the tests that start one.
 PYTEST_WORKERS ?=
@@ -97,8 +98,9 @@ test-nightly: $(STAMP) ## run the long tests, which take hours
 	@$(PYTEST) -m "nightly and serve" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: soak
-soak: $(STAMP) ## a server under all sorts of clients for SOAK_S seconds (an hour)
-	@PACELINE_SOAK_S=$(SOAK_S) $(PYTEST) -m nightly tests/nightly/test_soak.py
+soak: $(STAMP) ## a server under all sorts of clients for SOAK_S seconds (an hour), and SOAK_MESSAGES hostile ones
+	@PACELINE_SOAK_S=$(SOAK_S) PACELINE_HOSTILE_MESSAGES=$(SOAK_MESSAGES) \
+	  $(PYTEST) -m nightly tests/nightly/test_soak.py tests/nightly/test_hostile.py
 
 # Triton is large and of no use to torch's builds for CPUs: it lies in an environment of its own, which
 # has everything else from .venv.

@@ -70,7 +70,9 @@ ATTACKS: dict[str, Make] = {
     "prompt text": lambda i: _ask(text="x y" * 1_380_000),
     "logit biases": lambda i: _sampled(logit_bias={n: n - 1e9 for n in range(6000)}),
     "strangers": lambda i: _ask(),  # see _attack
+    "unread": lambda i: _sampled(max_tokens=1),
 }
+NUM_UNREAD = 160
 
 
 def _serve() -> None:
@@ -95,7 +97,10 @@ def _attack(name: str, address: str) -> None:
     """Attack while the lines of standard input say so; prints what it was answered."""
     os.nice(19)
     answers: Counter[str] = Counter()
-    options = [("grpc.max_send_message_length", 2**23)]
+    options: list[tuple[str, int]] = [("grpc.max_send_message_length", 2**23)]
+    if name == "unread":  # every byte of an answer waits until it is asked for
+        options += [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+    unread: list[Any] = []
     number = 0
     with grpc.insecure_channel(address, options) as channel:
         generate = generate_pb2_grpc.GenerateServiceStub(channel).Generate
@@ -109,6 +114,11 @@ def _attack(name: str, address: str) -> None:
                     if name == "strangers":
                         watches.append(watch(health_pb2.HealthCheckRequest()))
                         next(watches[-1])
+                    elif name == "unread":
+                        unread.append(generate(ATTACKS[name](number)))
+                        if len(unread) > NUM_UNREAD:
+                            unread.pop(0).cancel()
+                            time.sleep(0.01)
                     else:
                         list(generate(ATTACKS[name](number), timeout=60))
                     answers["OK"] += 1

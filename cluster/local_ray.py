@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from paceline.cluster.cli_options import TOKEN_VARIABLE
 from paceline.deployments.config import ConfigFile
 from paceline.errors import PacelineError
 
@@ -86,15 +87,21 @@ def start_ray(file: ConfigFile) -> str:
     import ray
 
     num_cpus, resources = _wanted(file)
-    context = ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, num_cpus),
-        resources=resources,
-        include_dashboard=file.autoscaling_policy is not None,  # such a file goes through it
-        object_store_memory=_OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    # Its processes would inherit the token of a client, and dump it with their environment.
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, num_cpus),
+            resources=resources,
+            include_dashboard=file.autoscaling_policy is not None,  # such a file goes through it
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    finally:
+        if token is not None:
+            os.environ[TOKEN_VARIABLE] = token
     return str(context.address_info["gcs_address"])
 
 
@@ -160,8 +167,19 @@ class LocalFiles:
 
     def write(self, **values: Any) -> None:
         scratch = self.file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(values))
+        with self._open(scratch) as file:
+            file.write(json.dumps(values))
         scratch.replace(self.file)
+
+    def open_log(self) -> IO[str]:
+        return self._open(self.log)
+
+    def _open(self, path: Path) -> IO[str]:
+        """An empty file that only its owner can read."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # one that is there keeps its mode
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.fdopen(handle, "w")
 
     def clear(self) -> None:
         for path in (self.file, self.variables):
@@ -266,7 +284,8 @@ def _try_node(file: ConfigFile, state: LocalFiles, deadline: float) -> dict[str,
         f"--num-cpus={(os.cpu_count() or 1) + num_cpus}", f"--resources={json.dumps(resources)}",
     ]  # fmt: skip
     environment = {
-        **os.environ,
+        # Ray's processes dump their environment: no client's token in it.
+        **{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
         # Busy machines may take minutes for what Ray gives up after one.
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{NODE_TIMEOUT_S:.0f}",
         "RAY_worker_register_timeout_seconds": f"{NODE_TIMEOUT_S:.0f}",
@@ -275,7 +294,7 @@ def _try_node(file: ConfigFile, state: LocalFiles, deadline: float) -> dict[str,
     lock = state.lock("ray")
     if lock is None:
         raise ClusterError(f"another process holds {state.folder}/ray.lock: end it")
-    with lock, state.log.open("w") as log:
+    with lock, state.open_log() as log:
         process = subprocess.Popen(
             command, env=environment, start_new_session=True, pass_fds=[lock.fileno()],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,

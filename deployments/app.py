@@ -63,8 +63,9 @@ def _target(config: DeploymentConfig, drafter: Application | None) -> Applicatio
     return TargetDeployment.options(
         name=TARGET,
         **_num_replicas(config, config.target),
-        # The engine refuses what exceeds its limits, with a reason; Serve would queue it.
-        max_ongoing_requests=limits.max_sessions + limits.max_waiting + 16,
+        # The engine refuses what exceeds its limits, with a reason; Serve would queue it. A full
+        # queue is still open to tenants with less than their share of it.
+        max_ongoing_requests=limits.max_sessions + 2 * limits.max_waiting + 16,
         graceful_shutdown_timeout_s=config.target.drain_s,
         ray_actor_options=config.target.actor_options(),
         **_COMMON,

@@ -43,12 +43,13 @@ from paceline.errors import (
     NumericsMismatch,
     ResourceExhausted,
 )
-from paceline.rpc.access import Gate
+from paceline.rpc.access import CallAdmission, Gate
 from paceline.rpc.audit import Audit
 from paceline.rpc.continuation import Continuation
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import generate_pb2
 from paceline.rpc.server import PortInUse, start_server
+from paceline.rpc.streams import Unread, read_ahead
 from paceline.rpc.tenants import Tenants
 from paceline.rpc.tls import ClientTls
 from paceline.rpc.tracing import Tracing, traceparent_of
@@ -59,12 +60,15 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full
 
 MAX_TRIES = 3
 """Targets that a generation may lose in a row without a token."""
+MAX_UNREAD = 256 * 1024
+"""Bytes that a generation may be ahead of its reader."""
 _RETRY_S = 0.2
 _CHARACTERS_PER_TOKEN = 4
 _START_ATTEMPT_S = 60.0
 _KEYS_INTERVAL_S = 2.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+_Reply = tuple[bytes, generate_pb2.GenerateReply]
 
 
 class Relay:
@@ -136,11 +140,12 @@ class Relay:
 
     async def generate(
         self, request: bytes, timeout_s: float | None = None, traceparent: str = ""
-    ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
+    ) -> AsyncGenerator[_Reply]:
         """One generation for a caller of any protocol: each reply as bytes and as a message.
 
-        When its target goes away, it goes on with the same tokens on another one. To close the
-        generator ends the session and gives the lease back.
+        When its target goes away, it goes on with the same tokens on another one. A reader that
+        leaves too much unread parks it: it gives its target up, and goes on with the same tokens
+        when all is read. To close the generator ends the session and gives the lease back.
 
         Args:
             request: a GenerateRequest.
@@ -164,17 +169,15 @@ class Relay:
                     attempt = self._generate_once(request, whole, metadata)
                     if suspect:
                         attempt = self._in_turn(attempt, digest)
-                    async with aclosing(attempt) as replies:
-                        async for reply, message in replies:
-                            if message.token_ids:
-                                self._poison.lives(digest)
-                            admission.opened()
-                            if message.prompt_length:
-                                admission.settle(message.prompt_length)
-                            admission.charge(len(message.token_ids))
-                            yield reply, message
+                    attempt = self._charged(attempt, digest, admission)
+                    ahead = read_ahead(
+                        attempt, _size, MAX_UNREAD, may_stop=lambda: not whole.is_silent
+                    )
+                    async with aclosing(ahead) as replies:
+                        async for reply in replies:
+                            yield reply
                     break
-                except (TargetGone, ResourceExhausted, NumericsMismatch) as error:
+                except (TargetGone, Unread, ResourceExhausted, NumericsMismatch) as error:
                     suspect = suspect and whole.is_silent
                     if isinstance(error, TargetGone) and error.taken and whole.is_silent:
                         suspect = True
@@ -187,9 +190,27 @@ class Relay:
                         await asyncio.sleep(_RETRY_S)
                     request = whole.next_request()
 
+    async def _charged(
+        self, attempt: AsyncGenerator[_Reply], digest: str, admission: CallAdmission
+    ) -> AsyncGenerator[_Reply]:
+        """An attempt, whose work its tenant pays when it is done, read or not."""
+        admission.on_replica(True)
+        try:
+            async with aclosing(attempt) as replies:
+                async for reply, message in replies:
+                    if message.token_ids:
+                        self._poison.lives(digest)
+                    admission.opened()
+                    if message.prompt_length:
+                        admission.settle(message.prompt_length)
+                    admission.charge(len(message.token_ids))
+                    yield reply, message
+        finally:
+            admission.on_replica(False)
+
     async def _in_turn(
-        self, attempt: AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]], digest: str
-    ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
+        self, attempt: AsyncGenerator[_Reply], digest: str
+    ) -> AsyncGenerator[_Reply]:
         """An attempt that begins when no other suspect waits for its first token."""
         async with aclosing(attempt) as replies:
             async with self._poison.turn:
@@ -208,10 +229,14 @@ class Relay:
 
     async def _generate_once(
         self, request: bytes, whole: Continuation, metadata: Metadata
-    ) -> AsyncGenerator[tuple[bytes, generate_pb2.GenerateReply]]:
-        """The replies of one target, which also go into ``whole``."""
+    ) -> AsyncGenerator[_Reply]:
+        """The replies of one target, which also go into ``whole``.
+
+        The last one comes when the call has ended and its lease is given back.
+        """
         kept = self._idle.take(whole.fingerprint)
         lease = kept or await self._calls.lease_for(whole.fingerprint)
+        last: _Reply | None = None
         try:
             call = self._calls.generate(
                 lease, f"/{GENERATE}/Generate", request, whole.timeout_s, metadata
@@ -222,11 +247,19 @@ class Relay:
                     if message.finish_reason == "cancelled":  # the target does this when it stops
                         raise gone(lease)
                     changed = whole.add(message)
-                    yield (message.SerializeToString() if changed else reply), message
-        except BaseException:
+                    answer = (message.SerializeToString() if changed else reply), message
+                    if message.finish_reason:
+                        last = answer
+                    else:
+                        yield answer
+        except BaseException as error:
             lease.release()
-            raise
-        self._idle.keep(lease)
+            if last is None or not isinstance(error, TargetGone):
+                raise
+        else:
+            self._idle.keep(lease)
+        if last is not None:
+            yield last
 
     async def get_model(self, request: bytes = b"", timeout_s: float | None = None) -> bytes:
         """What the targets serve, as a Model.
@@ -284,6 +317,10 @@ class Relay:
         self._verify.close()
         self._idle.close()
         await self._calls.close()
+
+
+def _size(reply: _Reply) -> int:
+    return len(reply[0])
 
 
 def _prompt_tokens(request: generate_pb2.GenerateRequest) -> int:

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline.deployments.lease import Endpoint, Lease, Unleased
 from paceline.errors import InvalidArgument
-from paceline.rpc.access import CACHE_SCOPE, CallAdmission
+from paceline.rpc.access import CACHE_SCOPE, WEIGHT, CallAdmission
 from paceline.rpc.errors import Cancelled, ServerUnavailable, from_rpc_error
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
 from paceline.rpc.tls import ClientTls
@@ -233,7 +233,7 @@ def metadata_of(admission: CallAdmission, span: Span | None = None) -> Metadata:
     metadata: Metadata = ()
     if admission.owner is not None:  # metadata cannot carry every tenant's name
         scope = hashlib.sha256(admission.owner.encode()).hexdigest()
-        metadata = ((CACHE_SCOPE, scope),)
+        metadata = ((CACHE_SCOPE, scope), (WEIGHT, f"{admission.weight:g}"))
     return metadata if span is None else (*metadata, ("traceparent", span.traceparent))
 
 

@@ -20,7 +20,7 @@ from paceline.deployments.session_ids import SessionIds
 from paceline.deployments.target_calls import Metadata, TargetCalls, TargetGone, metadata_of, parsed
 from paceline.errors import FailedPrecondition, SessionNotFound
 from paceline.rpc.access import LEASE_ID, SESSION_ID, CallAdmission, Gate
-from paceline.rpc.errors import to_status
+from paceline.rpc.errors import DeadlineExceeded, to_status
 from paceline.rpc.gen.paceline.v1 import verify_pb2
 from paceline.rpc.quotas import QuotaExceeded
 from paceline.rpc.streams import within
@@ -110,7 +110,7 @@ class VerifyRelay:
                     timeout=context.time_remaining(),
                     metadata=(*metadata_of(route.admission, span), *route.metadata),
                 )
-                stream = _Stream(call, route.admission, self._gate, context)
+                stream = _Stream(call, route.admission, self._gate, context, self._idle_timeout_s)
                 await self._pass_on(stream, first, frames, route)
 
     async def _pass_on(
@@ -262,7 +262,15 @@ class _Stream:
     ended, whose status gRPC would replace by INTERNAL.
     """
 
-    def __init__(self, call: Any, admission: CallAdmission, gate: Gate, context: Context) -> None:
+    def __init__(
+        self,
+        call: Any,
+        admission: CallAdmission,
+        gate: Gate,
+        context: Context,
+        idle_timeout_s: float,
+    ) -> None:
+        self._idle_timeout_s = idle_timeout_s
         self.error: BaseException | None = None  # ended the sender early
         self.call = call
         self._admission = admission
@@ -300,7 +308,12 @@ class _Stream:
         """Give the client the target's next answer."""
         if message.HasField("verify"):
             self._admission.charge(_num_tokens(message.verify))
-        await self._context.write(reply)
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                await self._context.write(reply)
+        except TimeoutError:
+            limit = f"{self._idle_timeout_s:g} s"
+            raise DeadlineExceeded(f"an answer was not read within {limit}") from None
         if not message.HasField("close"):
             self._answered.set()
 

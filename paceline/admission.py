@@ -89,6 +89,10 @@ class KvAdmission:
         return len(self._admitted)
 
     @property
+    def admitted(self) -> list[Session]:
+        return list(self._admitted.values())
+
+    @property
     def num_entries(self) -> int:
         """KV entries in use after the next step, at most."""
         lengths = sum(session.length for session in self._admitted.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.config import SpeculationConfig
 from paceline.constraints import Constraint
+from paceline.errors import InvalidArgument
 from paceline.sampling import SamplingParams
 
 
@@ -20,8 +21,10 @@ class Request:
         speculation: method and knobs; None: the engine's default.
         session_id: unique in the engine; None: the engine makes one.
         traceparent: W3C trace context for drafters in other processes; "" is none.
-        cache_scope: the session shares cached prefixes only within this scope, because the time
-            that a prompt takes reveals what is cached.
+        tenant: whose it is. Sessions share cached prefixes only with those of the same tenant,
+            because the time that a prompt takes reveals what is cached; and tenants share the
+            engine's time (:mod:`paceline.engine.fairness`).
+        weight: of the tenant's share, in proportion to those of others.
         prediction: token ids of the expected output, for methods that draft them.
         committed: the output's first token ids, which another engine has committed; events report
             only the tokens after them.
@@ -33,7 +36,12 @@ class Request:
     speculation: SpeculationConfig | None = None
     session_id: str | None = None
     traceparent: str = ""
-    cache_scope: str = ""
+    tenant: str = ""
+    weight: float = 1.0
     prediction: Sequence[int] = ()
     committed: Sequence[int] = ()
     constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise InvalidArgument("weight", self.weight, "a number above 0")

@@ -139,7 +139,8 @@ class Session:
         prompt_logprobs: of the prompt tokens that are read, if the request wants them.
         method_name: the method that the session began with; losing the drafter changes the plan.
         traceparent: W3C trace context for a drafter in another process; "" is none.
-        cache_scope: the session uses cached entries only of sessions with the same scope.
+        tenant: whose it is; it uses cached entries only of sessions of the same tenant.
+        weight: of the tenant's share of the engine.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
         stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
             something else did.
@@ -166,7 +167,8 @@ class Session:
         self.plan = plan
         self.method_name = plan.method.name
         self.traceparent = ""
-        self.cache_scope = ""
+        self.tenant = ""
+        self.weight = 1.0
         self.prediction = tuple(prediction)
         self.constraint = constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)

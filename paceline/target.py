@@ -146,7 +146,7 @@ class ModelTarget:
         whole = session.needs & _STATES or _scores_prompt(session)
         if self.prefixes is not None and _shareable(session) and not whole:
             assert isinstance(self.runner, LlamaRunner)
-            self.runner.adopt(sequence, session.token_ids[:-1], session.cache_scope)
+            self.runner.adopt(sequence, session.token_ids[:-1], session.tenant)
 
     def close(self, session: SessionView) -> None:
         """Free a session's KV entries; ignores a session that is not open.
@@ -171,7 +171,7 @@ class ModelTarget:
         if self.prefixes is not None and _shareable(session):
             assert isinstance(self.runner, LlamaRunner)
             tokens = session.token_ids[: sequence.length]
-            self.runner.publish(sequence, tokens, session.cache_scope)
+            self.runner.publish(sequence, tokens, session.tenant)
 
     def prefill_left(self, session: SessionView) -> int:
         """Number of committed tokens without a KV entry, the last one not counted."""

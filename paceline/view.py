@@ -35,7 +35,7 @@ class SessionView(TokensView, Protocol):
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         max_length: number of tokens at which the generation ends.
         prediction: tokens that the client expects as the output.
-        cache_scope: the session uses cached entries only of sessions with the same scope.
+        tenant: whose it is; it uses cached entries only of sessions of the same tenant.
         finish_reason: None while running.
     """
 
@@ -43,7 +43,7 @@ class SessionView(TokensView, Protocol):
     max_length: int
     params: SamplingParams
     prediction: tuple[int, ...]
-    cache_scope: str
+    tenant: str
     traceparent: str
     finish_reason: str | None
 

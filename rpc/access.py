@@ -65,7 +65,9 @@ _MAX_HOSTS = 4096  # whose refusals a gate remembers
 
 
 CACHE_SCOPE = "paceline-cache-scope"
-"""Metadata in which a gateway tells a target whose prefixes a session may share."""
+"""Metadata in which a gateway tells a target whose a session is; they share cached prefixes."""
+WEIGHT = "paceline-weight"
+"""Metadata with the weight of that tenant's share."""
 SESSION_ID, LEASE_ID = "paceline-session-id", "paceline-lease-id"
 """Metadata in which it tells the id of a verify session, and the lease that ends with it."""
 
@@ -405,17 +407,23 @@ class CallAdmission:
 
     Attributes:
         owner: the tenant's name; None without tenants.
+        weight: of the tenant's share of a target.
         span: of the session; None: it is not traced.
     """
 
-    __slots__ = ("_accounts", "_gate", "_kept", "_open", "_released", "_reserved", "owner", "span")
+    __slots__ = (
+        "_accounts", "_gate", "_held", "_kept", "_open", "_released", "_reserved", "owner", "span",
+        "weight",
+    )  # fmt: skip
 
     def __init__(
         self, gate: Gate, caller: Caller, accounts: list[Account], *, is_open: bool = False
     ) -> None:
         self.owner = caller.name
+        self.weight = 1.0 if caller.tenant is None else caller.tenant.weight
         self._gate = gate
         self._accounts = accounts
+        self._held = not is_open  # counts on the replica's account
         self._kept = False
         self._open = is_open
         self._released = is_open  # the admission that opened the session counts it
@@ -456,11 +464,20 @@ class CallAdmission:
         """Whether the current call comes from the session's owner."""
         return self.owner == _caller.get().name
 
-    def cache_scope(self, metadata: Any) -> str:
-        """Whose prefixes the session may share: the tenant's, known here or at the gateway."""
+    def share(self, metadata: Any) -> tuple[str, float]:
+        """Whose the session is and the weight of its share, known here or at the gateway.
+
+        Raises:
+            InvalidArgument: the gateway's weight is none.
+        """
         if self.owner is not None:
-            return self.owner
-        return next((str(value) for key, value in metadata or () if key == CACHE_SCOPE), "")
+            return self.owner, self.weight
+        told = {key: value for key, value in metadata or () if key in (CACHE_SCOPE, WEIGHT)}
+        weight = told.get(WEIGHT, "1")
+        try:
+            return str(told.get(CACHE_SCOPE, "")), float(weight)
+        except ValueError:
+            raise InvalidArgument(WEIGHT, weight, "a number above 0") from None
 
     def opened(self, session_id: str = "") -> None:
         """The session has begun: say so in the audit log, once."""
@@ -531,12 +548,22 @@ class CallAdmission:
         for account in self._accounts:
             account.count_tokens(num_tokens)
 
+    def on_replica(self, held: bool) -> None:
+        """Whether the session uses what all callers share, or has only answers left to read.
+
+        Then it counts for its tenant alone. That it uses it again is never refused.
+        """
+        held = held and not self._released
+        if len(self._accounts) > 1 and held != self._held:
+            self._held = held
+            self._accounts[-1].num_sessions += 1 if held else -1
+
     def release(self) -> None:
         """The session is over. More than once is harmless."""
         if not self._released:
             self._released = True
-            for account in self._accounts:
-                account.release_session()
+            self.on_replica(False)
+            self._accounts[0].release_session()
 
 
 # Refusals of a request whose prompt has not been read: it costs nothing.

@@ -48,6 +48,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # Characters. To encode more text takes long enough to hold up the other streams.
 _LONG_TEXT = 2_000
 _LOGPROBS_A_REPLY = 512
+MAX_EVENTS = 256
+"""Rounds that a generation may be ahead of its reader."""
+_FEW_EVENTS = 8  # that may keep their logits in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,41 @@ class ModelInfo:
     batch_invariant: bool = False
     default_speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     chat_template: ChatTemplate = field(default_factory=ChatTemplate)
+
+
+class _Inbox:
+    """The events of a session until its reader takes them.
+
+    Of a slow reader's session it holds :data:`MAX_EVENTS`, and parks the session until all are
+    taken.
+    """
+
+    def __init__(self, thread: Serving, session_id: str, admission: CallAdmission) -> None:
+        self._thread = thread
+        self._admission = admission
+        self._session_id = session_id
+        self._events: asyncio.Queue[RoundEvent] = asyncio.Queue()
+        self._parked = False
+
+    def put(self, event: RoundEvent) -> None:
+        if self._events.qsize() >= _FEW_EVENTS:
+            event = event.without_logits()
+        self._events.put_nowait(event)
+        if event.finished:
+            self._admission.on_replica(False)
+        elif self._events.qsize() >= MAX_EVENTS and not self._parked:
+            self._park(True)
+
+    async def get(self) -> RoundEvent:
+        event = await self._events.get()
+        if self._parked and self._events.empty():
+            self._park(False)
+        return event
+
+    def _park(self, parked: bool) -> None:
+        self._parked = parked
+        self._thread.park(self._session_id, parked)
+        self._admission.on_replica(not parked)
 
 
 class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
@@ -100,15 +138,15 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     ) -> AsyncIterator[generate_pb2.GenerateReply]:
         metadata = context.invocation_metadata()
         with self._gate.call("generate", self._tracing, traceparent_of(metadata)) as admission:
-            scope = admission.cache_scope(metadata)
-            async with aclosing(self._generate(request, admission, scope)) as replies:
+            async with aclosing(self._generate(request, admission, metadata)) as replies:
                 async for reply in replies:
                     yield reply
 
     async def _generate(
-        self, request: generate_pb2.GenerateRequest, admission: CallAdmission, scope: str
+        self, request: generate_pb2.GenerateRequest, admission: CallAdmission, metadata: Any
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         span = admission.span
+        tenant, weight = admission.share(metadata)
         self._check_sizes(request)
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         prompt_ids = await self._prompt_ids(request)
@@ -123,11 +161,11 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 "speculation.method", "client", "another one: drafts of yours go to VerifyService"
             )
         # A constraint may take a second to compile; neither the loop nor the engine waits for it.
-        compiling = self._thread.engine.constraints.submit(params, scope)
+        compiling = self._thread.engine.constraints.submit(params, tenant)
         constraint = await asyncio.wrap_future(compiling)
         # Chosen here, so that a call that is cancelled before submit returns can be undone, too.
         session_id = secrets.token_urlsafe(16)
-        events: asyncio.Queue[RoundEvent] = asyncio.Queue()
+        inbox = _Inbox(self._thread, session_id, admission)
         loop = asyncio.get_running_loop()
         first, finished, resumed = True, False, bool(request.committed_token_ids)
         admission.reserve(len(prompt_ids))
@@ -138,12 +176,13 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 speculation,
                 session_id=session_id,
                 traceparent="" if span is None else span.traceparent,
-                cache_scope=scope,
+                tenant=tenant,
+                weight=weight,
                 prediction=prediction,
                 committed=request.committed_token_ids,
                 constraint=constraint,
             ),
-            on_event=hand_over(loop, events.put_nowait),
+            on_event=hand_over(loop, inbox.put),
         )
         try:
             session = await asyncio.wrap_future(submitted)
@@ -156,7 +195,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             admission.opened(session_id)
             drafter_name = session.plan.method.drafter  # also when the drafter is lost later
             while not finished:
-                event = await events.get()
+                event = await inbox.get()
                 finished = event.finished
                 if span is not None:
                     span.round(event)

@@ -3,6 +3,7 @@
     tenants:
       alice:
         token_sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+        weight: 2
         quotas: {max_sessions: 8, tokens_per_minute: 60000}
       bob:
         token: a-text-of-16-characters-or-more
@@ -61,6 +62,7 @@ class _Entry(_Block):
     token_sha256: _Sha256 | tuple[_Sha256, ...] = ()
     suspended: bool = False
     quotas: Quotas = Quotas()
+    weight: float = Field(1.0, ge=0.01, le=100)
 
     def digests(self) -> list[bytes]:
         tokens = (self.token,) if isinstance(self.token, SecretStr) else self.token
@@ -80,6 +82,7 @@ class Tenant:
     quotas: Quotas
     suspended: bool = False
     digests: tuple[bytes, ...] = field(default=(), repr=False)
+    weight: float = 1.0  # of its share of a busy target
 
 
 def digest_of(token: str) -> bytes:
@@ -139,7 +142,7 @@ def _checked(path: str, file: _File) -> dict[str, Tenant]:
                     "tenants", path, f"another token for {name} than for {owners[digest]}"
                 )
     return {
-        name: Tenant(name, entry.quotas, entry.suspended, tuple(entry.digests()))
+        name: Tenant(name, entry.quotas, entry.suspended, tuple(entry.digests()), entry.weight)
         for name, entry in file.tenants.items()
     }
 

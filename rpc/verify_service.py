@@ -334,6 +334,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     async def _submit(
         self, request: verify_pb2.OpenRequest, admission: CallAdmission, metadata: Any
     ) -> _Served:
+        tenant, weight = admission.share(metadata)
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
         speculation = SpeculationConfig(method="client")
         if request.HasField("speculation"):
@@ -363,14 +364,11 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(
-                prompt_ids,
-                params,
-                speculation,
-                session_id=session_id,
-                cache_scope=admission.cache_scope(metadata),
+                prompt_ids, params, speculation,
+                session_id=session_id, tenant=tenant, weight=weight,
             ),
             on_event=hand_over(loop, on_event),
-        )
+        )  # fmt: skip
         try:
             session = await asyncio.wrap_future(submitted)
             opened = True

@@ -177,7 +177,7 @@ class VllmEngine:
             eos_token_ids=self.eos_token_ids, max_length=self.target.context_length,
             tokenizer=self.tokenizer, prediction=tuple(request.prediction),
         )  # fmt: skip
-        session.cache_scope = request.cache_scope
+        session.tenant = request.tenant
         if len(request.committed):
             session.resume(tuple(request.committed))
         self.sessions[session.session_id] = session
@@ -186,6 +186,10 @@ class VllmEngine:
         task = asyncio.get_running_loop().create_task(self._run(session, params, on_event))
         self._tasks[session.session_id] = task
         return session
+
+    def park(self, session_id: str, parked: bool) -> Future[None]:
+        """vLLM places its sessions itself: nothing to do."""
+        return self.call(lambda engine: None)
 
     def cancel(self, session_id: str) -> Future[bool]:
         """End a session; False if there is none."""

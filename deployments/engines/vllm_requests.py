@@ -54,8 +54,8 @@ def check_request(request: Request, plan: Plan, target: VllmTarget) -> None:
 def vllm_prompt(session: Session) -> dict[str, Any]:
     """The session's tokens as vLLM's prompt, committed output included."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(session.token_ids)}
-    if session.cache_scope:
-        prompt["cache_salt"] = session.cache_scope
+    if session.tenant:
+        prompt["cache_salt"] = session.tenant
     return prompt
 
 

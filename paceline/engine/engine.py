@@ -38,7 +38,6 @@ from paceline.tokenizer import Tokenizer
 from paceline.types import Load, Outcome
 
 logger = logging.getLogger(__name__)
-
 _HOLD_BACK_S = 0.004  # how long a round's events may be held
 
 
@@ -127,12 +126,9 @@ class Engine:
         """A new engine over the same models; drafters that it makes have learnt nothing yet."""
         engine = Engine(
             self.target, self.drafters.given,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            limits=self.limits,
-            catalogue=self.catalogue,
-            length_context=self.length_context,
-            heads=self.drafters.heads,
+            tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids,
+            limits=self.limits, catalogue=self.catalogue,
+            length_context=self.length_context, heads=self.drafters.heads,
         )  # fmt: skip
         engine.intake.constraints = self.constraints
         return engine
@@ -214,12 +210,12 @@ class Engine:
     def step(self, wait_s: float = 0.05) -> list[RoundEvent]:
         """One step for all ready sessions.
 
-        If none is ready because all drafts are under way, waits up to ``wait_s`` seconds for the
-        first draft.
+        If all their drafts are under way, waits up to ``wait_s`` seconds for the first one.
         """
         scheduler = self.scheduler
         scheduler.make_room()
         scheduler.admit()
+        scheduler.await_turn(self.wakeup, self.events.deliver)
         prefill = scheduler.share_prefill()
         scheduler.ask_for_drafts()
         idle = not prefill and not scheduler.has_ready
@@ -228,7 +224,7 @@ class Engine:
         if idle and (client_waits or not self._wait(min(wait_s, _HOLD_BACK_S))):
             self.events.deliver()
             self._wait(wait_s)
-        ready = scheduler.choose()
+        ready = scheduler.choose(prefill)
         if not ready and not prefill:
             return []
         self.events.deliver()  # listeners run during the forward that follows
@@ -238,14 +234,13 @@ class Engine:
         except Exception as error:
             # One forward serves all these sessions, so the KV state of none can be trusted now.
             level = logging.INFO if isinstance(error, PacelineError) else logging.ERROR
-            logger.log(
-                level, "a step failed; its %d sessions end", len(ready) + len(prefill),
-                exc_info=error,
-            )  # fmt: skip
-            self.fail([*ready, *(session for session, _ in prefill)], error)
+            failed = [*ready, *(session for session, _ in prefill)]
+            logger.log(level, "a step failed; its %d sessions end", len(failed), exc_info=error)
+            self.fail(failed, error)
             return []
-        scheduler.observe(time.perf_counter() - started, len(ready), prefill)
-        events = [self._conclude(session, o) for session, o in zip(ready, outcomes, strict=True)]
+        rounds = list(zip(ready, outcomes, strict=True))
+        scheduler.observe(time.perf_counter() - started, rounds, prefill)
+        events = [self._conclude(session, outcome) for session, outcome in rounds]
         scheduler.ask_for_drafts()
         if not self.drafting.num_under_way or any(event.finished for event in events):
             self.events.deliver()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.sampling import TokenLogprobs, token_logprobs
 from paceline.session import Session
@@ -40,6 +40,19 @@ class RoundEvent:
     finished: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
     at: float = field(default_factory=time.perf_counter)
+
+    def without_logits(self) -> RoundEvent:
+        """The same event for a listener that keeps it for a while."""
+        outcome = self.outcome
+        if outcome is None:
+            return self
+        light = replace(
+            outcome.verification,
+            logits=outcome.verification.logits.new_empty(0),
+            extras={},
+            pseudo_logits=None,
+        )
+        return replace(self, outcome=replace(outcome, verification=light))
 
 
 EventHandler = Callable[[RoundEvent], None]

@@ -82,7 +82,8 @@ class Intake:
             constraint=request.constraint or self.constraints.compile(params),
         )  # fmt: skip
         _check_min_tokens(session)
-        session.traceparent, session.cache_scope = request.traceparent, request.cache_scope
+        session.traceparent = request.traceparent
+        session.tenant, session.weight = request.tenant, request.weight
         if committed:
             session.resume(committed)
         if most_entries(session) > target.kv_capacity:

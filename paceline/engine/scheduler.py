@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.admission import KvAdmission, PrefillPace
 from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.counters import CounterBook
 from paceline.engine.drafting import Drafting
+from paceline.engine.fairness import WAIT_S, FairShares
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.session import Session, SessionState
 from paceline.target import Target
-from paceline.types import Load
+from paceline.types import Load, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Scheduler:
         self._waiting: deque[Session] = deque()
         self._admission = KvAdmission(target.kv_capacity, limits.max_sessions)
         self._pace = PrefillPace(limits.prefill_chunk, limits.prefill_stretch)
+        self._shares = FairShares()
 
     @property
     def is_idle(self) -> bool:
@@ -104,41 +107,81 @@ class Scheduler:
         if len(self._waiting) >= self._max_waiting:
             self.admit()  # some of them may fit already and wait only for the next step
         if len(self._waiting) >= self._max_waiting:
-            raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
+            waiting = Counter(each.tenant for each in self._waiting)
+            if not self._shares.may_wait(session, waiting, self._max_waiting):
+                raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
         if session.session_id in self.sessions:
             raise InvalidArgument("session_id", session.session_id, "an id that is not in use")
         self.sessions[session.session_id] = session
+        self._shares.add(session)
         self._waiting.append(session)
 
     def remove(self, session: Session) -> None:
         """Remove a session that has ended."""
-        if self.sessions.pop(session.session_id, None) is not None:
-            self._book.ended(session)
         if session in self._waiting:
             self._waiting.remove(session)
         if self._admission.remove(session):
+            self._shares.left_place(session)
             self._target.close(session)
             self._drafting.close(session)
+        if self.sessions.pop(session.session_id, None) is not None:
+            self._book.ended(session)
+            self._shares.remove(session)
 
     def make_room(self) -> None:
-        """Before a step, move sessions that KV memory can no longer hold to the queue's head."""
-        for session in self._admission.overdrawn():
-            logger.info("session %s gives way to older ones", session.session_id)
-            self._book.num_preemptions += 1
-            self._drafting.suspend(session)
-            self._admission.remove(session)
-            self._target.close(session)
-            session.state = SessionState.WAITING
+        """Before a step, move sessions that must give way to the head of the queue.
+
+        Those are the ones that KV memory can no longer hold and, while a session waits whose tenant
+        has less than its share of the places, one of the tenant that has most.
+        """
+        leaving = self._admission.overdrawn()
+        if not leaving and self._waiting and self._shares.contested:
+            first = self._shares.first(self._waiting)
+            if not self._admission.fits(first):
+                other = self._shares.gives_way(first, self._admission.admitted)
+                leaving = [] if other is None else [other]
+        for session in leaving:
+            logger.info("session %s gives way to others", session.session_id)
+            self._give_up_place(session)
             self._waiting.appendleft(session)
+
+    def _give_up_place(self, session: Session) -> None:
+        self._book.num_preemptions += 1
+        self._drafting.suspend(session)
+        self._admission.remove(session)
+        self._shares.left_place(session)
+        self._target.close(session)
+        session.state = SessionState.WAITING
+
+    def park(self, session_id: str) -> None:
+        """Between two steps: take a session's place away until :meth:`unpark`.
+
+        Its KV memory goes; it keeps its tokens. A session that has ended is ignored.
+        """
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        if session.state is not SessionState.WAITING:
+            self._give_up_place(session)
+        elif session in self._waiting:
+            self._waiting.remove(session)
+
+    def unpark(self, session_id: str) -> None:
+        """Let a parked session wait for a place."""
+        session = self.sessions.get(session_id)
+        if session is not None:
+            self._waiting.append(session)
 
     def admit(self) -> None:
         """Give places to waiting sessions while they fit.
 
-        First come, first served, so short requests cannot starve a long one.
+        First come, first served, so short requests of a tenant cannot starve a long one. The
+        tenants take turns.
         """
-        while self._waiting and self._admission.fits(self._waiting[0]):
-            session = self._waiting.popleft()
+        while self._waiting and self._admission.fits(session := self._shares.first(self._waiting)):
+            self._waiting.remove(session)
             self._admission.add(session)
+            self._shares.took_place(session)
             self._target.open(session)
             self._drafting.open(session)
             session.state = SessionState.PREFILLING
@@ -155,6 +198,9 @@ class Scheduler:
         What a short prompt leaves of its share goes to the others.
         """
         prefilling = self.in_state(SessionState.PREFILLING)
+        if prefilling and self._shares.contested:
+            served = self._shares.served(self._could_run())
+            prefilling = [session for session in prefilling if session.tenant in served]
         if not prefilling:
             return []
         wanted = [(self._target.prefill_left(session), session) for session in prefilling]
@@ -167,6 +213,34 @@ class Scheduler:
                 chosen.append((session, count))
                 room -= count
         return chosen
+
+    def _could_run(self) -> list[Session]:
+        """The sessions that a step could serve now."""
+        drafted = filter(self._drafting.has_draft, self.in_state(SessionState.DRAFTING))
+        return [*self.in_state(SessionState.PREFILLING, SessionState.READY), *drafted]
+
+    def await_turn(self, wakeup: threading.Condition, deliver: Callable[[], object]) -> None:
+        """Before a step, wait a moment for drafts of tenants whose turn it is, if others could run.
+
+        Args:
+            wakeup: notified of each draft that arrives.
+            deliver: sends what clients must have before they draft.
+        """
+        if not self._shares.contested:
+            return
+        drafting = self.in_state(SessionState.DRAFTING)
+        drafting = [each for each in drafting if not self._drafting.has_draft(each)]
+        ready = self._could_run()
+        tenants = self._shares.awaited(ready, drafting) if drafting and ready else set()
+        if not tenants:
+            return
+        mine = [session for session in drafting if session.tenant in tenants]
+        started = time.perf_counter()
+        deliver()
+        with wakeup:
+            wakeup.wait_for(lambda: any(map(self._drafting.has_draft, mine)), WAIT_S)
+        arrived = {session.tenant for session in mine if self._drafting.has_draft(session)}
+        self._shares.waited(time.perf_counter() - started, tenants, arrived)
 
     def after_prefill(self, session: Session) -> None:
         """Start a session's first round if its whole prompt is read."""
@@ -194,20 +268,34 @@ class Scheduler:
             map(self._drafting.has_draft, drafting)
         )
 
-    def choose(self) -> list[Session]:
-        """Choose the sessions that this step verifies from those that are ready."""
+    def choose(self, prefill: Sequence[tuple[Session, int]] = ()) -> list[Session]:
+        """Choose the sessions that this step verifies from those that are ready.
+
+        Args:
+            prefill: what the step reads.
+        """
         for session in self._drafting.arrive(self.in_state(SessionState.DRAFTING)):
             session.state = SessionState.READY
-        chosen = self.batching.choose(self.in_state(SessionState.READY))
+        ready = self.in_state(SessionState.READY)
+        if self._shares.contested:
+            served = self._shares.served([*ready, *(session for session, _ in prefill)])
+            ready = [session for session in ready if session.tenant in served]
+        chosen = self.batching.choose(ready)
         for session in chosen:
             session.state = SessionState.VERIFYING
         return chosen
 
     def observe(
-        self, seconds: float, num_verified: int, prefill: Sequence[tuple[Session, int]]
+        self,
+        seconds: float,
+        rounds: Sequence[tuple[Session, Outcome]],
+        prefill: Sequence[tuple[Session, int]],
     ) -> None:
         """Record a step that took ``seconds``."""
         self._book.steps.append(seconds)
-        self._pace.observe(seconds, num_verified, sum(count for _, count in prefill))
+        self._pace.observe(seconds, len(rounds), sum(count for _, count in prefill))
+        if self._shares.contested:
+            drafted = ((session, 1 + outcome.draft.num_nodes) for session, outcome in rounds)
+            self._shares.charge(seconds, [*drafted, *prefill])
         for session, _ in prefill:
             self.after_prefill(session)

@@ -35,6 +35,8 @@ class Serving(Protocol):
 
     def call(self, function: Callable[[Any], T]) -> Future[T]: ...
 
+    def park(self, session_id: str, parked: bool) -> Future[None]: ...
+
     def stop(self, timeout: float = 10.0) -> None: ...
 
 
@@ -86,6 +88,12 @@ class EngineThread:
     def cancel(self, session_id: str) -> Future[bool]:
         """:meth:`Engine.cancel` on the engine's thread."""
         return self.call(lambda engine: engine.cancel(session_id))
+
+    def park(self, session_id: str, parked: bool) -> Future[None]:
+        """Take a session's place in KV memory away, or let it wait for one again."""
+        if parked:
+            return self.call(lambda engine: engine.scheduler.park(session_id))
+        return self.call(lambda engine: engine.scheduler.unpark(session_id))
 
     def _run(self) -> None:
         engine = self.engine

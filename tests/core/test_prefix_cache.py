@@ -155,7 +155,7 @@ def test_the_longest_unused_goes_first(tiny_folder: Path) -> None:
 def test_scopes_do_not_see_one_another(tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)
     for scope, hit in (("a", 0), ("b", 0), ("", 0), ("a", 32), ("b", 64)):
-        small.engine.submit(Request(tokens(40), PARAMS, AR, cache_scope=scope))
+        small.engine.submit(Request(tokens(40), PARAMS, AR, tenant=scope))
         while small.engine.has_work:
             small.engine.step()
         assert hits(small) == hit, scope

@@ -24,6 +24,7 @@ from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
 from tests.deployments.conftest import config_file, eventually, free_port
 
+CLIENT_TOKEN = "token-of-a-client-on-this-machine"
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
 
@@ -87,15 +88,22 @@ def _alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_up_status_down(own_cache: Path, tmp_path: Path) -> None:
+def test_up_status_down(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an autoscaling policy, which goes to Serve in another way; the demo has none."""
     port = free_port()
+    monkeypatch.setenv("PACELINE_TOKEN", CLIENT_TOKEN)
     path = _with_policy(_config(tmp_path, port))
     try:
         up = _call(f"up({str(path)!r})")
         assert up["ready"]
         assert up["gateway"] == f"127.0.0.1:{port}"
         assert "token" not in up
+        for path_of_state in local.state_folder().glob("*.*"):
+            assert path_of_state.stat().st_mode & 0o077 == 0, path_of_state
+        # The owner has its own environment; Ray's processes and the replicas have no token.
+        assert len(_descendants(up["pid"])) > 3
+        for pid in _descendants(up["pid"]):
+            assert CLIENT_TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         with urllib.request.urlopen(f"{up['http']}/health", timeout=10) as answer:
             assert answer.status == 200
         with Client(up["gateway"], timeout=60) as client:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
+import ssl
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
+import ray
 import yaml
 from ray import serve
 from typer.testing import CliRunner
 
-from paceline.cluster import serving
+from paceline.cluster import local, serving
 from paceline.cluster.certs import REPLICA_NAME, make_certificates
 from paceline.cluster.cli import app as command_line
 from paceline.config import SpeculationConfig
-from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
+from paceline.errors import (
+    InvalidArgument,
+    PacelineError,
+    ResourceExhausted,
+    SessionNotFound,
+)
 from paceline.rpc.client import CHANNEL_OPTIONS, AsyncClient, Client, bearer
 from paceline.rpc.errors import ServerUnavailable, Unauthenticated
 from paceline.rpc.gen.paceline.v1 import verify_pb2
+from paceline.rpc.tenants import CHECK_INTERVAL_S
 from paceline.rpc.tls import ClientTls
 from paceline.sampling import SamplingParams
 from tests.deployments.conftest import PROMPTS, App, config_file, eventually, free_port
@@ -198,3 +211,59 @@ def test_the_audit_log_of_the_gateway(secure: App, folder: Path) -> None:
     for secret in (ALICE, BOB, PROMPTS[0], "fibonacci"):
         assert secret not in text
     assert os.stat(folder / "audit.jsonl").st_mode & 0o077 == 0
+
+
+def test_no_log_has_a_token(secure: App, folder: Path) -> None:
+    """Ray's logs and Paceline's, after calls, mistakes and a tenants file that cannot be used."""
+    wrong = "wrong-token-of-many-characters"
+    for token in (ALICE, BOB, wrong):
+        with (
+            suppress(PacelineError),
+            Client(secure.address, timeout=30, token=token, **own(folder)) as client,
+        ):
+            client.complete(PROMPTS[0], PARAMS)
+            client.complete([999_999], PARAMS)
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    context.load_cert_chain(folder / "client.crt", folder / "client.key")
+    for token in (ALICE, BOB, wrong):
+        for path, header in (
+            ("/v1/models", f"Bearer {token}"), ("/v1/nothing", f"Bearer {token}"),
+            (f"/v1/models?api_key={token}", token), (f"/v1/{token}", "Basic x"),
+        ):  # fmt: skip
+            request = urllib.request.Request(secure.http + path, headers={"Authorization": header})
+            with suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(request, timeout=30, context=context).close()
+    file = folder / "tenants.yaml"
+    text = file.read_text()
+    for broken in (text.replace("max_sessions", "max_session"), f"{text}: {{"):
+        file.write_text(broken)
+        time.sleep(2 * CHECK_INTERVAL_S)
+        with Client(secure.address, timeout=30, token=ALICE, **own(folder)) as client:
+            client.get_model()
+    file.write_text(text)
+    logs = Path(ray._private.worker._global_node.get_session_dir_path())
+    where = [logs, folder / "audit.jsonl", local.state_folder()]
+    secrets = [secret for token in (ALICE, BOB, wrong) for secret in forms_of(token)]
+    found = {path: said_in(path, secrets) for path in files_in(*where)}
+    assert not [path for path, said in found.items() if said]
+    # The search finds what is there: the broken file was noticed, in one of these logs.
+    assert any(said_in(path, [b"the tenants stay as they were"]) for path in found)
+
+
+def forms_of(token: str) -> list[bytes]:
+    """A token as text and as its digest."""
+    digest = hashlib.sha256(token.encode())
+    return [token.encode(), digest.digest(), digest.hexdigest().encode()]
+
+
+def files_in(*places: Path) -> list[Path]:
+    below = [path for place in places for path in (place, *place.rglob("*"))]
+    return [path for path in below if path.is_file()]
+
+
+def said_in(path: Path, texts: Sequence[bytes]) -> bool:
+    try:
+        data = path.read_bytes()
+    except OSError:  # a socket, or a file that has gone
+        return False
+    return any(text in data for text in texts)

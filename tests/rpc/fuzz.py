@@ -109,6 +109,31 @@ class Fuzzer:
                 del broken[at:]
         return bytes(broken)
 
+    def json(self, depth: int = 0) -> Any:
+        """A value that may stand anywhere in a body of HTTP."""
+        pick = self.random.choice
+        kind = self.random.randrange(6 if depth < 3 else 4)
+        if kind == 0:
+            return pick((None, True, False, *LONGS, 2**70))
+        if kind == 1:
+            return pick(FLOATS)
+        if kind in (2, 3):
+            return pick((*STRINGS, "\ud800", *METHODS))
+        count = pick((0, 1, 2, 3) if depth else (0, 1, 2, 8, 300))
+        if kind == 4:
+            return [self.json(depth + 1) for _ in range(count)]
+        return {pick(STRINGS): self.json(depth + 1) for _ in range(min(count, 8))}
+
+    def bend_json(self, value: Any, chance: float = 0.1) -> Any:
+        """A good body, in which some of the values are others."""
+        if self.random.random() < chance:
+            return self.json()
+        if isinstance(value, dict):
+            return {key: self.bend_json(item, chance) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.bend_json(item, chance) for item in value]
+        return value
+
     def spoil(self, good: Message) -> bytes:
         """Bytes that began as ``good`` (which may be empty) and may be anything now."""
         kind = self.random.random()

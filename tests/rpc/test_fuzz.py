@@ -94,6 +94,10 @@ def good_proposals() -> list[Message]:
 TARGET_CALLS: dict[str, Callable[[], Message | list[Message]]] = {
     "/paceline.v1.GenerateService/Generate": good_generate,
     "/paceline.v1.GenerateService/GetModel": generate_pb2.GetModelRequest,
+    "/paceline.v1.GenerateService/Tokenize": lambda: generate_pb2.TokenizeRequest(text="import "),
+    "/paceline.v1.GenerateService/Detokenize": lambda: generate_pb2.DetokenizeRequest(
+        token_ids=[105, 109]
+    ),
     "/paceline.v1.VerifyService/Session": good_frames,
     "/paceline.v1.VerifyService/Open": good_open,
     "/paceline.v1.VerifyService/Verify": good_verify,
@@ -113,6 +117,17 @@ DRAFTER_CALLS: dict[str, Callable[[], Message | list[Message]]] = {
     "/paceline.v1.DraftService/Close": draft_pb2.CloseDraftRequest,
 }
 _STREAMED = {"Generate", "Watch"}
+
+
+def test_every_rpc_is_tried() -> None:
+    files = draft_pb2, generate_pb2, verify_pb2
+    methods = {
+        f"/{service.full_name}/{method.name}"
+        for file in files
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert methods <= {*TARGET_CALLS, *DRAFTER_CALLS}
 
 
 class Lane:

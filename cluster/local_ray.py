@@ -167,14 +167,11 @@ class LocalFiles:
 
     def write(self, **values: Any) -> None:
         scratch = self.file.with_suffix(f".{os.getpid()}")
-        with self._open(scratch) as file:
+        with self.open(scratch) as file:
             file.write(json.dumps(values))
         scratch.replace(self.file)
 
-    def open_log(self) -> IO[str]:
-        return self._open(self.log)
-
-    def _open(self, path: Path) -> IO[str]:
+    def open(self, path: Path) -> IO[str]:
         """An empty file that only its owner can read."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # one that is there keeps its mode
@@ -191,7 +188,8 @@ class LocalFiles:
         It is free when the file is closed here and in all processes that were given it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        handle = (self.folder / f"{name}.lock").open("a")
+        path = self.folder / f"{name}.lock"
+        handle = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -243,7 +241,8 @@ def write_variables(state: LocalFiles, ray_address: str, dashboard: str) -> None
             values[name] = os.environ[name]
     lines = [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
     # Ray would prefer it to the path, and it is that of another Ray.
-    state.variables.write_text("\n".join(["unset RAY_AUTH_TOKEN", *lines, ""]))
+    with state.open(state.variables) as file:
+        file.write("\n".join(["unset RAY_AUTH_TOKEN", *lines, ""]))
 
 
 def start_node(
@@ -294,7 +293,7 @@ def _try_node(file: ConfigFile, state: LocalFiles, deadline: float) -> dict[str,
     lock = state.lock("ray")
     if lock is None:
         raise ClusterError(f"another process holds {state.folder}/ray.lock: end it")
-    with lock, state.open_log() as log:
+    with lock, state.open(state.log) as log:
         process = subprocess.Popen(
             command, env=environment, start_new_session=True, pass_fds=[lock.fileno()],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,

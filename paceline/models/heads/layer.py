@@ -161,9 +161,9 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding of a head's first numbers.
+    """Rotary embedding of the first numbers of heads.
 
-    # [batch, length, heads, head_dim], [length, rotary_dim]
+    # [..., length, heads, head_dim], [length, rotary_dim]
     """
     cosine, sine = cos_sin.to(heads.dtype)[:, None].chunk(2, -1)  # [length, 1, rotary_dim / 2]
     turning, rest = heads[..., : cos_sin.shape[-1]], heads[..., cos_sin.shape[-1] :]

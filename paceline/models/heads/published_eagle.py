@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
 from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget
+from paceline.models.heads.layer import rotate
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.rope import rope_table
 from paceline.types import Need
@@ -99,19 +100,12 @@ class _Attention(nn.Module):
         )
         if self.config.head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotate(q, cos_sin), _rotate(k, cos_sin)
+        q, k = rotate(q, cos_sin), rotate(k, cos_sin)
         if earlier is not None:
             k, v = torch.cat([earlier[0], k], -3), torch.cat([earlier[1], v], -3)
         q, keys, values = (heads.transpose(-3, -2) for heads in (q, k, v))
         attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
         return self.o_proj(attended.transpose(-3, -2).flatten(-2)), (k, v)
-
-
-def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding.  # [..., places, heads, head_dim], [places, head_dim]"""
-    cosine, sine = cos_sin.to(heads.dtype)[:, None].chunk(2, -1)
-    a, b = heads.chunk(2, -1)
-    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
 
 
 class _Mlp(nn.Module):

@@ -57,7 +57,7 @@ REFUSALS_PER_SECOND = 50.0
 """Refusals (and answers without a token) that one tenant, or one host, gets without a wait."""
 
 LONGEST_PAUSE_S = 5.0
-_PLACE_PAUSES_S = (0.02, 0.08, 0.2)
+_PLACE_PAUSES_S = (0.02, 0.08, 0.2, 0.4)
 """Another server may just now have a session end whose place the caller of this one needs."""
 MAX_PUBLIC_CALLS = 64
 """Calls without a token, as those of the health service, that one host may have open."""

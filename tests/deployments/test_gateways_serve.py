@@ -13,7 +13,7 @@ import ray
 import yaml
 from ray import serve
 
-from paceline.cluster import local
+from paceline.cluster import serving
 from paceline.errors import ResourceExhausted
 from paceline.rpc.client import AsyncClient, Client
 from paceline.sampling import SamplingParams
@@ -36,14 +36,14 @@ def app(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     two = {"num_replicas": 2, "http_port": None, "tenants": str(tenants), "drain_s": 1}
     file = config_file("colocated", NAME, 0).with_args({"gateway": {**SMALL, **two}})
     try:
-        local.deploy(file, lambda line: None)
+        serving.deploy(file, lambda line: None)
         yield NAME
     finally:
         serve.delete(NAME)
 
 
 def _replicas(deployment: str) -> list[dict[str, Any]]:
-    replicas: list[dict[str, Any]] = local.describe(NAME)["deployments"][deployment]["replicas"]
+    replicas: list[dict[str, Any]] = serving.describe(NAME)["deployments"][deployment]["replicas"]
     return replicas
 
 
@@ -87,7 +87,7 @@ async def test_any_gateway_serves_any_session(app: str, ar: AR, engine: Any) -> 
                     await client.open_session(prompt_ids, PARAMS)
                 for each in held:
                     await each.close()
-    assert await asyncio.to_thread(eventually, _is_idle), local.describe(NAME)
+    assert await asyncio.to_thread(eventually, _is_idle), serving.describe(NAME)
 
 
 async def test_a_gateway_that_is_killed_takes_no_session_with_it(
@@ -110,7 +110,7 @@ async def test_a_gateway_that_is_killed_takes_no_session_with_it(
         return [g["address"] for g in _replicas("gateway") if g["pid"] not in old and g["address"]]
 
     old = {g["pid"] for g in before.values()}
-    assert await asyncio.to_thread(eventually, successor, 90.0), local.describe(NAME)
+    assert await asyncio.to_thread(eventually, successor, 90.0), serving.describe(NAME)
     (new,) = await asyncio.to_thread(successor)
     with Client(new, timeout=60, token=ALICE) as client:
         session._client = client
@@ -120,7 +120,7 @@ async def test_a_gateway_that_is_killed_takes_no_session_with_it(
         assert await asyncio.to_thread(session.close) is not None
     for each in clients.values():
         each.close()
-    assert await asyncio.to_thread(eventually, _is_idle), local.describe(NAME)
+    assert await asyncio.to_thread(eventually, _is_idle), serving.describe(NAME)
 
 
 async def test_the_ledger_is_one_and_comes_back(app: str, engine: Any) -> None:
@@ -155,7 +155,7 @@ async def test_the_ledger_is_one_and_comes_back(app: str, engine: Any) -> None:
             await asyncio.to_thread(other.close)
         await asyncio.to_thread(session.close)
         client.close()
-    assert await asyncio.to_thread(eventually, _is_idle), local.describe(NAME)
+    assert await asyncio.to_thread(eventually, _is_idle), serving.describe(NAME)
 
 
 @pytest.mark.slow
@@ -165,16 +165,16 @@ def test_gateways_follow_their_sessions(ray_cluster: None) -> None:
     gateway = {**SMALL, "http_port": None, "autoscaling": scaling}
     file = config_file("colocated", name, 0).with_args({"gateway": gateway})
     try:
-        local.deploy(file, lambda line: None)
+        serving.deploy(file, lambda line: None)
 
         def addresses() -> set[str]:
-            deployments = local.describe(name)["deployments"]
+            deployments = serving.describe(name)["deployments"]
             return {g["address"] for g in deployments["gateway"]["replicas"] if g["address"]}
 
         (first,) = addresses()
         with Client(first, timeout=60) as client:
             sessions = [client.open_session([1, 2, 3], PARAMS) for _ in range(3)]
-            assert eventually(lambda: len(addresses()) == 2, 120.0), local.describe(name)
+            assert eventually(lambda: len(addresses()) == 2, 120.0), serving.describe(name)
             (second,) = addresses() - {first}
             with Client(second, timeout=60) as other:
                 for session in sessions:

@@ -18,7 +18,7 @@ import grpc
 from paceline.deployments.lease import Lease
 from paceline.deployments.session_ids import SessionIds
 from paceline.deployments.target_calls import Metadata, TargetCalls, TargetGone, metadata_of, parsed
-from paceline.errors import FailedPrecondition, SessionNotFound
+from paceline.errors import FailedPrecondition, PacelineError, SessionNotFound
 from paceline.rpc.access import LEASE_ID, SESSION_ID, CallAdmission, Gate
 from paceline.rpc.errors import DeadlineExceeded, to_status
 from paceline.rpc.gen.paceline.v1 import verify_pb2
@@ -26,9 +26,16 @@ from paceline.rpc.quotas import QuotaExceeded
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traced, traceparent_of
 
+CLOSE_S = 5.0
+"""Seconds that the close of a session may take whose client reads nothing."""
+
 VERIFY: str = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class _UnreadAnswer(DeadlineExceeded):
+    """The client of a stream has not read an answer for as long as a session may be idle."""
 
 
 @dataclass(slots=True)
@@ -127,12 +134,22 @@ class VerifyRelay:
                 elif message.HasField("close"):
                     self._ended(route.session_id)
                 await stream.pass_on(reply, message)
+        except _UnreadAnswer:  # nothing reads, as with a session that is idle
+            await self._give_up(route)
+            raise
         except (asyncio.CancelledError, TargetGone):
             if stream.error is not None:  # the target is there, but the sender has ended the call
                 raise stream.error from None
             raise
         finally:
             sender.cancel()
+
+    async def _give_up(self, route: _Route) -> None:
+        """Close a session whose client reads nothing."""
+        request = verify_pb2.CloseRequest(session_id=route.session_id).SerializeToString()
+        with suppress(PacelineError):
+            await self._calls.unary(route.lease, f"/{VERIFY}/Close", request, CLOSE_S)
+        self._ended(route.session_id)
 
     # --- unary calls ----------------------------------------------------------------------------
 
@@ -313,7 +330,7 @@ class _Stream:
                 await self._context.write(reply)
         except TimeoutError:
             limit = f"{self._idle_timeout_s:g} s"
-            raise DeadlineExceeded(f"an answer was not read within {limit}") from None
+            raise _UnreadAnswer(f"an answer was not read within {limit}") from None
         if not message.HasField("close"):
             self._answered.set()
 

@@ -281,6 +281,8 @@ class Share(Bucket):
             self._rate = rate / max(1, num_servers)
             self._burst = max(1.0, burst / max(1, num_servers))
             self._at = self._clock()
+            if self.level >= 0.0:  # no debt: the next caller need not wait for it to fill
+                self.level = max(self.level, 1.0)
 
 
 class SharedAccount(Account):

@@ -86,7 +86,8 @@ def test_any_schedule_of_arrivals_and_cancellations(
         for i, arrival in enumerate(plan):
             if arrival.step == step:
                 params = replace(PARAMS[arrival.params], max_tokens=arrival.tokens)
-                config = SpeculationConfig(length="fixed", method=arrival.method)
+                length = "auto" if arrival.method == "auto" else "fixed"  # it takes no other
+                config = SpeculationConfig(length=length, method=arrival.method)
                 sessions[i] = engine.submit(Request(PROMPTS[arrival.prompt], params, config))
             gone = arrival.leaves_after is not None and step == arrival.step + arrival.leaves_after
             if gone and engine.cancel(sessions[i].session_id):

@@ -236,13 +236,16 @@ def test_a_start_goes_on_while_anything_happens() -> None:
 def test_a_start_goes_on_while_a_worker_computes(works: bool) -> None:
     """A worker of Ray is known by its command line, as one that has no task yet."""
     code = "while True: pass" if works else "import time; time.sleep(60)"
-    worker = subprocess.Popen([sys.executable, "-c", code, "default_worker.py"])
+    worker = [sys.executable, "-c", code, "default_worker.py"]
+    # A process of its own is the node: this one may have workers of other tests.
+    script = f"import subprocess; subprocess.run({worker!r})"
+    node = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     try:
-        time.sleep(0.3)
-        progress = _Progress(1.0, os.getpid())
+        time.sleep(0.5)
+        progress = _Progress(1.0, node.pid)
         assert progress.goes_on("loading")
         time.sleep(1.2)
         assert progress.goes_on("loading") is works
     finally:
-        worker.kill()
-        worker.wait()
+        os.killpg(node.pid, signal.SIGKILL)
+        node.wait()

@@ -740,6 +740,7 @@ def main() -> None:
         "--suite", nargs="*", default=[], choices=list(SUITES), help="their formats"
     )
     parser.add_argument("--limit", type=int, default=8, help="prompts of each category")
+    parser.add_argument("--longest", type=int, default=900, help="leave longer prompts out")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 16])
     parser.add_argument("--out", type=Path, help="folder for the tables, the numbers and pictures")
@@ -751,6 +752,7 @@ def main() -> None:
         limits=EngineLimits(prefix_cache=False),
     )
     prompts = prompts_of(engine, options.target, options.prompts, options.suite, options.limit)
+    prompts = [(c, prompt) for c, prompt in prompts if len(prompt) < options.longest]
     started = time.monotonic()
     texts = record(engine, prompts, options.max_tokens)
     print(f"recorded {len(texts)} texts in {time.monotonic() - started:.0f} s", flush=True)

@@ -235,6 +235,7 @@ class Share(Bucket):
 
     def may_ask(self) -> bool:
         """Whether the ledger may have some for a caller that has to wait."""
+        self._used_at = self._clock()  # what it has is for this caller: it does not go back now
         self._waiting = self.wait(1.0) > 0 and not self._rate and self._clock() >= self._retry_at
         return self._waiting
 

@@ -249,3 +249,15 @@ def test_a_change_of_quotas_fills_no_bucket() -> None:
         pass
     assert len(made[0].used) == count
     assert len(made[1].used) <= 20
+
+
+def test_a_call_that_waits_for_a_place_keeps_the_tokens_that_are_there() -> None:
+    """A quiet gateway gives tokens back with its next ask: not with that of a caller who needs
+    them."""
+    (gateway,), _, time = gateways(1, Quotas(max_sessions=2, tokens_per_minute=100_000))
+    assert gateway.open()
+    gateway.account.release_session()
+    gateway.sync()
+    time.now += 5.0  # without a sync, as if they were late
+    assert gateway.account.shares["tokens_per_minute"].level > 0
+    assert gateway.open()

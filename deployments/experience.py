@@ -12,12 +12,14 @@ import hashlib
 import json
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cache import cache_folder, locked
-from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.lengths.experience import experience_of
+
+if TYPE_CHECKING:
+    from paceline.engine import Engine, EngineThread
 
 INTERVAL_S = 60.0
 """Seconds between two exchanges with the file."""

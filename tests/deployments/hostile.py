@@ -17,11 +17,10 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from paceline.config import SpeculationConfig
 from paceline.deployments.gateway import Relay
-from paceline.deployments.lease import Lease
 from paceline.deployments.openai.api import make_app
 from paceline.deployments.openai.server import start_http
 from paceline.drafters.draft_model import DraftModel
@@ -36,7 +35,7 @@ from paceline.rpc.server import start_server
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.tokenizer import ChatTemplate, load_tokenizer
-from tests.deployments.http_serving import DirectLease
+from tests.deployments.http_serving import DirectLeases
 from tests.rpc.fuzz import Fuzzer
 from tests.rpc.soak import ROOT, resident_bytes
 from tests.rpc.test_fuzz import DRAFTER_CALLS, TARGET_CALLS, fuzz, plain
@@ -244,14 +243,15 @@ async def serve(folder: str) -> None:
         vocab_size=258, context_length=256, max_sessions=12, idle_timeout_s=IDLE_S,
     )  # fmt: skip
     model = ModelInfo(name="tiny", chat_template=ChatTemplate(TEMPLATE))
-    engine_server = await start_server(engine=thread, model=model, idle_timeout_s=IDLE_S)
+    leases = DirectLeases()
+    engine_server = await start_server(
+        engine=thread, model=model, idle_timeout_s=IDLE_S, lease_ended=leases.ended
+    )
+    leases.addresses = [engine_server.address]
     drafter_server = await start_server(drafter=servicer, idle_timeout_s=IDLE_S)
 
-    async def lease() -> Lease:
-        return cast(Lease, DirectLease(engine_server.address))
-
     gate = Gate()
-    relay = Relay(lease, idle_timeout_s=IDLE_S, resume_s=1.0, gate=gate)
+    relay = Relay(leases, idle_timeout_s=IDLE_S, resume_s=1.0, gate=gate)
     gateway = await start_server(register=relay.register, gate=gate, idle_timeout_s=IDLE_S)
     http = await start_http(make_app(relay, gate))
     port = int(http.url.rpartition(":")[2])
@@ -264,7 +264,6 @@ async def serve(folder: str) -> None:
         while (now := time.monotonic()) < until:
             await asyncio.sleep(0.02)
             late = max(late, time.monotonic() - now - 0.02)
-        relay.sweep()
         states = await on_engine(thread, lambda engine: engine.take_counters().states)
         left = states.total() + relay.num_sessions + gate.num_sessions + servicer.num_sessions
         sample = {

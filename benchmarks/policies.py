@@ -53,7 +53,16 @@ from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits
 from paceline.exact_math import weights64
 from paceline.lengths.base import LengthContext
-from paceline.lengths.tapout import GAMMA, Arms, Bandit, root_entropy
+from paceline.lengths.tapout import (
+    CONFIDENCE,
+    GAMMA,
+    MARGIN,
+    ROOT_ENTROPY,
+    ROOT_ENTROPY_RISE,
+    Arms,
+    Bandit,
+    root_entropy,
+)
 from paceline.loading import limit_threads, load_engine
 from paceline.model_names import resolve_model
 from paceline.plan import resolve
@@ -150,7 +159,7 @@ def _record(engine: Engine, name: str, method: str, each: Recorded, params: Samp
         watch = _Watch()
         if watched:
             session.length_controller.stop_rule = watch
-        asked.watch(session)
+        asked.forget()
         engine.step()
         for place, draft in asked.drafts:
             right[place] = len(right_path(draft, each.output[place:]))
@@ -176,7 +185,7 @@ class _Asking(Drafter):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def watch(self, session: Session) -> None:
+    def forget(self) -> None:
         self.drafts = []
 
     def open(self, session: Any) -> None:
@@ -297,7 +306,7 @@ def decode(text: Recorded, policy: Policy, world: World) -> Spent:
         if drafter != "ar":
             nodes = min(depth, int(text.size[drafter][place]), end - place - 1)
             accepted = min(nodes, int(text.right[drafter][place]))
-        spent = world.round(drafter if nodes or drafter != "ar" else "ar", nodes)
+        spent = world.round(drafter, nodes)
         if drafter in MODELS:  # tokens that other rounds committed must be read first
             missed = place - behind[drafter]
             spent += world.verify.read_seconds * max(0, missed - LONGEST)
@@ -422,10 +431,10 @@ class TapOutPolicy:
         for depth in range(LONGEST):
             best, margin, root = self._text.seen[place, depth]
             stops = {
-                "max_confidence": best < 0.8,
-                "logit_margin": margin < 0.2,
-                "svip": root > 0.6,
-                "svip_difference": root - before > 0.2,
+                "max_confidence": best < CONFIDENCE,
+                "logit_margin": margin < MARGIN,
+                "svip": root > ROOT_ENTROPY,
+                "svip_difference": root - before > ROOT_ENTROPY_RISE,
                 "adaedl": 1.0 - math.sqrt(GAMMA) * root < self._arms._threshold,
             }[name]
             before = root

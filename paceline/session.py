@@ -332,6 +332,12 @@ class Session:
             self._decoder.reset()
             self._text = "".join(self._decoder.push(token) for token in output)
 
+    def forced_ids(self, drafted: Sequence[int], count: int) -> list[int]:
+        """See :class:`paceline.view.SessionView`."""
+        if self.constraint is None or self.finished:
+            return []
+        return self.constraint.forced(self.output_ids, drafted, count)
+
     @property
     def streamable_length(self) -> int:
         """Number of characters of :attr:`text` that no stop string can still remove."""

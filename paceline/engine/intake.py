@@ -145,6 +145,7 @@ class Intake:
                     (reads_states or not method.needs)
                     and not self.refusal(method)
                     and (request.prediction or not method.reads_prediction)
+                    and (request.params.constraint or not method.reads_constraint)
                 ):
                     if not method.needs or heads.join(method.drafter, workload):
                         names.append(method.drafter)

@@ -120,7 +120,8 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "products": (
         "List two laptops for an online shop.",
         record(products=array(record(
-            product_name=TEXT, manufacturer=TEXT, price_in_euros=NUMBER, available={"type": "boolean"},
+            product_name=TEXT, manufacturer=TEXT, price_in_euros=NUMBER,
+            available={"type": "boolean"},
         ))),
     ),
     "diagnosis": (
@@ -142,7 +143,7 @@ def measure(
     Raises:
         AssertionError: other tokens than AR's.
     """
-    engine = load_engine(target)
+    engine = load_engine(None if target == "demo" else target, dtype="auto")
     assert engine.tokenizer is not None
     template = template_of(resolve_model(target), None)
 

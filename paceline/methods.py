@@ -24,9 +24,9 @@ from paceline.drafters.auto import AUTO as AUTO_PART
 from paceline.drafters.base import Drafter, DrafterContext, DrafterPart
 from paceline.drafters.combined import COMBINED
 from paceline.drafters.copyspec import COPYSPEC, COPYSPEC_OR_DRAFT_MODEL
+from paceline.drafters.forced import FORCED, FORCED_OR_DRAFT_MODEL
 from paceline.drafters.jacobi import GAUSS_SEIDEL, HYBRID_JACOBI, JACOBI
 from paceline.drafters.lookahead import LOOKAHEAD
-from paceline.drafters.forced import FORCED, FORCED_OR_DRAFT_MODEL
 from paceline.drafters.predicted_outputs import (
     PREDICTED_OUTPUTS,
     PREDICTED_OUTPUTS_OR_DRAFT_MODEL,

@@ -1,4 +1,4 @@
-"""What a constraint forces is drafted for nothing; where it leaves a choice, another drafter drafts.
+"""Drafts what a constraint forces; where it leaves a choice, another drafter drafts.
 
 A JSON schema fixes most of a text that only fills in values: braces, keys, colons. Servers commit
 such text without asking the model ("jump-forward decoding", Zheng et al. 2023, SGLang, arXiv

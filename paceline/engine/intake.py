@@ -84,6 +84,7 @@ class Intake:
         _check_min_tokens(session)
         session.traceparent = request.traceparent
         session.tenant, session.weight = request.tenant, request.weight
+        session.priority = request.priority
         if committed:
             session.resume(committed)
         if most_entries(session) > target.kv_capacity:

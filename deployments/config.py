@@ -269,6 +269,11 @@ class _GpuReplicas(_Replicas):
 
 class TargetConfig(_GpuReplicas):
     limits: LimitsConfig = LimitsConfig()
+    prefix_affinity: bool = Field(
+        True,
+        description="Prefer the replica that has read the beginning of a prompt before, unless it "
+        "is busier than others; false: only load decides.",
+    )
     numerics: Literal["fastest", "portable"] = Field(
         "fastest",
         description="portable: logits have the same bits on any processor, so that sessions may "

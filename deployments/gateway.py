@@ -21,8 +21,8 @@ import grpc
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from paceline.deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from paceline.deployments.affinity import PrefixTable, message_keys
+from paceline.deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from paceline.deployments.lease import IdleLeases, Lease, open_lease
 from paceline.deployments.ledger import START_S, RayLink, SharedQuotas
 from paceline.deployments.metrics import report_gauges

@@ -4,6 +4,8 @@
     python benchmarks/load.py prefill      # time between tokens while a long prompt comes in
     python benchmarks/load.py strategies   # ragged, same_length, pad, split at batch 8
     python benchmarks/load.py prefixes     # time to first token with and without the prefix cache
+    python benchmarks/load.py clients --target smollm2 --prompts spec_bench.jsonl
+                                           # a deployment's defaults beside AR, many clients
 
 All of it runs in one process on one engine's models, interleaved, and prints medians with spread.
 """
@@ -15,16 +17,24 @@ import json
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import paceline
 from paceline.bench.prompts import builtin_prompts
+from paceline.bench.suites import read_prompts
+from paceline.chat import encode_prompt, template_of
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
+from paceline.deployments.config import LimitsConfig
 from paceline.engine import Engine, EngineLimits
+from paceline.errors import ResourceExhausted
 from paceline.loading import limit_threads
+from paceline.model_names import resolve_model
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -201,19 +211,114 @@ def prefixes(engine: Engine, options: argparse.Namespace) -> None:
         print(f"{name:20} first token after ms {spread(values)}")
 
 
+def clients(engine: Engine, options: argparse.Namespace) -> None:
+    """Many clients, each with one request at a time, under the limits of a deployment.
+
+    A client that is refused comes back after the time that it was told, as OpenAI's clients do; the
+    time to its first token counts from its first try.
+    """
+    params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
+    deployment = LimitsConfig().engine_limits()
+    auto = SpeculationConfig(method="auto")
+    print("clients  tok/s AR   x AR, median (range)    first token s, AR: p50 p99   auto: p50 p99"
+          "   refused AR, auto  identical")  # fmt: skip
+    for count in options.concurrency:
+        prompts = _chat_prompts(engine, options, max(8, 2 * count))
+        ratios, rates, same = [], [], True
+        waits: dict[str, list[float]] = {"ar": [], "auto": []}
+        refused: dict[str, int] = {"ar": 0, "auto": 0}
+        for repetition in range(options.repetitions):
+            tokens, speed = {}, {}
+            order = {"ar": AR, "auto": auto}
+            for name in sorted(order, reverse=bool(repetition % 2)):
+                fresh = Engine(
+                    ModelTarget(engine.local_target.runner), engine.drafters.given,
+                    tokenizer=engine.tokenizer, eos_token_ids=engine.eos_token_ids,
+                    limits=deployment, length_context=engine.length_context,
+                    heads=engine.drafters.heads,
+                )  # fmt: skip
+                answers = _serve_clients(fresh, prompts, order[name], count, params)
+                tokens[name], speed[name], first, num_refused = answers
+                waits[name] += first
+                refused[name] += num_refused
+            same &= tokens["ar"] == tokens["auto"]
+            rates.append(speed["ar"])
+            ratios.append(speed["auto"] / speed["ar"])
+        quantiles = [np.quantile(waits[name], (0.5, 0.99)) for name in ("ar", "auto")]
+        shown = "   ".join(f"{p50:13.2f} {p99:6.2f}" for p50, p99 in quantiles)
+        print(
+            f"{count:7d}  {statistics.median(rates):8.0f}  {spread(ratios):>22}  {shown}  "
+            f"{refused['ar']:8d} {refused['auto']:4d}   {'yes' if same else 'NO'}", flush=True,
+        )  # fmt: skip
+
+
+def _chat_prompts(engine: Engine, options: argparse.Namespace, count: int) -> list[list[int]]:
+    """Different prompts, as far as the file has them."""
+    if options.prompts is None:
+        return prompts_of(engine, count)
+    assert engine.tokenizer is not None
+    template = template_of(resolve_model(options.target or "demo"), None)
+    texts = [prompt.text for prompt in read_prompts(options.prompts)]
+    ids = [encode_prompt(engine.tokenizer, template, text) for text in texts]
+    short = [each for each in ids if len(each) <= options.prompt_tokens]
+    return [short[i % len(short)] for i in range(count)]
+
+
+def _serve_clients(
+    engine: Engine, prompts: Sequence[list[int]], config: SpeculationConfig, count: int,
+    params: SamplingParams,
+) -> tuple[list[list[int]], float, list[float], int]:  # fmt: skip
+    """Tokens of each request, tokens a second, seconds to the first tokens, refused tries."""
+    waiting = deque((i, prompt) for i, prompt in enumerate(prompts))
+    began: dict[int, float] = {}
+    later: dict[int, float] = {}  # request -> when it is tried again
+    running: dict[int, Session] = {}
+    done: dict[int, Session] = {}
+    num_refused = 0
+    started = time.perf_counter()
+    while len(done) < len(prompts):
+        now = time.perf_counter()
+        trying = [i for i, at in later.items() if at <= now]
+        while waiting and len(running) + len(later) < count:
+            i, _ = waiting.popleft()
+            began[i] = later[i] = now
+            trying.append(i)
+        for i in trying:
+            try:
+                running[i] = engine.submit(Request(prompts[i], params, config))
+                del later[i]
+            except ResourceExhausted as error:
+                num_refused += 1
+                later[i] = now + error.retry_after_s
+        if engine.has_work:
+            engine.step()
+        for i in [i for i, session in running.items() if session.finished]:
+            done[i] = running.pop(i)
+            assert done[i].error is None
+    seconds = time.perf_counter() - started
+    sessions = [done[i] for i in range(len(prompts))]
+    first = [(s.stats.first_token_at or 0.0) - began[i] for i, s in enumerate(sessions)]
+    speed = sum(s.stats.num_tokens for s in sessions) / seconds
+    return [s.output_ids for s in sessions], speed, first, num_refused
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["goodput", "prefill", "strategies", "prefixes"])
+    parser.add_argument("what", choices=["goodput", "prefill", "strategies", "prefixes", "clients"])
     parser.add_argument("--target", help="model folder; default: the demo pair")
     parser.add_argument("--drafter")
     parser.add_argument("--methods", nargs="+", default=["draft_model", "prompt_lookup"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[256])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 8, 16])
+    parser.add_argument("--prompts", help="for clients: a file of a suite, by default built in")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="longest of these prompts")
+    parser.add_argument("--max-tokens", type=int, default=64, help="for clients")
     parser.add_argument("--length", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--repetitions", type=int, default=5)
     options = parser.parse_args()
     limit_threads(1)
-    engine = paceline.load_engine(options.target, options.drafter)
+    dtype = "auto" if options.what == "clients" else "float32"
+    engine = paceline.load_engine(options.target, options.drafter, dtype=dtype)
     globals()[options.what](engine, options)
 
 

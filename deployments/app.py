@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from paceline.deployments.config import (
@@ -60,8 +60,11 @@ def build(args: dict[str, Any]) -> Application:
 
 def _target(config: DeploymentConfig, drafter: Application | None) -> Application:
     limits = config.target.limits
+    # By its path: Serve pickles a class, and the controller has no need to load this one.
+    router = "paceline.deployments.affinity:AffinityRouter"
     return TargetDeployment.options(
         name=TARGET,
+        request_router_config=RequestRouterConfig(request_router_class=router),
         **_num_replicas(config, config.target),
         # The engine refuses what exceeds its limits, with a reason; Serve would queue it. A full
         # queue is still open to tenants with less than their share of it.

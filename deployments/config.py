@@ -136,6 +136,13 @@ class LimitsConfig(CallLimits):
         description="Sessions that may wait for a place. With as many as there are places, no "
         "session waits much longer than a request takes.",
     )
+    max_wait_s: float | None = Field(
+        30.0,
+        gt=0,
+        description="Seconds that a request may wait for its first token, by what the replica has "
+        "measured: it refuses one that would wait longer (RESOURCE_EXHAUSTED, 429) and says when "
+        "to try again; null: no limit but max_waiting.",
+    )
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens that one step computes.")
     prefill_stretch: float | None = Field(
         4.0,
@@ -262,6 +269,11 @@ class _GpuReplicas(_Replicas):
 
 class TargetConfig(_GpuReplicas):
     limits: LimitsConfig = LimitsConfig()
+    prefix_affinity: bool = Field(
+        True,
+        description="Prefer the replica that has read the beginning of a prompt before, unless it "
+        "is busier than others; false: only load decides.",
+    )
     numerics: Literal["fastest", "portable"] = Field(
         "fastest",
         description="portable: logits have the same bits on any processor, so that sessions may "

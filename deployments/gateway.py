@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import grpc
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from paceline.deployments.affinity import PrefixTable, message_keys
 from paceline.deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
 from paceline.deployments.lease import IdleLeases, Lease, open_lease
 from paceline.deployments.ledger import START_S, RayLink, SharedQuotas
@@ -82,11 +83,12 @@ class Relay:
         session_ids: with the keys of all gateways; None: sessions are this gateway's.
         tls: for the connections to targets; None is plain text.
         tracing: None traces nothing.
+        prefixes: which target has read which beginnings of prompts; None: all are alike.
     """
 
     def __init__(
         self,
-        open_lease: Callable[[], Awaitable[Lease]],
+        open_lease: Callable[..., Awaitable[Lease]],
         *,
         idle_timeout_s: float,
         resume_s: float,
@@ -94,8 +96,10 @@ class Relay:
         session_ids: SessionIds | None = None,
         tls: ClientTls | None = None,
         tracing: Tracing | None = None,
+        prefixes: PrefixTable | None = None,
     ) -> None:
         self._calls = TargetCalls(open_lease, tls)
+        self._prefixes = prefixes
         self._idle = IdleLeases()
         self._resume_s = resume_s
         self._tracing = tracing
@@ -107,6 +111,7 @@ class Relay:
             gate=gate,
             session_ids=session_ids or SessionIds.random(),
             tracing=tracing,
+            prefixes=prefixes,
         )
 
     @property
@@ -164,9 +169,10 @@ class Relay:
             admission.reserve(_prompt_tokens(message))
             metadata = metadata_of(admission, admission.span)
             suspect = self._poison.is_suspect(digest)
+            keys = () if self._prefixes is None else message_keys(message, metadata)
             while True:
                 try:
-                    attempt = self._generate_once(request, whole, metadata)
+                    attempt = self._generate_once(request, whole, metadata, keys)
                     if suspect:
                         attempt = self._in_turn(attempt, digest)
                     attempt = self._charged(attempt, digest, admission)
@@ -228,14 +234,20 @@ class Relay:
                 yield reply
 
     async def _generate_once(
-        self, request: bytes, whole: Continuation, metadata: Metadata
+        self, request: bytes, whole: Continuation, metadata: Metadata, keys: Sequence[bytes]
     ) -> AsyncGenerator[_Reply]:
         """The replies of one target, which also go into ``whole``.
 
         The last one comes when the call has ended and its lease is given back.
+
+        Args:
+            keys: of the prompt's beginnings, for the table of prefixes.
         """
-        kept = self._idle.take(whole.fingerprint)
-        lease = kept or await self._calls.lease_for(whole.fingerprint)
+        prefer = "" if self._prefixes is None else self._prefixes.find(keys)
+        kept = self._idle.take(whole.fingerprint, prefer)
+        lease = kept or await self._calls.lease_for(whole.fingerprint, prefer)
+        if self._prefixes is not None:
+            self._prefixes.note(keys, lease.endpoint.replica_id)
         last: _Reply | None = None
         try:
             call = self._calls.generate(
@@ -380,6 +392,7 @@ class GatewayDeployment:
             session_ids=self._session_ids,
             tls=None if data_tls is None else data_tls.client(),
             tracing=tracing,
+            prefixes=PrefixTable() if config.target.prefix_affinity else None,
         )
         self._tracing = tracing
         # Load balancers send clients here as soon as the port is open: that has to mean a target.

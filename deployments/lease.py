@@ -246,10 +246,16 @@ class IdleLeases:
     def __init__(self) -> None:
         self._leases: dict[Lease, asyncio.TimerHandle] = {}  # and the timer that releases each
 
-    def take(self, fingerprint: str = "") -> Lease | None:
-        """The lease kept last of a replica with these numerics ("": any); None if there is none."""
+    def take(self, fingerprint: str = "", prefer: str = "") -> Lease | None:
+        """The lease kept last of a replica with these numerics and this id ("": any of either);
+        None if there is none."""
         for lease in reversed(self._leases):
-            if not lease.lost and fingerprint in ("", lease.endpoint.fingerprint):
+            endpoint = lease.endpoint
+            if (
+                not lease.lost
+                and fingerprint in ("", endpoint.fingerprint)
+                and prefer in ("", endpoint.replica_id)
+            ):
                 self._leases.pop(lease).cancel()
                 return lease
         return None
@@ -274,12 +280,15 @@ class IdleLeases:
             lease.release()
 
 
-async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float) -> Lease:
+async def open_lease(
+    handle: DeploymentHandle[Any], what: str, timeout_s: float, prefer: str = ""
+) -> Lease:
     """Open a lease on a replica that Serve picks.
 
     Args:
         what: names the replica in errors, for example "target".
         timeout_s: seconds to wait for a replica with room.
+        prefer: id of the replica that Serve should pick if it is not too busy (targets only).
 
     Raises:
         ServerUnavailable: no replica took the lease in time.
@@ -287,8 +296,9 @@ async def open_lease(handle: DeploymentHandle[Any], what: str, timeout_s: float)
     deadline = time.monotonic() + timeout_s
     reason = "all are starting or busy"
     stream, holder = handle.options(stream=True), Holder.this()
+    wishes = {"prefer": prefer} if prefer else {}
     while (left := deadline - time.monotonic()) > 0:
-        response = stream.open_session.remote(holder)
+        response = stream.open_session.remote(holder, **wishes)
         try:
             endpoint = await asyncio.wait_for(anext(response), min(left, _ATTEMPT_S))
         except (ray.exceptions.RayError, RayServeException, StopAsyncIteration) as error:

@@ -164,8 +164,12 @@ class TargetDeployment:
         leases = DrafterLeases(self._drafters, config.drafter.max_replicas, use)
         self._leasing = asyncio.create_task(leases.run())
 
-    async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
-        """The lease of one session: yields this replica's endpoint and stays open until it ends."""
+    async def open_session(self, holder: Holder, prefer: str = "") -> AsyncIterator[Endpoint]:
+        """The lease of one session: yields this replica's endpoint and stays open until it ends.
+
+        Args:
+            prefer: for :class:`paceline.deployments.affinity.AffinityRouter`, which has read it.
+        """
         async for endpoint in self._leases.hold(holder):
             yield endpoint
 
@@ -179,11 +183,14 @@ class TargetDeployment:
 
         def counters(engine: Engine) -> dict[str, Any]:
             load = engine.load
+            prefixes = getattr(engine.target, "prefixes", None)
             return {
                 "sessions": load.num_running + load.num_waiting,
                 "waiting": load.num_waiting,
                 "kv_free": engine.target.num_free,
                 "kv_capacity": engine.target.kv_capacity,
+                "prefix_queried": 0 if prefixes is None else prefixes.num_queried,
+                "prefix_hit": 0 if prefixes is None else prefixes.num_hit,
             }
 
         status = {

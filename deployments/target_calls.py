@@ -55,7 +55,8 @@ class TargetCalls:
     """Calls to targets, each on a lease. Messages stay bytes.
 
     Args:
-        open_lease: a lease on a target that can take a session, or ServerUnavailable.
+        open_lease: a lease on a target that can take a session, or ServerUnavailable. Its argument,
+            if it gets one, is the id of a replica that it should prefer.
         tls: for the connections to targets; None is plain text.
 
     Attributes:
@@ -63,7 +64,7 @@ class TargetCalls:
     """
 
     def __init__(
-        self, open_lease: Callable[[], Awaitable[Lease]], tls: ClientTls | None = None
+        self, open_lease: Callable[..., Awaitable[Lease]], tls: ClientTls | None = None
     ) -> None:
         self.open_lease = open_lease
         self.num_calls = 0
@@ -75,7 +76,7 @@ class TargetCalls:
         """What stands for the lease on a replica that another gateway has."""
         return Unleased(self._endpoints.get(address) or Endpoint(address, 0, ""))
 
-    async def lease_for(self, fingerprint: str) -> Lease:
+    async def lease_for(self, fingerprint: str, prefer: str = "") -> Lease:
         """A lease on a target with these numerics, or on another one if none is found.
 
         The other one refuses the session, or takes it if the request allows a mismatch. This keeps
@@ -84,7 +85,8 @@ class TargetCalls:
         others: list[Lease] = []
         try:
             while True:
-                lease = await self.open_lease()
+                wishes = (prefer,) if prefer and not others else ()
+                lease = await self.open_lease(*wishes)
                 found = not fingerprint or lease.endpoint.fingerprint in ("", fingerprint)
                 if found or len(others) == MAX_LOOKS - 1:
                     if len(self._endpoints) == _MAX_ENDPOINTS:

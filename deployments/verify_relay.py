@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from paceline.deployments.affinity import PrefixTable, message_keys
 from paceline.deployments.lease import Lease
 from paceline.deployments.session_ids import SessionIds
 from paceline.deployments.target_calls import Metadata, TargetCalls, TargetGone, metadata_of, parsed
@@ -67,6 +68,7 @@ class VerifyRelay:
         gate: admits callers, and counts what they use.
         session_ids: with the keys of all gateways.
         tracing: None traces nothing.
+        prefixes: as of the relay.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class VerifyRelay:
         gate: Gate,
         session_ids: SessionIds,
         tracing: Tracing | None,
+        prefixes: PrefixTable | None = None,
     ) -> None:
         self._calls = calls
+        self._prefixes = prefixes
         self._idle_timeout_s = idle_timeout_s
         self._gate = gate
         self._tracing = tracing
@@ -206,7 +210,7 @@ class VerifyRelay:
         await self._gate.before_open()
         admission = self._gate.admit()
         try:
-            lease = await self._calls.lease_for(opening.fingerprint)
+            lease = await self._lease_for(opening, admission)
         except BaseException as error:
             admission.refused(error)
             raise
@@ -222,6 +226,15 @@ class VerifyRelay:
             if not route.is_open:
                 admission.release()
                 lease.release()
+
+    async def _lease_for(self, opening: verify_pb2.OpenRequest, admission: CallAdmission) -> Lease:
+        """A lease for a new session, if possible where its prompt's beginning is known."""
+        if self._prefixes is None:
+            return await self._calls.lease_for(opening.fingerprint)
+        keys = message_keys(opening, metadata_of(admission))
+        lease = await self._calls.lease_for(opening.fingerprint, self._prefixes.find(keys))
+        self._prefixes.note(keys, lease.endpoint.replica_id)
+        return lease
 
     def _opened(self, route: _Route, result: verify_pb2.OpenResult) -> None:
         """The target has opened the route's session, or has resumed it."""

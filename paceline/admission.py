@@ -3,7 +3,8 @@
 Admission asks for room for a session's tokens so far and a few more rounds, not for its worst case.
 When the running sessions together outgrow the memory, the youngest gives way: its entries are
 freed, it waits at the head of the queue, and later continues from its committed tokens. The oldest
-never gives way, and each session fits into memory alone, so all of them finish.
+never gives way, and each session fits into memory alone, so all of them finish. Priorities come
+before age: a session with a higher number gives way first.
 """
 
 from __future__ import annotations
@@ -123,13 +124,18 @@ class KvAdmission:
         return True
 
     def overdrawn(self) -> list[Session]:
-        """The sessions that must give way before the next step, the youngest first."""
+        """The sessions that must give way before the next step.
+
+        Those with the highest priority number first, of them the youngest first.
+        """
         if self._promised <= self._capacity:
             return []
         too_many = self.num_entries - self._capacity
         leaving: list[Session] = []
         for session in sorted(
-            self._admitted.values(), key=lambda each: each.stats.started_at, reverse=True
+            self._admitted.values(),
+            key=lambda each: (each.priority, each.stats.started_at),
+            reverse=True,
         ):
             if too_many <= 0:
                 break

@@ -33,6 +33,7 @@ from paceline.constraint_process import (
     Refused,
     new_matcher,
 )
+from paceline.constraint_text import JsonLayout, TokenBytes, forced_tokens
 from paceline.errors import InvalidArgument, ResourceExhausted
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ class Constraint:
             ``STEP_S`` of a processor for each committed token); None: it can.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, pieces: TokenBytes | None = None) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._pieces = pieces
+        self._layout, self._laid_out = JsonLayout(), 0  # of the output's first tokens: how many
         self._ahead: list[int] = []  # tokens that the matcher has seen beyond the committed ones
         self._masks: dict[tuple[int, ...], Mask] = {}  # behind the committed tokens and these
         self._spent = 0.0  # processor seconds that committed tokens have not paid for
@@ -94,10 +97,12 @@ class Constraint:
             self._fail()
         if self.error is not None:
             return None
-        bits = np.frombuffer(data, np.uint8)
-        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-        self._masks[place] = mask
+        mask = self._masks[place] = self._unpacked(data)
         return mask
+
+    def _unpacked(self, data: bytes) -> Mask:
+        bits = np.frombuffer(data, np.uint8)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """Length of the longest beginning of ``tokens`` that may follow the committed ones."""
@@ -106,6 +111,35 @@ class Constraint:
             if mask is None or not mask[token]:
                 return count
         return len(tokens)
+
+    def forced(self, output_ids: Sequence[int], drafted: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens of the text that has to follow ``drafted``; [] if there is a
+        choice, or if looking takes too long. It never sets :attr:`error`.
+
+        Args:
+            output_ids: the committed tokens of the output.
+        """
+        if self._pieces is None or self._spent > BURST_S / 2 or not self._go_to(drafted):
+            return []
+        if self._laid_out > len(output_ids):  # it was cut
+            self._layout, self._laid_out = JsonLayout(), 0
+        self._layout.feed(self._pieces.join(output_ids[self._laid_out :]))
+        self._laid_out = len(output_ids)
+        layout = self._layout.copy()
+        layout.feed(self._pieces.join(drafted))
+
+        def compute_mask(matcher: Any | None) -> Mask | None:
+            if matcher is None:
+                return self._mask()  # acceptance needs it, too
+            found = _within(MASK_S, matcher.compute_bitmask)
+            if found is None:
+                self._spent += BURST_S / 2  # so that it is left alone for a while
+                return None
+            self._spent += found[1]
+            late = matcher.is_error() or self._spent > BURST_S / 2
+            return None if late else self._unpacked(found[0])
+
+        return forced_tokens(self._matcher.deep_copy(), self._pieces, layout, count, compute_mask)
 
     def commit(self, token: int) -> None:
         """Advance by a committed token."""
@@ -224,6 +258,7 @@ class ConstraintCompiler:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: Counter[str] = Counter()  # by tenant
         self._ll_tokenizer: Any = None
+        self._pieces: TokenBytes | None = None
         self.process: ConstraintProcess | None = None
         self._matchers: OrderedDict[bytes, Any] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and until when
@@ -305,7 +340,7 @@ class ConstraintCompiler:
             if matcher is None:
                 return None
             self._matchers.move_to_end(key)
-            return Constraint(matcher.deep_copy(), self._vocab_size)
+            return Constraint(matcher.deep_copy(), self._vocab_size, self._pieces)
 
     def _new(self, key: bytes, kind: str, text: str) -> Constraint:
         check_constraint(kind, text)
@@ -324,7 +359,7 @@ class ConstraintCompiler:
             self._matchers[key] = matcher
             if len(self._matchers) > _CACHED:
                 self._matchers.popitem(last=False)
-            return Constraint(matcher.deep_copy(), self._vocab_size)
+            return Constraint(matcher.deep_copy(), self._vocab_size, self._pieces)
 
     def _prepare(self, kind: str, text: str) -> None:
         """Load the tokenizer, here and in the helper."""
@@ -347,6 +382,8 @@ class ConstraintCompiler:
             "n_vocab": max(self._vocab_size, known), "eos_token": self._eos_token_ids or None,
         }  # fmt: skip
         self.process = ConstraintProcess(source, options)
+        assert self._tokenizer is not None  # it gave the source
+        self._pieces = TokenBytes(self._tokenizer, self._vocab_size, self._eos_token_ids)
         self._ll_tokenizer = llguidance.LLTokenizer(source, **options)
 
 

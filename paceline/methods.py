@@ -24,6 +24,7 @@ from paceline.drafters.auto import AUTO as AUTO_PART
 from paceline.drafters.base import Drafter, DrafterContext, DrafterPart
 from paceline.drafters.combined import COMBINED
 from paceline.drafters.copyspec import COPYSPEC, COPYSPEC_OR_DRAFT_MODEL
+from paceline.drafters.forced import FORCED, FORCED_OR_DRAFT_MODEL
 from paceline.drafters.jacobi import GAUSS_SEIDEL, HYBRID_JACOBI, JACOBI
 from paceline.drafters.lookahead import LOOKAHEAD
 from paceline.drafters.predicted_outputs import (
@@ -92,6 +93,7 @@ class Method:
         makes_trees: the drafter branches even for rules that verify only chains, so those rules
             are refused. (Other drafters make chains for such rules.)
         reads_prediction: the drafter uses the prediction that comes with a request.
+        reads_constraint: the drafter drafts from the request's constraint; it may lack one.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Method:
     depth_policy: str | None = None
     makes_trees: bool = False
     reads_prediction: bool = False
+    reads_constraint: bool = False
     engine: Literal["paceline", "vllm"] = "paceline"
 
     @property
@@ -252,6 +255,8 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "copyspec_or_draft_model": COPYSPEC_OR_DRAFT_MODEL,
     "predicted_outputs": PREDICTED_OUTPUTS,
     "predicted_outputs_or_draft_model": PREDICTED_OUTPUTS_OR_DRAFT_MODEL,
+    "forced": FORCED,
+    "forced_or_draft_model": FORCED_OR_DRAFT_MODEL,
     "lookahead": LOOKAHEAD,
     "jacobi": JACOBI,
     "gauss_seidel": GAUSS_SEIDEL,
@@ -331,6 +336,7 @@ def _collect(knobs: Iterable[Knob[Any]]) -> Mapping[str, Knob[Any]]:
 
 
 AUTO_CHOICES = (
+    ("forced",),
     ("predicted_outputs",),
     ("suffix_decoding",),
     ("copyspec",),
@@ -639,6 +645,29 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 16},
             uses=("draft_model",),
             reads_prediction=True,
+        ),
+        Method(
+            name="forced",
+            paper="Zheng et al.: SGLang, 2023, arXiv 2312.07104",
+            summary="Drafts what the request's constraint leaves no choice about; else AR.",
+            drafter="forced",
+            shape=None,
+            acceptance="coupled",
+            length="fixed",
+            defaults={"num_speculative_tokens": 16},
+            reads_constraint=True,
+        ),
+        Method(
+            name="forced_draft_model",
+            paper="Zheng et al.: SGLang, 2023, arXiv 2312.07104",
+            summary="Drafts what the constraint forces; elsewhere a small model drafts a chain.",
+            drafter="forced_or_draft_model",
+            shape="chain",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 16},
+            uses=("draft_model",),
+            reads_constraint=True,
         ),
         Method(
             name="aggressive_tolerance",

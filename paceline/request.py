@@ -10,6 +10,8 @@ from paceline.constraints import Constraint
 from paceline.errors import InvalidArgument
 from paceline.sampling import SamplingParams
 
+MAX_PRIORITY = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -25,6 +27,7 @@ class Request:
             because the time that a prompt takes reveals what is cached; and tenants share the
             engine's time (:mod:`paceline.engine.fairness`).
         weight: of the tenant's share, in proportion to those of others.
+        priority: among the requests of a tenant, those with a lower number come first.
         prediction: token ids of the expected output, for methods that draft them.
         committed: the output's first token ids, which another engine has committed; events report
             only the tokens after them.
@@ -38,6 +41,7 @@ class Request:
     traceparent: str = ""
     tenant: str = ""
     weight: float = 1.0
+    priority: int = 0
     prediction: Sequence[int] = ()
     committed: Sequence[int] = ()
     constraint: Constraint | None = None
@@ -45,3 +49,6 @@ class Request:
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
             raise InvalidArgument("weight", self.weight, "a number above 0")
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            allowed = f"an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}]"
+            raise InvalidArgument("priority", self.priority, allowed)

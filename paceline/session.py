@@ -141,6 +141,7 @@ class Session:
         traceparent: W3C trace context for a drafter in another process; "" is none.
         tenant: whose it is; it uses cached entries only of sessions of the same tenant.
         weight: of the tenant's share of the engine.
+        priority: among the tenant's sessions, those with a lower number come first.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
         stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
             something else did.
@@ -169,6 +170,7 @@ class Session:
         self.traceparent = ""
         self.tenant = ""
         self.weight = 1.0
+        self.priority = 0
         self.prediction = tuple(prediction)
         self.constraint = constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)
@@ -331,6 +333,12 @@ class Session:
         if self._decoder is not None:
             self._decoder.reset()
             self._text = "".join(self._decoder.push(token) for token in output)
+
+    def forced_ids(self, drafted: Sequence[int], count: int) -> list[int]:
+        """See :class:`paceline.view.SessionView`."""
+        if self.constraint is None or self.finished:
+            return []
+        return self.constraint.forced(self.output_ids, drafted, count)
 
     @property
     def streamable_length(self) -> int:

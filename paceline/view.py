@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.types import DepthPolicy, Draws, Need, StopRule
@@ -110,6 +111,13 @@ class SessionView(TokensView, Protocol):
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end the generation."""
+        ...
+
+    def forced_ids(self, drafted: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens that the request's constraint leaves no choice about.
+
+        They follow ``drafted``; [] without a constraint.
+        """
         ...
 
     def stops_at(self, token: int) -> bool:

@@ -418,6 +418,7 @@ class _Client(Generic[G]):
         return_draft: bool = False,
         return_prompt_token_ids: bool = False,
         return_explanation: bool = False,
+        priority: int = 0,
         numerics_mismatch: str | None = None,
     ) -> G:
         """Start generating; the rounds come as they are committed.
@@ -427,6 +428,7 @@ class _Client(Generic[G]):
             return_draft: rounds have their drafts (``Round.draft``).
             return_prompt_token_ids: the last round has the prompt's tokens.
             return_explanation: the last round says what method ``auto`` chose and why.
+            priority: in [-1000, 1000]; among your requests, those with a lower number come first.
             numerics_mismatch: when the server is lost and comes back with other numerics,
                 "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
                 as the server's configuration says.
@@ -438,6 +440,7 @@ class _Client(Generic[G]):
         request.return_draft = return_draft
         request.return_prompt_token_ids = return_prompt_token_ids
         request.return_explanation = return_explanation
+        request.priority = priority
         start, timeout = self._start_generation, timeout or self._timeout
         return self._generation(start, request, timeout, self._resume_s)
 

@@ -177,6 +177,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 session_id=session_id,
                 traceparent="" if span is None else span.traceparent,
                 tenant=tenant,
+                priority=request.priority,
                 weight=weight,
                 prediction=prediction,
                 committed=request.committed_token_ids,

@@ -31,6 +31,8 @@ def check_request(request: Request, plan: Plan, target: VllmTarget) -> None:
             "prompt", f"{len(prompt_ids)} tokens",
             f"fewer tokens than the context has, {target.context_length}",
         )  # fmt: skip
+    if request.priority:
+        raise InvalidArgument("priority", request.priority, "0 with engine vllm")
     if params.prompt_logprobs is not None:
         raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, "none with engine vllm")
     if len(committed) and (params.penalizes_output or params.constraint is not None):

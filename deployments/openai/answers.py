@@ -210,6 +210,7 @@ class Answer(ABC):
                 message.sampling.CopyFrom(sampling_to_message(params))
                 message.return_draft = bool(self.body.return_rounds)
                 message.return_explanation = bool(self.body.return_explanation)
+                message.priority = self.body.priority or 0
                 message.numerics_mismatch = self.body.numerics_mismatch or ""
                 if speculation is not None:
                     message.speculation.CopyFrom(speculation)

@@ -31,6 +31,7 @@ from paceline.deployments.openai.schema_base import (
 )
 from paceline.deployments.openai.tools import MAX_TOOLS, Tool, ToolChoice
 from paceline.errors import InvalidArgument
+from paceline.request import MAX_PRIORITY
 from paceline.sampling import MAX_SEED
 
 MAX_CHOICES = 128
@@ -176,6 +177,7 @@ class _Request(Body):
     return_rounds: Flag | None = None
     return_explanation: Flag | None = None
     numerics_mismatch: Literal["refuse", "allow"] | None = None
+    priority: Annotated[int, Field(strict=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     speculation: dict[str, Any] | None = None
     prediction: PredictedOutput | None = None
 
@@ -197,7 +199,6 @@ class _Request(Body):
     kv_transfer_params: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
-    priority: Any = None
     spaces_between_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
@@ -210,7 +211,6 @@ class _Request(Body):
         "kv_transfer_params": (),
         "length_penalty": (1,),
         "logits_processors": ([],),
-        "priority": (0,),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),

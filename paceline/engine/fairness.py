@@ -93,16 +93,20 @@ class FairShares:
         self._shares[session.tenant].num_places -= 1
 
     def first(self, waiting: Sequence[Session]) -> Session:
-        """Whose turn it is: the first session of the tenant with the fewest places by weight."""
-        if not self.contested:
-            return waiting[0]
-        return min(waiting, key=lambda session: self._shares[session.tenant].places_wanted)
+        """Whose turn it is: of the tenant with the fewest places by weight the session with the
+        lowest priority number, and of those the first one."""
+
+        def turn(session: Session) -> tuple[float, int]:
+            share = self._shares[session.tenant]
+            return share.places_wanted if self.contested else 0.0, session.priority
+
+        return min(waiting, key=turn)
 
     def gives_way(self, waiting: Session, running: Sequence[Session]) -> Session | None:
         """The session that must give its place to a waiting one; None: none must.
 
-        It is the youngest one of the tenant with the most places by weight, if that tenant still
-        has no fewer afterwards than the other one.
+        It is the youngest one of those with the highest priority number of the tenant with the
+        most places by weight, if that tenant still has no fewer afterwards than the other one.
         """
         most = max(
             (self._shares[session.tenant] for session in running),
@@ -112,7 +116,7 @@ class FairShares:
         if most is None or most.places_left < self._shares[waiting.tenant].places_wanted:
             return None
         candidates = (s for s in running if self._shares[s.tenant] is most)
-        return max(candidates, key=lambda session: session.stats.started_at)
+        return max(candidates, key=lambda session: (session.priority, session.stats.started_at))
 
     def may_wait(self, session: Session, num_waiting: Counter[str], most: int) -> bool:
         """Whether one more session may queue where ``most`` may: the last places are shared."""

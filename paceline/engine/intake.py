@@ -84,6 +84,7 @@ class Intake:
         _check_min_tokens(session)
         session.traceparent = request.traceparent
         session.tenant, session.weight = request.tenant, request.weight
+        session.priority = request.priority
         if committed:
             session.resume(committed)
         if most_entries(session) > target.kv_capacity:
@@ -145,6 +146,7 @@ class Intake:
                     (reads_states or not method.needs)
                     and not self.refusal(method)
                     and (request.prediction or not method.reads_prediction)
+                    and (request.params.constraint or not method.reads_constraint)
                 ):
                     if not method.needs or heads.join(method.drafter, workload):
                         names.append(method.drafter)

@@ -14,6 +14,7 @@ from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.counters import CounterBook
 from paceline.engine.drafting import Drafting
 from paceline.engine.fairness import WAIT_S, FairShares
+from paceline.engine.waiting import WaitEstimate
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.session import Session, SessionState
 from paceline.target import Target
@@ -29,6 +30,8 @@ class EngineLimits:
     Attributes:
         max_sessions: how many sessions may run at the same time.
         max_waiting: how many sessions may queue; submit refuses more.
+        max_wait_s: submit refuses a request whose first token would come later, by what was
+            measured; None: it waits as long as it takes.
         prefill_chunk: most prompt tokens that a step computes, over all sessions.
         prefill_stretch: how many times as long a step may take when it also reads prompts, while
             other sessions decode; None: only ``prefill_chunk`` limits it.
@@ -39,6 +42,7 @@ class EngineLimits:
 
     max_sessions: int = 64
     max_waiting: int = 1024
+    max_wait_s: float | None = None
     prefill_chunk: int = 256
     prefill_stretch: float | None = None
     prefix_cache: bool = True
@@ -48,6 +52,8 @@ class EngineLimits:
     def __post_init__(self) -> None:
         if self.prefill_stretch is not None and not self.prefill_stretch > 1:
             raise InvalidArgument("prefill_stretch", self.prefill_stretch, "above 1, or None")
+        if self.max_wait_s is not None and not self.max_wait_s > 0:
+            raise InvalidArgument("max_wait_s", self.max_wait_s, "above 0, or None")
         if self.batch_strategy not in STRATEGIES:
             allowed = f"one of {', '.join(STRATEGIES)}"
             raise InvalidArgument("batch_strategy", self.batch_strategy, allowed)
@@ -75,6 +81,8 @@ class Scheduler:
         self._drafting = drafting
         self._book = book
         self._max_waiting = limits.max_waiting
+        self._max_wait_s = limits.max_wait_s
+        self._wait = WaitEstimate()
         self._waiting: deque[Session] = deque()
         self._admission = KvAdmission(target.kv_capacity, limits.max_sessions)
         self._pace = PrefillPace(limits.prefill_chunk, limits.prefill_stretch)
@@ -102,7 +110,7 @@ class Scheduler:
 
         Raises:
             InvalidArgument: its id is in use.
-            ResourceExhausted: the queue is full.
+            ResourceExhausted: the queue is full, or the first token would come too late.
         """
         if len(self._waiting) >= self._max_waiting:
             self.admit()  # some of them may fit already and wait only for the next step
@@ -112,9 +120,32 @@ class Scheduler:
                 raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
         if session.session_id in self.sessions:
             raise InvalidArgument("session_id", session.session_id, "an id that is not in use")
+        self._check_wait(session)
         self.sessions[session.session_id] = session
         self._shares.add(session)
         self._waiting.append(session)
+
+    def _check_wait(self, session: Session) -> None:
+        """Refuse a new session that would wait too long."""
+        if self._max_wait_s is None or self.is_idle:
+            return
+        prefilling = self.in_state(SessionState.PREFILLING)
+        num_tokens = session.length + sum(map(self._target.prefill_left, prefilling))
+        num_ahead = 0
+        if self._waiting or not self._admission.fits(session):
+            ahead = [each for each in self._waiting if each.priority <= session.priority]
+            tenants = Counter(each.tenant for each in ahead)
+            # Tenants take turns.
+            turns = len(tenants | Counter({session.tenant: 1})) * (1 + tenants[session.tenant])
+            num_ahead = min(1 + len(ahead), turns)
+            num_tokens += sum(each.length for each in ahead[:num_ahead])
+        seconds = self._wait.seconds(num_ahead, num_tokens)
+        if seconds > self._max_wait_s:
+            raise ResourceExhausted(
+                f"the first token would come after about {seconds:.0f} s ({len(self._waiting)} "
+                f"sessions wait for a place); the limit is {self._max_wait_s:g} s",
+                retry_after_s=max(1.0, seconds - self._max_wait_s),
+            )
 
     def remove(self, session: Session) -> None:
         """Remove a session that has ended."""
@@ -122,6 +153,7 @@ class Scheduler:
             self._waiting.remove(session)
         if self._admission.remove(session):
             self._shares.left_place(session)
+            self._wait.place_left(len(self._waiting))
             self._target.close(session)
             self._drafting.close(session)
         if self.sessions.pop(session.session_id, None) is not None:
@@ -175,8 +207,8 @@ class Scheduler:
     def admit(self) -> None:
         """Give places to waiting sessions while they fit.
 
-        First come, first served, so short requests of a tenant cannot starve a long one. The
-        tenants take turns.
+        First come, first served among those of a tenant with the same priority, so short requests
+        cannot starve a long one. The tenants take turns.
         """
         while self._waiting and self._admission.fits(session := self._shares.first(self._waiting)):
             self._waiting.remove(session)
@@ -193,9 +225,11 @@ class Scheduler:
     # --- steps ----------------------------------------------------------------------------------
 
     def share_prefill(self) -> list[tuple[Session, int]]:
-        """How many prompt tokens of which sessions to read in this step: equal shares.
+        """How many prompt tokens of which sessions to read in this step.
 
-        What a short prompt leaves of its share goes to the others.
+        Half of the room is for the prompt that has waited longest, so that each is read in the end;
+        the rest for those with least left, which gives the most prompts their first token soon.
+        Priorities come before both.
         """
         prefilling = self.in_state(SessionState.PREFILLING)
         if prefilling and self._shares.contested:
@@ -203,15 +237,19 @@ class Scheduler:
             prefilling = [session for session in prefilling if session.tenant in served]
         if not prefilling:
             return []
-        wanted = [(self._target.prefill_left(session), session) for session in prefilling]
-        wanted.sort(key=lambda item: item[0])
-        running = self._admission.num_admitted
-        room, chosen = self._pace.room(running > len(prefilling)), []
-        for i, (left, session) in enumerate(wanted):
-            count = min(left, max(1, room // (len(wanted) - i)))
-            if count and room:
-                chosen.append((session, count))
-                room -= count
+        left = {session.session_id: self._target.prefill_left(session) for session in prefilling}
+        oldest = min(prefilling, key=lambda session: session.priority)
+        shortest = sorted(prefilling, key=lambda s: (s.priority, left[s.session_id]))
+        room = self._pace.room(self._admission.num_admitted > len(prefilling))
+        kept = min((room + 1) // 2, left[oldest.session_id])
+        room -= kept
+        chosen = []
+        for session in shortest:
+            mine = kept if session is oldest else 0
+            more = min(left[session.session_id] - mine, room)
+            room -= more
+            if mine + more:
+                chosen.append((session, mine + more))
         return chosen
 
     def _could_run(self) -> list[Session]:
@@ -293,7 +331,9 @@ class Scheduler:
     ) -> None:
         """Record a step that took ``seconds``."""
         self._book.steps.append(seconds)
-        self._pace.observe(seconds, len(rounds), sum(count for _, count in prefill))
+        num_read = sum(count for _, count in prefill)
+        self._pace.observe(seconds, len(rounds), num_read)
+        self._wait.prompts_read(num_read, seconds)
         if self._shares.contested:
             drafted = ((session, 1 + outcome.draft.num_nodes) for session, outcome in rounds)
             self._shares.charge(seconds, [*drafted, *prefill])

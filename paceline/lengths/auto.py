@@ -538,6 +538,8 @@ def workload_of(prompt_length: int, has_prediction: bool, params: SamplingParams
     kind = "long" if prompt_length >= LONG_PROMPT else "short"
     if has_prediction:
         kind = "prediction"
+    if params.constraint is not None:
+        kind = f"{kind}, constrained"
     return kind if params.is_plain_argmax else f"{kind}, sampled"
 
 

@@ -18,6 +18,7 @@ PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
 # Acceptance of a drafter that no session has seen draft: of models so high that they are tried, and
 # of quick drafters so low that they are not, since their drafts are judged in any case.
 FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
+FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
 HEAD_ROUNDS = 64.0  # rounds of sessions with a head, until it is known whether it is chosen
 LEAST_CHOSEN = 0.05  # share of the rounds in which a head must be chosen
@@ -141,6 +142,8 @@ class Experience:
         key = longest, workload, drafter, kind
         if key not in self._rates:
             first = FIRST_OF_QUICK if kind > 1 or drafter == RELAY else FIRST_OF_MODEL
+            if drafter == "forced":
+                first = FIRST_OF_FORCED
             self._rates[key] = DepthRates(longest, first, SHARED_MEMORY)
         return self._rates[key]
 

@@ -21,6 +21,9 @@ from tests.core.runners import load_runner
 from tests.core.test_kernels import DTYPES, TOLERANCE
 from tests.core.test_variants import outputs
 
+# Compiling the emulation takes a minute.
+pytestmark = pytest.mark.slow
+
 EMULATION = Path(__file__).with_name("tiles_emulated.h")
 
 

@@ -36,6 +36,7 @@ class GenerateRequest(_message.Message):
     NUMERICS_MISMATCH_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETURN_EXPLANATION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
     add_special_tokens: _builtins.bool
@@ -59,6 +60,10 @@ class GenerateRequest(_message.Message):
     """The last reply has the ids of the prompt's tokens."""
     return_explanation: _builtins.bool
     """The last reply says what method `auto` chose and why (GenerateReply.explanation)."""
+    priority: _builtins.int
+    """In [-1000, 1000]: among the requests of a tenant, those with a lower number get a place, and
+    have their prompt read, first, and are the last to give way when memory runs out.
+    """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Each id in [0, vocab_size)."""
@@ -95,10 +100,11 @@ class GenerateRequest(_message.Message):
         numerics_mismatch: _builtins.str = ...,
         return_prompt_token_ids: _builtins.bool = ...,
         return_explanation: _builtins.bool = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

@@ -1,0 +1,51 @@
+"""How long a request would wait for its first token, from what the engine has measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_MEMORY = 0.9  # decay of both measurements, for each one
+
+
+class WaitEstimate:
+    """Seconds until a new request has a place, and until its prompt is read.
+
+    Sessions that end give places; the estimate is the mean time between two of them, measured while
+    others wait. Prompts are read at the rate of the steps that read any. Nothing measured is no
+    wait: a request is not refused on a guess.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._place_s = 0.0  # between two places that become free
+        self._left_at: float | None = None
+        self._token_s = 0.0  # for each prompt token
+
+    def place_left(self, num_waiting: int) -> None:
+        """A session has left its place, for which ``num_waiting`` sessions wait."""
+        now = self._clock()
+        if self._left_at is not None and num_waiting:
+            self._place_s = _mean(self._place_s, now - self._left_at)
+        self._left_at = now if num_waiting else None
+
+    def prompts_read(self, num_tokens: int, seconds: float) -> None:
+        """A step of ``seconds`` has read ``num_tokens`` prompt tokens."""
+        if num_tokens:
+            self._token_s = _mean(self._token_s, seconds / num_tokens)
+
+    def seconds(self, num_ahead: int, num_tokens: int) -> float:
+        """Until the first token of a request.
+
+        Args:
+            num_ahead: places that must become free for it.
+            num_tokens: prompt tokens that are read before its first token, its own included.
+        """
+        return max(num_ahead * self._place_s, num_tokens * self._token_s)
+
+
+def _mean(before: float, value: float) -> float:
+    return _MEMORY * before + (1.0 - _MEMORY) * value if before else value

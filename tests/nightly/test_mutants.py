@@ -27,6 +27,7 @@ CPU_S = 90  # of the tests of one mutant; those of the unchanged code take some 
 TESTS: Mapping[str, tuple[str, ...]] = {
     "paceline/engine/loop.py": (
         "tests/core/test_loop.py", "tests/core/test_engine.py", "tests/core/test_counters.py",
+        "tests/core/test_token_limits.py",
     ),
     "paceline/tree.py": ("tests/core/test_tree.py", "tests/core/test_drafter_combined.py"),
     "paceline/acceptance/*.py": (

@@ -629,7 +629,8 @@ def _check_hosted(config: DeploymentConfig, name: str) -> None:
 
 
 def _needs_tokens_alone(method: Method) -> bool:
-    return method.drafter in DRAFTERS and not method.needs and not method.uses
+    reads_more = method.needs or method.uses or method.reads_constraint
+    return method.drafter in DRAFTERS and not reads_more
 
 
 def _default_method(config: DeploymentConfig) -> Method:

@@ -434,5 +434,10 @@ class Mirrors:
 
 
 def served_with(method: Method, name: str) -> bool:
-    """Whether a drafter replica that hosts the drafter ``name`` can draft for a method."""
+    """Whether a drafter replica that hosts the drafter ``name`` can draft for a method.
+
+    It knows a session's tokens, and neither the target's states nor the request's constraint.
+    """
+    if method.reads_constraint:
+        return False
     return method.drafter == name or (name in method.uses and not method.needs)

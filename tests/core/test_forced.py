@@ -12,10 +12,13 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.constraint_text import JsonLayout
 from paceline.constraints import BURST_S, Constraint, ConstraintCompiler
+from paceline.deployments.config import hosted_methods
 from paceline.drafters.base import DRAFTERS
 from paceline.engine import Engine
 from paceline.loading import load_engine
+from paceline.methods import METHODS
 from paceline.request import Request
+from paceline.rpc.mirrors import served_with
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 
@@ -249,6 +252,13 @@ def test_auto_takes_it_for_constrained_requests_alone(demo: Engine) -> None:
     assert "forced" in (run(demo, PROMPTS[0], params, "auto").config[DRAFTERS] or ())
     params = SamplingParams(max_tokens=4)
     assert "forced" not in (run(demo, PROMPTS[0], params, "auto").config[DRAFTERS] or ())
+
+
+def test_a_drafter_in_another_process_has_no_constraint_to_read() -> None:
+    for name in ("forced", "forced_draft_model"):
+        assert not any(served_with(METHODS[name], host) for host in ("draft_model", "forced"))
+        assert name not in hosted_methods()
+    assert served_with(METHODS["copyspec_draft_model"], "draft_model")
 
 
 def test_looking_stops_before_it_could_end_the_session(compiler: ConstraintCompiler) -> None:

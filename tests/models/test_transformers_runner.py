@@ -18,7 +18,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument, ModelNotFound, ResourceExhausted
 from paceline.models.base import Segment
 from paceline.models.transformers import TransformersRunner
-from paceline.models.transformers_trees import TransformersSequence
+from paceline.models.transformers_sequence import TransformersSequence
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.tree import path_to

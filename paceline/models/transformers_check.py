@@ -30,15 +30,11 @@ def make_trees(calls: ModelCalls, strategy: Strategy) -> Trees:
     from paceline.models.transformers_states import StateTrees  # imports transformers
 
     register()
-    if strategy in ("packed", "chunks", "steps"):
-        calls.attend(IMPLEMENTATION)
-    else:
-        calls.attend(calls.attention)
-    if strategy == "packed":
-        return PackedTrees(calls)
-    if strategy in ("chunks", "steps"):
-        return StateTrees(calls, whole=strategy == "chunks")
-    return SingleTrees(calls, strategy)
+    is_single = strategy in ("tree", "paths", "recompute")
+    calls.attend(calls.attention if is_single else IMPLEMENTATION)
+    if is_single:
+        return SingleTrees(calls, strategy)
+    return PackedTrees(calls) if strategy == "packed" else StateTrees(calls, strategy)
 
 
 def find_strategy(
@@ -63,8 +59,8 @@ def find_strategy(
     generator = np.random.default_rng(0)
     length = min(12, runner.context_length - 4)
     tokens = generator.integers(0, runner.vocab_size, (2, length + 11)).astype(np.int64)
-    fast = calls.attention
     use("recompute")
+    fast = _check_logits(runner, tokens, length)
     calls.attend("eager")
     reference = _check_logits(runner, tokens, length)
     if not bool(torch.isfinite(reference).all()):
@@ -75,14 +71,16 @@ def find_strategy(
         )
     spread = (reference - reference.mean(-1, keepdim=True)).square().mean().sqrt()
 
-    def is_right(logits: torch.Tensor) -> bool:
-        error = (logits - reference).square().mean(-1).max().sqrt()
-        return bool(error <= _TOLERANCE[calls.dtype] * spread)
+    def errors(logits: torch.Tensor) -> torch.Tensor:
+        return (logits - reference).square().mean(-1).sqrt() / spread  # [num_rows]
 
-    if fast != "eager":
-        use("recompute")
-        if not is_right(_check_logits(runner, tokens, length)):
-            calls.attention = "eager"
+    tolerance = _TOLERANCE[calls.dtype]
+    # A model's own code rounds more than a faster one does, and a router may then choose other
+    # experts for some token; what leaves out a cap is wrong for most tokens.
+    if bool(errors(fast).median() <= 2 * tolerance):
+        reference = fast
+    else:
+        calls.attention = "eager"
     for strategy in STRATEGIES:
         # A short check would not detect a window, so rule out trees with a mask from outside.
         if strategy == "tree" and has_window:
@@ -96,7 +94,7 @@ def find_strategy(
         # error here, because the last strategy needs only a plain forward.
         except Exception:
             continue
-        if is_right(logits):
+        if bool(errors(logits).max() <= tolerance):
             return strategy
     return "recompute"
 

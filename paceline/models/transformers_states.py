@@ -6,6 +6,8 @@ it. Tokens that a draft shares are in the state only once they are committed:
 ``chunks``
     Every root-to-leaf path is a row of one forward. Where a draft is accepted to its end, the state
     behind its last token stays; otherwise the accepted tokens run again, before the next forward.
+``chains``
+    The same, with a forward for each path: models that take one row at a time (RWKV).
 ``steps``
     Models that take one token at a time once they have a state: all nodes of one depth are rows of
     one forward, and every node keeps the state behind it. No token runs twice.
@@ -27,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from paceline.models.transformers_packed import PackedBatch, PackedRows
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence
-from paceline.models.transformers_trees import ModelCalls
+from paceline.models.transformers_trees import ModelCalls, Strategy
 from paceline.tree import depths, is_chain, leaves, path_to
 
 # Where the outputs of a model hold its state, and the argument that takes it back.
@@ -69,10 +71,11 @@ class _Piece:
 
 
 class StateTrees:
-    """Strategies ``chunks`` (``whole``) and ``steps``."""
+    """Strategies ``chunks``, ``chains`` and ``steps``."""
 
-    def __init__(self, calls: ModelCalls, *, whole: bool) -> None:
-        self._calls, self._whole = calls, whole
+    def __init__(self, calls: ModelCalls, strategy: Strategy) -> None:
+        self._calls = calls
+        self._whole, self._together = strategy != "steps", strategy != "chains"
 
     def run(self, news: Sequence[NewTokens]) -> list[torch.Tensor]:
         """The wanted logits of each.  # [num_wanted, vocab_size] each"""
@@ -222,14 +225,21 @@ class StateTrees:
         return [(torch.cat(rows), state) for rows, state in zip(logits, states, strict=True)]
 
     def _forward(self, pieces: Sequence[_Piece]) -> list[tuple[torch.Tensor, Any]]:
-        """One forward of pieces that all have a state before them or all have none.
+        """Pieces that all have a state before them or all have none, in one forward if possible.
+
+        # [max(keep, 1), vocab_size] each
+        """
+        if self._together:
+            return self._forward_rows(pieces) if pieces else []
+        return [result for piece in pieces for result in self._forward_rows([piece])]
+
+    def _forward_rows(self, pieces: Sequence[_Piece]) -> list[tuple[torch.Tensor, Any]]:
+        """One forward.
 
         Shorter ones are filled up at the end, so they have no state behind them.
 
         # [max(keep, 1), vocab_size] each
         """
-        if not pieces:
-            return []
         calls, counts = self._calls, [len(piece.token_ids) for piece in pieces]
         width = max(counts)
         ids = np.zeros((len(pieces), width), np.int64)

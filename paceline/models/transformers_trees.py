@@ -12,7 +12,7 @@ random tokens rather than looked up by the model's name:
 ``paths``
     Every root-to-leaf path runs as a chain after the committed tokens: ALiBi and other models that
     cannot take a mask from outside.
-``chunks``, ``steps``
+``chunks``, ``chains``, ``steps``
     Recurrent and hybrid models, whose state cannot be cut
     (:mod:`paceline.models.transformers_states`).
 ``recompute``
@@ -34,7 +34,7 @@ from paceline.models.transformers_sequence import NewTokens, TransformersSequenc
 from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
 from paceline.types import IndexArray
 
-Strategy = Literal["packed", "tree", "paths", "chunks", "steps", "recompute"]
+Strategy = Literal["packed", "tree", "paths", "chunks", "chains", "steps", "recompute"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 

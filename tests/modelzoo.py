@@ -205,6 +205,22 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox",
         {key: value for key, value in _LLAMA_SIZES.items() if key != "num_key_value_heads"},
     ),
+    # Attention code of its own.
+    "gptj": (
+        "gptj",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "rotary_dim": 8,
+            "n_positions": CONTEXT_LENGTH,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+            "tie_word_embeddings": False,
+        },
+    ),
     # ALiBi: positions come from the attention mask, and forward takes no position_ids.
     "bloom": (
         "bloom",
@@ -314,6 +330,18 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
         },
     ),
+    # A cache of its own kind.
+    "minimax": (
+        "minimax",
+        _GEMMA_SIZES
+        | {
+            "tie_word_embeddings": False,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 8,
+        },
+    ),
     # Its state is in its modules, out of reach.
     "recurrent_gemma": (
         "recurrent_gemma",
@@ -353,9 +381,10 @@ RECURRENT_KINDS = (
     "falcon_h1",
     "lfm2",
     "qwen3_next",
+    "minimax",
     "recurrent_gemma",
 )
-GENERAL_PATH_KINDS = ("gpt2", "opt", "gemma", "gpt_neox", "bloom", *RECURRENT_KINDS)
+GENERAL_PATH_KINDS = ("gpt2", "opt", "gemma", "gpt_neox", "gptj", "bloom", *RECURRENT_KINDS)
 
 
 def _legacy_rope(folder: Path) -> None:
@@ -376,6 +405,8 @@ _VARIANTS: dict[str, tuple[str, Callable[[Path], None] | None, dict[str, Any]]] 
 }
 
 KINDS = (*_KINDS, *_VARIANTS)
+MODEL_TYPES = {kind: model_type for kind, (model_type, _) in _KINDS.items()}
+"""The ``model_type`` of each kind, without variants."""
 
 
 def make_model(

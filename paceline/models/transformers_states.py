@@ -19,6 +19,7 @@ Attention layers of hybrid models have their KV entries outside of the state
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,13 +37,26 @@ from paceline.tree import depths, is_chain, leaves, path_to
 _STATE_NAMES = ("past_key_values", "cache_params", "state")
 
 
-class StateCache(DynamicCache):
-    """A cache of states alone: keys and values go on to the attention, which stores them."""
+class StatesOnly:
+    """Part of a cache: keys and values go on to the attention, which stores them."""
 
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Any, Any]:
         return key_states, value_states
+
+
+class StateCache(StatesOnly, DynamicCache):
+    """The states of a model."""
+
+
+def _empty_cache(model: Any) -> Any:
+    """A cache of states of the kind that a model takes: its own, if its module defines one."""
+    module = sys.modules[type(model).__module__]
+    for own in vars(module).values():
+        if isinstance(own, type) and own.__module__ == module.__name__ and issubclass(own, Cache):
+            return type(f"States{own.__name__}", (StatesOnly, own), {})()
+    return StateCache(config=model.config)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,7 +289,7 @@ class StateTrees:
         if befores[0] is not None:
             return befores[0][0], _join([state for _, state in befores])
         if self._calls.takes_cache:
-            return "past_key_values", StateCache(config=self._calls.model.config)
+            return "past_key_values", _empty_cache(self._calls.model)
         return "", None
 
 
@@ -305,6 +319,9 @@ def _part(state: Any, row: int) -> Any:
 def _with_tensors(caches: Sequence[Any], make: Any) -> Any:
     """A cache like the first one whose tensors are made of those of all."""
     made = copy.copy(caches[0])
+    if hasattr(made, "linear_cache"):  # MiniMax: a tensor or [] by layer
+        by_layer = zip(*(cache.linear_cache for cache in caches), strict=True)
+        made.linear_cache = [make(list(each)) if len(each[0]) else [] for each in by_layer]
     made.layers = []
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         layer = copy.copy(layers[0])

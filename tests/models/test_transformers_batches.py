@@ -23,8 +23,8 @@ from tests.fakes import WITH_FAKES, Mix
 from tests.modelzoo import KINDS, RECURRENT_KINDS, VOCAB_SIZE, make_model
 
 NUM_SESSIONS = 8
-# transformers decodes with these only from the first token on.
-WITHOUT_CACHE = ("recurrent_gemma",)
+# Of these transformers is wrong (MiniMax's positions) or fails if it keeps a cache.
+WITHOUT_CACHE = ("recurrent_gemma", "minimax")
 
 
 def tokens(count: int, seed: int = 0) -> Any:
@@ -135,7 +135,7 @@ def test_prompts_of_all_lengths_share_a_forward(zoo: Path) -> None:
 # --- no token more often than it must ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "mamba2", "falcon_h1", "lfm2", "rwkv"])
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "mamba2", "falcon_h1", "lfm2", "minimax", "rwkv"])
 def test_recurrent_models_compute_drafted_and_accepted_tokens(kind: str, zoo: Path) -> None:
     """A chain in each round; Mamba and Jamba do not even compute the accepted ones again."""
     runner = TransformersRunner(make_model(kind, zoo), device="cpu")
@@ -168,8 +168,8 @@ def test_positions_of_whole_generations(kind: str, zoo: Path) -> None:
         (session,) = engine.generate([prompt], params, speculation)
     assert session.output_ids == truth[tuple(prompt)]
     # In each round, the last committed token and the draft.
-    needed = len(prompt) + session.stats.num_rounds + session.stats.num_drafted
-    assert 0.5 < session.stats.acceptance_rate < 1
+    needed = len(prompt) + session.stats.num_rounds + session.stats.num_draft_nodes
+    assert 0.1 < session.stats.acceptance_rate < 1
     if kind == "mamba":
         assert sum(positions) <= needed
     else:  # accepted ones again, and the tokens that the target added

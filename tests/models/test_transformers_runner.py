@@ -38,6 +38,7 @@ STRATEGIES = {
     "gemma2": "packed",  # sliding windows, caps
     "mistral_sliding": "packed",
     "gpt_oss": "packed",  # sinks
+    "gptj": "tree",  # attention code of its own
     "bloom": "paths",  # no position_ids
     "mamba": "steps",  # no KV cache
     "jamba": "steps",
@@ -45,6 +46,7 @@ STRATEGIES = {
     "falcon_h1": "chunks",
     "lfm2": "chunks",
     "qwen3_next": "chunks",
+    "minimax": "chunks",  # a cache of its own kind
     "rwkv": "chains",
     "recurrent_gemma": "recompute",
 }

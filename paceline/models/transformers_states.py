@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,11 @@ class StateTrees:
     def _run_prompts(
         self, prompts: Sequence[tuple[NewTokens, dict[int, torch.Tensor], bool]]
     ) -> None:
-        pieces = [self._piece(new.sequence, list(new.nodes), new) for new, _, _ in prompts]
+        pieces = []
+        for new, _, _ in prompts:
+            path = path_to(new.sequence.tree, new.nodes[-1])
+            nodes = _from_a_state(new.sequence, path, len(path) - new.count)
+            pieces.append(self._piece(new.sequence, nodes, new))
         for (new, rows, _), (logits, state) in zip(prompts, self._advance(pieces), strict=True):
             last = new.nodes[-1]
             new.sequence.node_states[last] = state
@@ -149,14 +153,11 @@ class StateTrees:
         for new, rows in drafts:
             tree, seen = new.sequence.tree, set(range(new.first))
             for leaf in leaves(tree):
-                path = list(path_to(tree, leaf))
+                path = path_to(tree, leaf)
                 start = next((i for i, node in enumerate(path) if node not in seen), None)
-                if start is None:
-                    continue
-                seen.update(path)
-                while start > 0 and path[start - 1] not in new.sequence.node_states:
-                    start -= 1
-                work.append((new.sequence, rows, path[start:]))
+                if start is not None:
+                    seen.update(path)
+                    work.append((new.sequence, rows, _from_a_state(new.sequence, path, start)))
         for is_new in (True, False):
             group = [
                 (each, self._piece(each[0], each[2]))
@@ -215,7 +216,7 @@ class StateTrees:
         # [max(keep, 1), vocab_size] each
         """
         results: dict[int, tuple[torch.Tensor, Any]] = {}
-        groups: dict[Hashable, list[int]] = {}
+        groups: dict[tuple[bool, int | None], list[int]] = {}
         for number, piece in enumerate(pieces):
             whole = self._whole or piece.before is None
             length = len(piece.token_ids) if whole else None
@@ -260,7 +261,7 @@ class StateTrees:
         positions = np.zeros_like(ids)
         for row, piece in enumerate(pieces):
             ids[row, : counts[row]] = piece.token_ids
-            positions[row] = piece.rows.positions[0] + np.arange(width)
+            positions[row] = piece.rows.positions[0] + np.minimum(np.arange(width), counts[row] - 1)
         options: dict[str, Any] = {"use_cache": True}
         if calls.takes_positions:
             options["position_ids"] = torch.from_numpy(positions).to(calls.device)
@@ -291,6 +292,13 @@ class StateTrees:
         if self._calls.takes_cache:
             return "past_key_values", _empty_cache(self._calls.model)
         return "", None
+
+
+def _from_a_state(sequence: TransformersSequence, path: Sequence[int], start: int) -> list[int]:
+    """``path`` from ``start`` on, or from an earlier node if the state before it is not known."""
+    while start > 0 and path[start - 1] not in sequence.node_states:
+        start -= 1
+    return list(path[start:])
 
 
 def _is_prompt(new: NewTokens) -> bool:

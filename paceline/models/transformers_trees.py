@@ -59,12 +59,14 @@ class ModelCalls:
         self.takes_positions = "position_ids" in parameters
         self.takes_cache = "past_key_values" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self.attention = str(model.config._attn_implementation)
+        self.attention = self._attends_by = str(model.config._attn_implementation)
 
     def attend(self, implementation: str) -> None:
         """Choose how the model attends, where it leaves that open."""
-        with quiet():
-            self.model.set_attn_implementation(implementation)
+        if implementation != self._attends_by:
+            with quiet():
+                self.model.set_attn_implementation(implementation)
+            self._attends_by = implementation
 
     def __call__(
         self, ids: torch.Tensor, keep: int | torch.Tensor, **options: Any
@@ -123,7 +125,8 @@ class PackedTrees:
 
     def _run_together(self, news: Sequence[NewTokens]) -> tuple[torch.Tensor, ...]:
         rows = [new.sequence.rows(new.sequence.length, new.nodes) for new in news]
-        ids, keep = [], []
+        ids: list[int] = []
+        keep: list[int] = []
         for new in news:
             keep += [len(ids) + node - new.first for node in new.wanted_nodes]
             ids += new.sequence.path_tokens(new.nodes)
@@ -139,7 +142,7 @@ class PackedTrees:
             use_cache=False,
             packed=PackedBatch(rows, device),
         )
-        return logits[0].split([len(new.wanted_nodes) for new in news])
+        return torch.split(logits[0], [len(new.wanted_nodes) for new in news])
 
     def keep(self, sequence: TransformersSequence, path: Sequence[int]) -> None:
         sequence.kv.keep(sequence.length, path)

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.errors import InvalidArgument
 from paceline.loading import load_runner
-from paceline.models.base import ModelRunner, Segment
+from paceline.models.base import KVSequence, ModelRunner, Segment
 from paceline.models.transformers import TransformersRunner
 from paceline.types import Need
 from tests.modelzoo import MODEL_TYPES, make_model
@@ -81,7 +81,7 @@ def _num_forwards(runner: TransformersRunner, num_sessions: int, tree: list[int]
     return calls
 
 
-def _prefilled(runner: ModelRunner, length: int) -> object:
+def _prefilled(runner: ModelRunner, length: int) -> KVSequence:
     sequence = runner.new_sequence()
     runner.forward([Segment(sequence, np.arange(length, dtype=np.int64), logits="none")])
     runner.commit(sequence, range(length))

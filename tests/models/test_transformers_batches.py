@@ -135,7 +135,9 @@ def test_prompts_of_all_lengths_share_a_forward(zoo: Path) -> None:
 # --- no token more often than it must ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "mamba2", "falcon_h1", "lfm2", "minimax", "rwkv"])
+@pytest.mark.parametrize(
+    "kind", ["mamba", "jamba", "mamba2", "falcon_h1", "lfm2", "minimax", "rwkv"]
+)
 def test_recurrent_models_compute_drafted_and_accepted_tokens(kind: str, zoo: Path) -> None:
     """A chain in each round; Mamba and Jamba do not even compute the accepted ones again."""
     runner = TransformersRunner(make_model(kind, zoo), device="cpu")
@@ -174,6 +176,25 @@ def test_positions_of_whole_generations(kind: str, zoo: Path) -> None:
         assert sum(positions) <= needed
     else:  # accepted ones again, and the tokens that the target added
         assert needed < sum(positions) <= needed + count
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_h1", "rwkv", "gemma2"])
+def test_a_chain_may_follow_a_tree_that_is_pending(kind: str, zoo: Path) -> None:
+    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+    drafted, more = tokens(5, seed=1), tokens(3, seed=2)
+    sequence, whole = prefill(runner, tokens(20)), prefill(runner, tokens(20))
+    # The state behind the last node is not known under ``chunks``: another path is longer.
+    runner.forward([Segment(sequence, drafted, np.array([-1, 0, 1, -1, 3], np.int32))])
+    last = runner.forward([Segment(sequence, more, logits="last")]).logits
+    chain = np.concatenate([drafted[3:], more])
+    expected = runner.forward([Segment(whole, chain)]).logits[-1:]
+    torch.testing.assert_close(last, expected, atol=1e-4, rtol=1e-4)
+    runner.commit(sequence, (3, 4, 5, 6, 7))
+    runner.commit(whole, range(5))
+    results = [runner.forward([Segment(each, more)]).logits for each in (sequence, whole)]
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    runner.free(sequence)
+    runner.free(whole)
 
 
 # --- beside others -------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ def test_the_self_check_finds_the_fastest_right_strategy(kind: str, load: Load) 
         assert runner.kv_capacity == 16 * CONTEXT_LENGTH
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_prefill_and_decoding_equal_the_models_own_forward(kind: str, load: Load) -> None:
     runner, ids = load(kind), tokens(40)
@@ -152,6 +153,7 @@ def test_chunked_prefill_and_decoding_equal_the_models_own_forward(kind: str, lo
     runner.free(sequence)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_path_of_a_tree_equals_that_path_as_a_chain(kind: str, load: Load) -> None:
     runner, prompt = load(kind), tokens(21, seed=1)
@@ -173,6 +175,7 @@ def test_each_path_of_a_tree_equals_that_path_as_a_chain(kind: str, load: Load) 
     assert runner.num_free == runner.kv_capacity
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_after_commit_is_that_of_a_fresh_prefill(kind: str, load: Load) -> None:
     runner, prompt, more = load(kind), tokens(21, seed=2), tokens(3, seed=3)
@@ -225,6 +228,7 @@ def test_a_recurrent_model_computes_every_position_once(load: Load) -> None:
     assert_close(torch.cat(alone), torch.cat(drafted))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncate_goes_back_to_a_shorter_prefix(kind: str, load: Load) -> None:
     runner, prompt, more = load(kind), tokens(40, seed=4), tokens(2, seed=5)
@@ -282,6 +286,7 @@ def test_a_wrong_strategy_gives_wrong_logits(zoo: Path) -> None:
     assert not torch.allclose(logits[1], expected, atol=0.1)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba"])
 def test_half_precision_finds_the_same_strategy(kind: str, dtype: str, zoo: Path) -> None:

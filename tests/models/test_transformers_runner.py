@@ -286,6 +286,15 @@ def test_a_wrong_strategy_gives_wrong_logits(zoo: Path) -> None:
     assert not torch.allclose(logits[1], expected, atol=0.1)
 
 
+def test_caps_of_scores_hold_without_packing(zoo: Path) -> None:
+    """transformers' default attention leaves them out, which the trial at load detects."""
+    runner, ids = TransformersRunner(make_model("gemma2", zoo), device="cpu"), tokens(30)
+    runner.use("paths")
+    sequence = prefill(runner, ids[:-2])
+    logits = runner.forward([Segment(sequence, ids[-2:])]).logits
+    assert_close(logits, reference(runner, ids)[-2:])
+
+
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba"])

@@ -205,6 +205,22 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox",
         {key: value for key, value in _LLAMA_SIZES.items() if key != "num_key_value_heads"},
     ),
+    # Attention code of its own.
+    "gptj": (
+        "gptj",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "rotary_dim": 8,
+            "n_positions": CONTEXT_LENGTH,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+            "tie_word_embeddings": False,
+        },
+    ),
     # ALiBi: positions come from the attention mask, and forward takes no position_ids.
     "bloom": (
         "bloom",
@@ -231,6 +247,112 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": PAD_ID,
         },
     ),
+    "mamba2": (
+        "mamba2",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "state_size": 16,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+        },
+    ),
+    "rwkv": (
+        "rwkv",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "attention_hidden_size": 64,
+            "num_hidden_layers": 3,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": END_OF_TEXT_ID,
+            "pad_token_id": PAD_ID,
+        },
+    ),
+    # Hybrids: some layers recur, others attend.
+    "jamba": (
+        "jamba",
+        _GEMMA_SIZES
+        | {
+            "tie_word_embeddings": False,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        _GEMMA_SIZES
+        | {
+            "tie_word_embeddings": False,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        _GEMMA_SIZES
+        | {
+            "tie_word_embeddings": False,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        _GEMMA_SIZES
+        | {
+            "tie_word_embeddings": False,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    # A cache of its own kind.
+    "minimax": (
+        "minimax",
+        _GEMMA_SIZES
+        | {
+            "tie_word_embeddings": False,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 8,
+        },
+    ),
+    # Its state is in its modules, out of reach.
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        _GEMMA_SIZES
+        | {
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 1,
+            "lru_width": 64,
+            "attention_window_size": 16,
+        },
+    ),
 }
 
 # One checkpoint of each architecture that declares differences from Llama.
@@ -251,7 +373,18 @@ FAST_PATH_KINDS = (
     "llama_sharded",
     "llama_legacy_rope",
 )
-GENERAL_PATH_KINDS = ("gpt2", "opt", "gemma", "gpt_neox", "bloom", "mamba")
+RECURRENT_KINDS = (
+    "mamba",
+    "mamba2",
+    "rwkv",
+    "jamba",
+    "falcon_h1",
+    "lfm2",
+    "qwen3_next",
+    "minimax",
+    "recurrent_gemma",
+)
+GENERAL_PATH_KINDS = ("gpt2", "opt", "gemma", "gpt_neox", "gptj", "bloom", *RECURRENT_KINDS)
 
 
 def _legacy_rope(folder: Path) -> None:
@@ -272,6 +405,8 @@ _VARIANTS: dict[str, tuple[str, Callable[[Path], None] | None, dict[str, Any]]] 
 }
 
 KINDS = (*_KINDS, *_VARIANTS)
+MODEL_TYPES = {kind: model_type for kind, (model_type, _) in _KINDS.items()}
+"""The ``model_type`` of each kind, without variants."""
 
 
 def make_model(

@@ -19,7 +19,8 @@ import torch
 from paceline.errors import InvalidArgument
 from paceline.models.base import KVSequence, Segment
 from paceline.models.transformers import TransformersRunner
-from paceline.models.transformers_trees import ModelTrees, TransformersSequence
+from paceline.models.transformers_sequence import TransformersSequence
+from paceline.models.transformers_trees import ModelCalls, SingleTrees
 
 
 class Seq2SeqSequence(TransformersSequence):
@@ -58,7 +59,6 @@ class Seq2SeqRunner(TransformersRunner):
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"
-    _trees: DecoderTrees
 
     def __init__(self, path: str | Path, **options: Any) -> None:
         super().__init__(path, strategy="recompute", **options)
@@ -67,10 +67,8 @@ class Seq2SeqRunner(TransformersRunner):
         start = next((token for token in ids if token is not None), None)
         if start is None:
             raise InvalidArgument("decoder_start_token_id", None, "a token id in config.json")
-        self.start_token_id = self._trees.start_token_id = int(start)
-
-    def _make_trees(self) -> DecoderTrees:
-        return DecoderTrees(self.model, self.dtype, self.device, self.vocab_size)
+        self.start_token_id = int(start)
+        self._trees = DecoderTrees(self._calls, self.start_token_id)
 
     def new_sequence(self) -> Seq2SeqSequence:
         return Seq2SeqSequence()
@@ -87,16 +85,14 @@ class Seq2SeqRunner(TransformersRunner):
         if own.start is not None and length < own.start:
             own.forget_source()
 
-    def _forward_segment(
-        self, sequence: TransformersSequence, segment: Segment, parents: list[int]
-    ) -> torch.Tensor | None:
+    def _append(self, sequence: TransformersSequence, segment: Segment, parents: list[int]) -> None:
         own = _own(sequence)
         if segment.logits != "none" and own.start is None and len(segment.token_ids):
             # A draft (which wants all logits) has one committed token, its first; what comes after
             # it says nothing about where the input ends.
             first = segment.token_ids[: 1 if segment.logits == "all" else None].tolist()
             self._find_start(own, own.token_ids + own.pending_ids + first)
-        return super()._forward_segment(sequence, segment, parents)
+        super()._append(sequence, segment, parents)
 
     def _find_start(self, sequence: Seq2SeqSequence, known: list[int]) -> None:
         """Split the tokens known so far into encoder input and decoder tokens."""
@@ -111,14 +107,16 @@ class Seq2SeqRunner(TransformersRunner):
             sequence.start, sequence.source = len(known) - 1, known
 
 
-class DecoderTrees(ModelTrees):
+class DecoderTrees(SingleTrees):
     """Runs the decoder, after the encoder has run once for each sequence.
 
-    Attributes:
+    Args:
         start_token_id: the decoder's first token.
     """
 
-    start_token_id: int
+    def __init__(self, calls: ModelCalls, start_token_id: int) -> None:
+        super().__init__(calls, "recompute")
+        self.start_token_id = start_token_id
 
     def _run_whole(
         self, sequence: TransformersSequence, token_ids: list[int], keep: int
@@ -129,9 +127,9 @@ class DecoderTrees(ModelTrees):
         own = _own(sequence)
         assert own.start is not None  # logits are wanted
         if own.states is None:
-            own.states = self._model.get_encoder()(input_ids=self._tensor(own.source))[0]
+            own.states = self._calls.model.get_encoder()(input_ids=self._tensor(own.source))[0]
         decoder_ids = [self.start_token_id, *token_ids[own.start + 1 :]]
-        logits: torch.Tensor = self._model(
+        logits: torch.Tensor = self._calls.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=own.states),
             decoder_input_ids=self._tensor(decoder_ids),
             use_cache=False,
@@ -140,7 +138,7 @@ class DecoderTrees(ModelTrees):
         return torch.nn.functional.pad(logits, (0, 0, missing, 0)) if missing else logits
 
     def _tensor(self, token_ids: list[int]) -> torch.Tensor:
-        return torch.tensor([token_ids], dtype=torch.int64, device=self._device)
+        return torch.tensor([token_ids], dtype=torch.int64, device=self._calls.device)
 
 
 def _own(sequence: KVSequence) -> Seq2SeqSequence:

@@ -1,7 +1,7 @@
 """The general path: any causal language model of ``transformers``, from a local folder.
 
-Sequences run one after the other; :mod:`paceline.models.transformers_trees` computes their trees.
-How it does so depends on what the model can do, which is tried at load on random tokens rather than
+:mod:`paceline.models.transformers_trees` computes the trees of its sequences, all of them in one
+forward where the model can do that. What it can do is tried at load on random tokens rather than
 looked up by the model's name (:mod:`paceline.models.transformers_check`).
 """
 
@@ -20,9 +20,10 @@ import torch
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
-from paceline.models.transformers_check import find_strategy
+from paceline.models.transformers_check import find_strategy, make_trees
 from paceline.models.transformers_loading import load_causal_lm
-from paceline.models.transformers_trees import ModelTrees, Strategy, TransformersSequence
+from paceline.models.transformers_sequence import NewTokens, TransformersSequence
+from paceline.models.transformers_trees import STRATEGIES, ModelCalls, Strategy, Trees
 from paceline.numerics import Fingerprint, digest_tensors, torch_class
 from paceline.tree import depths
 from paceline.types import Need
@@ -40,8 +41,7 @@ _MAX_DEFAULT_KV_TOKENS = 65_536
 class TransformersRunner:
     """:class:`paceline.models.base.ModelRunner` over ``AutoModelForCausalLM``.
 
-    Sequences run one after the other, so a token's logits do not depend on its batch mates, but
-    they do depend, by rounding, on how many tokens of its own sequence are computed beside it:
+    A token's logits depend, by rounding, on how many tokens are computed beside it:
     ``batch_invariant`` is False.
 
     Args:
@@ -82,8 +82,8 @@ class TransformersRunner:
                 "False for models on the general path; the fast path (Llama, Mistral, Qwen2 and "
                 "Qwen3 checkpoints) has the batch-invariant mode",
             )
-        if strategy not in (None, "tree", "paths", "states", "recompute"):
-            raise InvalidArgument("strategy", strategy, "one of tree, paths, states, recompute")
+        if strategy is not None and strategy not in STRATEGIES:
+            raise InvalidArgument("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
         self.device = _resolve_device(str(device))
         self.dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
         model = load_causal_lm(Path(path), self.dtype, self._auto_class)
@@ -93,19 +93,19 @@ class TransformersRunner:
         self.context_length = _context_length(config)
         self.kv_capacity = _kv_capacity(kv_tokens, self.context_length)
         self._used = 0
-        self._trees = self._make_trees()
+        self._calls = ModelCalls(self.model, self.dtype, self.device, self.vocab_size)
         if strategy is None:
             has_window = _has_window(config, self.context_length)
-            strategy = find_strategy(self, self._trees, self.dtype, has_window=has_window)
-        self._trees.strategy = strategy
+            strategy = find_strategy(self, self._calls, self.use, has_window=has_window)
+        self.use(strategy)
 
-    def _make_trees(self) -> ModelTrees:
-        return ModelTrees(self.model, self.dtype, self.device, self.vocab_size)
+    def use(self, strategy: Strategy) -> None:
+        """Run trees in this way from now on; no sequence may be open."""
+        self.strategy: Strategy = strategy
+        self._trees = self._make_trees(strategy)
 
-    @property
-    def strategy(self) -> Strategy:
-        """How trees are run."""
-        return self._trees.strategy
+    def _make_trees(self, strategy: Strategy) -> Trees:
+        return make_trees(self._calls, strategy)
 
     # --- ModelRunner ---------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class TransformersRunner:
         if not own.closed:
             self._used -= own.length + own.num_pending
             own.closed = True
-            own.cache = own.state = None
+            own.forget()
             own.token_ids.clear()
             own.drop_pending()
 
@@ -173,21 +173,26 @@ class TransformersRunner:
         if len({id(segment.sequence) for segment in segments}) < len(segments):
             raise InvalidArgument("segments", "a sequence twice", "one segment for each sequence")
         checked = [self._checked(segment) for segment in segments]
-        rows: list[torch.Tensor] = []
-        offsets, ends = [0], [0]
+        news = [
+            NewTokens(sequence, sequence.num_pending, segment.logits)
+            for segment, (sequence, _) in zip(segments, checked, strict=True)
+        ]
         with torch.inference_mode():
-            for segment, (sequence, parents) in zip(segments, checked, strict=True):
-                logits = self._forward_segment(sequence, segment, parents)
-                if logits is not None:
-                    rows.append(logits.float())
-                offsets.append(offsets[-1] + (0 if logits is None else len(logits)))
-                ends.append(ends[-1] + len(parents))
-            packed = (
-                torch.cat(rows)
-                if rows
-                else torch.empty((0, self.vocab_size), dtype=torch.float32, device=self.device)
-            )
-        return ForwardResult(packed, tuple(offsets), {}, tuple(ends))
+            try:
+                for segment, (sequence, parents) in zip(segments, checked, strict=True):
+                    self._append(sequence, segment, parents)
+                rows = self._trees.run(news)
+            except BaseException:
+                for new in news:
+                    self._undo(new)
+                raise
+            logits = torch.cat(rows) if rows else torch.empty((0, self.vocab_size))
+        return ForwardResult(
+            logits.to(self.device, torch.float32),
+            tuple(itertools.accumulate(map(len, rows), initial=0)),
+            {},
+            tuple(itertools.accumulate((len(s.token_ids) for s in segments), initial=0)),
+        )
 
     def commit(self, sequence: KVSequence, pending: Sequence[int]) -> None:
         """Make a path of pending entries part of the prefix and free the other pending ones."""
@@ -215,8 +220,8 @@ class TransformersRunner:
         if not 0 <= length <= own.length:
             raise InvalidArgument("length", length, f"an integer in [0, {own.length}]")
         self._used -= own.length - length + own.num_pending
-        if length < own.length:
-            own.state = None  # the next forward computes it anew
+        if length < own.state_length:
+            own.forget_state()  # the next forward computes it anew
         del own.token_ids[length:]
         own.drop_pending()
         own.crop(length)
@@ -255,28 +260,21 @@ class TransformersRunner:
             )
         return sequence, parents
 
-    def _forward_segment(
-        self, sequence: TransformersSequence, segment: Segment, parents: list[int]
-    ) -> torch.Tensor | None:
-        """Logits of the selected rows; None if no row is selected.  # [num_rows, vocab_size]"""
-        count, first = len(parents), sequence.num_pending
-        if count == 0:
-            return None
+    def _append(self, sequence: TransformersSequence, segment: Segment, parents: list[int]) -> None:
         sequence.pending_ids += [int(token) for token in segment.token_ids]
         sequence.pending_parents += parents
-        self._used += count
-        try:
-            return self._trees.run(sequence, first, segment.logits)
-        except BaseException:
-            # A failed forward must leave no trace: cut off what it may have cached.
-            del sequence.pending_ids[first:], sequence.pending_parents[first:]
-            self._used -= count
-            for node in [node for node in sequence.node_states if node >= first]:
-                del sequence.node_states[node]
-            known = sequence.cached_pending
-            known[:] = list(itertools.takewhile(lambda node: node < first, known))
-            sequence.crop(sequence.length + len(known))
-            raise
+        self._used += len(parents)
+
+    def _undo(self, new: NewTokens) -> None:
+        """Take back the tokens of a forward that failed, and cut off what of them is cached."""
+        sequence, first = new.sequence, new.first
+        self._used -= sequence.num_pending - first
+        del sequence.pending_ids[first:], sequence.pending_parents[first:]
+        for node in [node for node in sequence.node_states if node >= first]:
+            del sequence.node_states[node]
+        known = sequence.cached_pending
+        known[:] = list(itertools.takewhile(lambda node: node < first, known))
+        sequence.crop(sequence.length + len(known))
 
 
 def _own(sequence: KVSequence) -> TransformersSequence:

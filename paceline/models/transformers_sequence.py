@@ -1,0 +1,133 @@
+"""What the general path keeps of a session, and what a forward of it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from paceline.models.transformers_packed import PackedRows, SequenceKV
+from paceline.tree import ancestor_mask, depths
+from paceline.types import IndexArray
+
+Wanted = Literal["all", "last", "none"]
+
+
+class TransformersSequence:
+    """Token ids and cache of one session. The cache holds ``token_ids`` and then some pending.
+
+    Attributes:
+        token_ids: committed.
+        kv: entries of committed and then of pending tokens, where they are Paceline's.
+        cache: transformers' DynamicCache, where a strategy has one; None before its first forward.
+        cached_pending: pending nodes whose entries follow the committed ones in ``cache``, in this
+            order.
+        state: of a recurrent model, after the first ``state_length`` committed tokens; None at 0.
+        node_states: the same after pending nodes.
+    """
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.pending_ids: list[int] = []
+        self.pending_parents: list[int] = []
+        self.kv = SequenceKV()
+        self.cache: Any = None
+        self.cached_pending: list[int] = []
+        self.state: Any = None
+        self.state_length = 0
+        self.node_states: dict[int, Any] = {}
+        self.closed = False
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.pending_ids)
+
+    @property
+    def tree(self) -> IndexArray:
+        """Parents of the pending tokens.  # [num_pending]"""
+        return np.asarray(self.pending_parents, np.int32)
+
+    def path_tokens(self, nodes: Sequence[int]) -> list[int]:
+        return [self.pending_ids[node] for node in nodes]
+
+    def drop_pending(self) -> None:
+        self.pending_ids.clear()
+        self.pending_parents.clear()
+        self.cached_pending.clear()
+        self.node_states.clear()
+
+    def forget(self) -> None:
+        """Release everything but the tokens."""
+        self.kv, self.cache = SequenceKV(), None
+        self.forget_state()
+
+    def forget_state(self) -> None:
+        self.state, self.state_length = None, 0
+
+    def crop(self, length: int) -> None:
+        """Cut ``cache`` to its first ``length`` entries."""
+        if self.cache is None:
+            return
+        for layer in cache_layers(self.cache):
+            layer.keys = layer.keys[:, :, :length]
+            layer.values = layer.values[:, :, :length]
+
+    def rows(self, first: int, nodes: Sequence[int] = ()) -> PackedRows:
+        """Committed tokens from ``first`` on and then pending ones, as rows of a forward.
+
+        Pending tokens see their ancestors among the pending ones.
+        """
+        tree = self.tree
+        pending = depths(tree).astype(np.int64) - 1 + self.length
+        count = self.length - first
+        sees = np.ones((count + len(nodes), self.length + len(tree)), np.bool_)
+        sees[:count, self.length :] = False
+        sees[count:, self.length :] = ancestor_mask(tree)[list(nodes)]
+        return PackedRows(
+            self.kv,
+            np.concatenate(
+                [np.arange(first, self.length), self.length + np.asarray(nodes, np.int64)]
+            ),
+            np.concatenate([np.arange(self.length), pending]),
+            sees,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTokens:
+    """The pending tokens of a sequence from ``first`` on, and which of their logits to return."""
+
+    sequence: TransformersSequence
+    first: int
+    wanted: Wanted
+
+    @property
+    def count(self) -> int:
+        return self.sequence.num_pending - self.first
+
+    @property
+    def nodes(self) -> range:
+        return range(self.first, self.sequence.num_pending)
+
+    @property
+    def wanted_nodes(self) -> range:
+        """Those whose logits are wanted."""
+        return {"all": self.nodes, "last": self.nodes[-1:], "none": self.nodes[:0]}[self.wanted]
+
+
+def cache_layers(cache: Any) -> Iterator[Any]:
+    """Layers with entries to cut; raises TypeError for a kind that cannot be cut."""
+    from transformers.cache_utils import DynamicLayer
+
+    for layer in cache.layers:
+        if type(layer) is not DynamicLayer:
+            raise TypeError(f"{type(layer).__name__} cannot be cut")
+        if layer.get_seq_length() > 0:
+            yield layer

@@ -11,9 +11,11 @@ take part where they prove right when the model is loaded; plain torch runs ever
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models import kernels
+from paceline.models.adapters import load_adapters
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
@@ -32,11 +35,18 @@ from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_weights import load_llama_weights
 from paceline.models.native_ops import NativeOps
 from paceline.models.ops import Ops
-from paceline.models.packing import Weight
+from paceline.models.packing import Packer, Weight
 from paceline.models.prefix_cache import PrefixCache
 from paceline.models.rows import append_chains
 from paceline.models.torch_ops import TorchOps
-from paceline.numerics import PORTABLE, Fingerprint, check_numerics, refuse_portable, torch_class
+from paceline.numerics import (
+    DIGEST_BYTES,
+    PORTABLE,
+    Fingerprint,
+    check_numerics,
+    refuse_portable,
+    torch_class,
+)
 from paceline.types import FloatArray, IntArray, Need
 
 Tensor = torch.Tensor
@@ -57,6 +67,8 @@ class LlamaRunner:
         blocks: round weights to blocks of integers, as a GGUF file's type has them ("Q8_0",
             "Q4_0"); None: as they are.
         numerics: see :mod:`paceline.numerics`.
+        adapters: folders of adapters (:mod:`paceline.models.adapters`) by name; a sequence has one
+            of them, or none.
 
     Raises:
         ModelNotFound: the folder, or something in it, is missing or damaged.
@@ -77,6 +89,7 @@ class LlamaRunner:
         int8: bool = False,
         blocks: str | None = None,
         numerics: str = "fastest",
+        adapters: Mapping[str, Path] | None = None,
     ) -> None:
         check_numerics(numerics)
         folder, device = Path(folder), torch.device(device)
@@ -92,6 +105,8 @@ class LlamaRunner:
         self._weights = load_llama_weights(
             folder, config, self._ops, dtype=dtype, device=device, blocks=blocks
         )
+        if adapters:
+            self._add_adapters(adapters, folder)
         is_int8 = int8 and isinstance(self._ops, NativeOps)
         self._rounded_to = blocks.lower() if blocks else "int8" if is_int8 else ""
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -115,6 +130,17 @@ class LlamaRunner:
                 warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
         return TorchOps(by_row=batch_invariant)
 
+    def _add_adapters(self, folders: Mapping[str, Path], base: Path) -> None:
+        """Load adapters. In the kernels their products are of class portable, whatever the model's
+        are of: so its class stays what it is."""
+        native = isinstance(self._ops, NativeOps)
+        pack = Packer(self.dtype, numerics=PORTABLE).pack if native else self._ops.pack
+        adapters = load_adapters(
+            folders, base, self.config, pack, dtype=self.dtype, device=self.device
+        )
+        stack = replace(self._weights.stack, adapters=adapters)
+        self._weights = replace(self._weights, stack=stack)
+
     # --- numerics ------------------------------------------------------------------------------
 
     @property
@@ -134,6 +160,20 @@ class LlamaRunner:
             kernel_version=kernels.NUMERICS_VERSION,
             weights=self._weights.digest(self.config, self._ops, self.dtype),
         )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, in the order of their numbers."""
+        return tuple(adapter.name for adapter in self._weights.stack.adapters)
+
+    def fingerprint_of(self, adapter: str) -> Fingerprint:
+        """Of the model with one of its adapters; "" is none."""
+        if not adapter:
+            return self.fingerprint
+        digest = self._weights.stack.adapters[self.adapters.index(adapter)].digest
+        both = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        both.update(f"{self.fingerprint.weights} {digest}".encode())
+        return replace(self.fingerprint, weights=both.hexdigest())
 
     def _use_graphs(self, capture: Capture | None = None) -> None:
         """Replay small forwards; plain torch waits for the host, so no graph can record it."""
@@ -157,8 +197,9 @@ class LlamaRunner:
     def num_free(self) -> int:
         return self._pool.num_free
 
-    def new_sequence(self) -> KVSequence:
-        return PooledSequence(self.context_length)
+    def new_sequence(self, adapter: str = "") -> KVSequence:
+        """An empty sequence of the model, with one of its adapters if named."""
+        return PooledSequence(self.context_length, self.adapters.index(adapter) if adapter else -1)
 
     def free(self, sequence: KVSequence) -> None:
         assert isinstance(sequence, PooledSequence)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from paceline.models.differences import Activation, Rope
-from paceline.models.ops import Experts, Layer, Stack
+from paceline.models.ops import AdaptedLayer, Adapter, Experts, Layer, LowRank, Stack
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 
@@ -31,6 +32,7 @@ class CRows(ctypes.Structure):
         ("path_length", ctypes.c_void_p),
         ("prefix", ctypes.c_void_p),
         ("path", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
     ]
 
     @classmethod
@@ -49,7 +51,41 @@ class CRows(ctypes.Structure):
             rows.path_length.ctypes.data,
             rows.table_addresses.ctypes.data,
             paths.ctypes.data,
+            None if rows.adapters is None else rows.adapters.ctypes.data,
         )
+
+
+class CWeight(ctypes.Structure):
+    """``struct weight``."""
+
+    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, weight: Weight | None) -> CWeight:
+        """Points to the weight's data; to nothing for None."""
+        return cls() if weight is None else cls(weight.data.data_ptr(), weight.packing)
+
+
+class CLowRank(ctypes.Structure):
+    """``struct low_rank``."""
+
+    _fields_ = [("a", CWeight), ("b", CWeight), ("rank", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, low: LowRank | None) -> CLowRank:
+        """Points to the weights' data; rank 0 for None."""
+        return cls() if low is None else cls(CWeight.of(low.a), CWeight.of(low.b), low.rank)
+
+
+class CAdapted(ctypes.Structure):
+    """``struct adapted``."""
+
+    _fields_ = [(name, CLowRank) for name in AdaptedLayer._fields]
+
+    @classmethod
+    def of(cls, layer: AdaptedLayer) -> CAdapted:
+        """Points to the weights' data."""
+        return cls(*map(CLowRank.of, layer))
 
 
 class CModel(ctypes.Structure):
@@ -76,6 +112,7 @@ class CModel(ctypes.Structure):
         ("logit_cap", ctypes.c_float),
         ("gate_slope", ctypes.c_float),
         ("gate_limit", ctypes.c_float),
+        ("adapters", ctypes.POINTER(ctypes.POINTER(CAdapted))),
     ]
 
     @classmethod
@@ -102,18 +139,8 @@ class CModel(ctypes.Structure):
             logit_cap=stack.differs.logit_cap,
             gate_slope=stack.differs.gate_slope,
             gate_limit=stack.differs.gate_limit,
+            adapters=_adapter_tables(stack.adapters),
         )
-
-
-class CWeight(ctypes.Structure):
-    """``struct weight``."""
-
-    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]
-
-    @classmethod
-    def of(cls, weight: Weight | None) -> CWeight:
-        """Points to the weight's data; to nothing for None."""
-        return cls() if weight is None else cls(weight.data.data_ptr(), weight.packing)
 
 
 class CExperts(ctypes.Structure):
@@ -200,7 +227,7 @@ class CLayer(ctypes.Structure):
         )
 
 
-STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts)
+STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts, CLowRank, CAdapted)
 """In the order of ``struct_size`` in kernels/decode.c."""
 
 
@@ -227,6 +254,12 @@ def path_addresses(rows: Rows) -> npt.NDArray[np.int64]:
 def address(value: torch.Tensor | None) -> int | None:
     """Where a tensor's data are; None is C's null pointer."""
     return None if value is None else value.data_ptr()
+
+
+def _adapter_tables(adapters: tuple[Adapter, ...]) -> ctypes.Array[Any] | None:
+    """A table of layers for each adapter."""
+    tables = [(CAdapted * len(each.layers))(*map(CAdapted.of, each.layers)) for each in adapters]
+    return (ctypes.POINTER(CAdapted) * len(tables))(*tables) if tables else None
 
 
 def _addresses(values: tuple[torch.Tensor, ...] | None) -> ctypes.Array[ctypes.c_void_p] | None:

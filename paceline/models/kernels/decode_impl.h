@@ -284,9 +284,44 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
     return failed;
 }
 
+/* out += what each row's adapter makes of x, [rows, inputs], for neighbouring rows of one adapter at once.
+ * which: place of the product in struct adapted. */
+static int NAME(adapt)(const struct model *m, const struct rows *rows, int layer, size_t which, const ELEM *x,
+                       ELEM *out, int inputs, int outputs)
+{
+    int failed = 0;
+    if (!m->adapters || !rows->adapters)
+        return 0;
+    for (int r = 0, end; r < rows->count && !failed; r = end) {
+        const int32_t adapter = rows->adapters[r];
+        for (end = r + 1; end < rows->count && rows->adapters[end] == adapter;)
+            end++;
+        if (adapter < 0)
+            continue;
+        const struct low_rank *low = (const void *)((const char *)(m->adapters[adapter] + layer) + which);
+        if (!low->rank)
+            continue;
+        const int count = end - r, rank = (int)low->rank;
+        const size_t bytes = (size_t)count * (rank + outputs) * sizeof(ELEM);
+        ELEM *inner = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+        if (!inner)
+            return 1;
+        ELEM *delta = inner + (size_t)count * rank, *sums = out + (size_t)r * outputs;
+        failed = NAME(linear)(x + (size_t)r * inputs, low->a.packed, (int)low->a.packing, NULL, inner, count,
+                              inputs, rank, m->threads);
+        failed |= NAME(linear)(inner, low->b.packed, (int)low->b.packing, NULL, delta, count, rank, outputs,
+                               m->threads);
+        for (int c = 0; c < count; c++)
+            NAME(add_to)(sums + (size_t)c * outputs, delta + (size_t)c * outputs, outputs);
+        free(inner);
+    }
+    return failed;
+}
+
 #define MULTIPLY(x, name, out, inputs, outputs)                                                    \
-    NAME(linear)(x, l->name.packed, (int)l->name.packing, l->name##_bias, out, count, inputs, outputs, \
-                 m->threads)
+    (NAME(linear)(x, l->name.packed, (int)l->name.packing, l->name##_bias, out, count, inputs, outputs, \
+                  m->threads) ||                                                                   \
+     NAME(adapt)(m, rows, i, offsetof(struct adapted, name), x, out, inputs, outputs))
 
 /* Layers [first, last) on x: [rows, hidden], in place, without the final norm: afterwards x is the residual
  * stream. states: filled with x after each of these layers, [last - first, rows, hidden], or NULL. Returns
@@ -432,6 +467,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
         const struct rows step = {
             num_rows, rows->longest, rows->positions + at, rows->slots + at,
             rows->prefix_length + at, rows->path_length + at, rows->prefix + at, rows->path + at,
+            rows->adapters ? rows->adapters + at : NULL,
         };
         if (fuse)
             for (int r = 0; r < count; r++)

@@ -15,6 +15,7 @@ struct rows {
     const int32_t *path_length;     /* [count] */
     const int32_t *const *prefix;   /* [count] */
     const int32_t *const *path;     /* [count] */
+    const int32_t *adapters;        /* [count], which of the model's, -1 for none; or NULL */
 };
 
 /* Of the gate; CLAMPED is gpt-oss's. */
@@ -35,11 +36,23 @@ struct model {
     float logit_divisor;        /* of logits, before their cap (1) */
     float logit_cap;            /* (0) */
     float gate_slope, gate_limit; /* of a clamped activation */
+    const struct adapted *const *adapters; /* [adapters], each of [layers], or NULL */
 };
 
 struct weight {
     const void *packed;
     int64_t packing; /* see matmul.c */
+};
+
+/* What an adapter adds to a product with x: b * (a * x). */
+struct low_rank {
+    struct weight a, b;
+    int64_t rank; /* 0: nothing */
+};
+
+/* What an adapter adds to the products of a layer. */
+struct adapted {
+    struct low_rank qkv, out, gate_up, down;
 };
 
 /* How tokens choose among a layer's experts: `top` of `count`, of inner width `size`. */

@@ -141,6 +141,7 @@ class Session:
         traceparent: W3C trace context for a drafter in another process; "" is none.
         tenant: whose it is; it uses cached entries only of sessions of the same tenant.
         weight: of the tenant's share of the engine.
+        adapter: name of the target's adapter that it decodes with; "" is none.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
         stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
             something else did.
@@ -169,6 +170,7 @@ class Session:
         self.traceparent = ""
         self.tenant = ""
         self.weight = 1.0
+        self.adapter = ""
         self.prediction = tuple(prediction)
         self.constraint = constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)

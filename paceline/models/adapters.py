@@ -249,7 +249,7 @@ def _pairs(
     if not wanted:
         raise peft.refusal(
             "target_modules", peft.raw["target_modules"],
-            f"some of the model's linear layers, such as {listed(linears[1:])}",
+            f"some of the model's linear layers: {', '.join(_kinds(linears))}",
         )  # fmt: skip
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for module in wanted:
@@ -280,6 +280,11 @@ def _pairs(
             "tensors lora_A and lora_B of the linear layers that target_modules names, no others",
         )  # fmt: skip
     return pairs
+
+
+def _kinds(modules: Sequence[str]) -> list[str]:
+    """The last parts of the names of layers' modules."""
+    return sorted({module.rpartition(".")[2] for module in modules if ".layers." in module})
 
 
 def _joined(

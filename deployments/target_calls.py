@@ -85,7 +85,7 @@ class TargetCalls:
         try:
             while True:
                 lease = await self.open_lease()
-                found = not fingerprint or lease.endpoint.fingerprint in ("", fingerprint)
+                found = not lease.endpoint.fingerprint or lease.endpoint.has(fingerprint)
                 if found or len(others) == MAX_LOOKS - 1:
                     if len(self._endpoints) == _MAX_ENDPOINTS:
                         self._endpoints.clear()

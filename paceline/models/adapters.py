@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.model_names import ADAPTER_NAME
 from paceline.models.layouts import WEIGHT_DTYPES, listed, read_config
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import linear_names, tensor_shapes
@@ -181,6 +182,8 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Adapter:
+    if not re.match(ADAPTER_NAME, name):
+        raise InvalidArgument("adapters", name, f"names that match {ADAPTER_NAME}")
     try:
         peft = _Peft(name, folder)
         tensors = _tensors(name, folder)

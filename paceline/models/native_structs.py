@@ -259,7 +259,8 @@ def address(value: torch.Tensor | None) -> int | None:
 def _adapter_tables(adapters: tuple[Adapter, ...]) -> ctypes.Array[Any] | None:
     """A table of layers for each adapter."""
     tables = [(CAdapted * len(each.layers))(*map(CAdapted.of, each.layers)) for each in adapters]
-    return (ctypes.POINTER(CAdapted) * len(tables))(*tables) if tables else None
+    pointer: Any = ctypes.POINTER(CAdapted)  # takes arrays, too
+    return (pointer * len(tables))(*tables) if tables else None
 
 
 def _addresses(values: tuple[torch.Tensor, ...] | None) -> ctypes.Array[ctypes.c_void_p] | None:

@@ -107,7 +107,7 @@ def test_other_dtypes_add_the_same_low_rank_product(
 
 
 def test_a_quantised_base_in_whole_numbers(tmp_path: Path, zoo: Path) -> None:
-    """Where rounding changes no weight, a base of 8 bits is the base: logits of the merged model."""
+    """Where rounding to 8 bits changes no weight, logits are those of the merged model."""
     base = tmp_path / "base"
     shutil.copytree(make_model("llama_gqa", zoo), base)
     weights = load_file(str(base / "model.safetensors"))

@@ -17,6 +17,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from paceline.model_names import ADAPTER_NAME
 from paceline.models.layouts import WEIGHT_DTYPES, listed, read_config
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import linear_names, tensor_shapes
-from paceline.models.ops import AdaptedLayer, Adapter, LowRank
+from paceline.models.ops import AdaptedLayer, Adapter, LowPart, LowRank
 from paceline.models.packing import Weight
 from paceline.numerics import digest_tensors
 
@@ -122,7 +123,7 @@ class _Peft:
         if self._layers and (layer is None or int(layer[1]) not in self._layers):
             return False
         if self._targets == "all-linear":
-            return module != "lm_head"
+            return ".layers." in module  # neither the embedding nor the output layer
         return self._matches("target_modules", self._targets, module)
 
     def _of(self, field: str, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -192,19 +193,22 @@ def _load(
     _warn_of_base(name, peft, base)
     shapes = tensor_shapes(config)
     pairs = _pairs(name, peft, shapes, tensors)
-    layers, digested = [], []
+    digest = digest_tensors(
+        ((f"{module}.{i}", part.to(dtype)) for module, pair in pairs.items() for i, part in
+         enumerate(pair)), {},
+    )  # fmt: skip
+    layers = []
     for i in range(config.num_layers):
-        parts: dict[str, LowRank] = {}
-        for product, modules in linear_names(config, i).items():
-            if not any(module in pairs for module in modules):
-                continue
-            outputs = [shapes[f"{module}.weight"][0] for module in modules]
-            a, b = _joined([pairs.get(module) for module in modules], outputs)
-            a, b = (part.to(device, dtype).contiguous() for part in (a, b))
-            digested += [(f"{i}.{product}.a", a), (f"{i}.{product}.b", b)]
-            parts[product] = LowRank(pack(a), pack(b))
-        layers.append(AdaptedLayer(**parts))
-    return Adapter(name, tuple(layers), digest_tensors(digested, {}))
+        products = {
+            product: _low_rank(
+                [pairs.get(module) for module in modules],
+                [shapes[f"{module}.weight"][0] for module in modules],
+                lambda part: pack(part.to(device, dtype).contiguous()),
+            )
+            for product, modules in linear_names(config, i).items()
+        }
+        layers.append(AdaptedLayer(**products))
+    return Adapter(name, tuple(layers), digest)
 
 
 def _tensors(name: str, folder: Path) -> dict[str, Tensor]:
@@ -290,20 +294,22 @@ def _kinds(modules: Sequence[str]) -> list[str]:
     return sorted({module.rpartition(".")[2] for module in modules if ".layers." in module})
 
 
-def _joined(
-    pairs: Sequence[tuple[Tensor, Tensor] | None], outputs: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """One A and one B for linear layers that are one product: B is block-diagonal.
+def _low_rank(
+    pairs: Sequence[tuple[Tensor, Tensor] | None],
+    outputs: Sequence[int],
+    pack: Callable[[Tensor], Weight],
+) -> LowRank | None:
+    """What the pairs of linear layers that are one product add to it; None: nothing.
 
     Args:
         outputs: of each layer, also of those without a pair.
     """
-    a = torch.cat([pair[0] for pair in pairs if pair is not None])
-    b = a.new_zeros(sum(outputs), len(a))
-    row = column = 0
-    for pair, size in zip(pairs, outputs, strict=True):
-        if pair is not None:
-            b[row : row + size, column : column + len(pair[0])] = pair[1]
-            column += len(pair[0])
-        row += size
-    return a, b
+    firsts = accumulate(outputs, initial=0)
+    parts = [
+        LowPart(pack(pair[1]), first)
+        for pair, first in zip(pairs, firsts, strict=False)
+        if pair is not None
+    ]
+    if not parts:
+        return None
+    return LowRank(pack(torch.cat([pair[0] for pair in pairs if pair])), tuple(parts))

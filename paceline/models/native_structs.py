@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.models.differences import Activation, Rope
-from paceline.models.ops import AdaptedLayer, Adapter, Experts, Layer, LowRank, Stack
+from paceline.models.ops import AdaptedLayer, Adapter, Experts, Layer, LowPart, LowRank, Stack
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 
@@ -66,15 +66,39 @@ class CWeight(ctypes.Structure):
         return cls() if weight is None else cls(weight.data.data_ptr(), weight.packing)
 
 
+class CLowPart(ctypes.Structure):
+    """``struct low_part``."""
+
+    _fields_ = [
+        ("b", CWeight),
+        ("rank", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(cls, part: LowPart) -> CLowPart:
+        """Points to the weight's data."""
+        return cls(CWeight.of(part.b), part.b.num_inputs, part.first, part.b.num_outputs)
+
+
 class CLowRank(ctypes.Structure):
     """``struct low_rank``."""
 
-    _fields_ = [("a", CWeight), ("b", CWeight), ("rank", ctypes.c_int64)]
+    _fields_ = [
+        ("a", CWeight),
+        ("rank", ctypes.c_int64),
+        ("num_parts", ctypes.c_int64),
+        ("parts", CLowPart * 3),
+    ]
 
     @classmethod
     def of(cls, low: LowRank | None) -> CLowRank:
-        """Points to the weights' data; rank 0 for None."""
-        return cls() if low is None else cls(CWeight.of(low.a), CWeight.of(low.b), low.rank)
+        """Points to the weights' data; without parts for None."""
+        if low is None:
+            return cls()
+        parts = (CLowPart * 3)(*map(CLowPart.of, low.parts))
+        return cls(CWeight.of(low.a), low.a.num_outputs, len(low.parts), parts)
 
 
 class CAdapted(ctypes.Structure):
@@ -227,7 +251,7 @@ class CLayer(ctypes.Structure):
         )
 
 
-STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts, CLowRank, CAdapted)
+STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts, CLowPart, CLowRank, CAdapted)
 """In the order of ``struct_size`` in kernels/decode.c."""
 
 

@@ -76,15 +76,22 @@ class Experts:
         return [self.router_bias, *self.gate_up_bias, *self.down_bias]
 
 
-class LowRank(NamedTuple):
-    """What an adapter adds to a product with x: ``b @ (a @ x)``."""
+class LowPart(NamedTuple):
+    """What an adapter adds to some of a product's outputs, from ``first`` on: ``b @ inner``."""
 
-    a: Weight  # [rank, inputs]
     b: Weight  # [outputs, rank], times the adapter's scale
+    first: int
 
-    @property
-    def rank(self) -> int:
-        return self.a.num_outputs
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a product with x.
+
+    Linear layers that are one product each have a part. Their inner numbers are ``a @ x``, part
+    after part.
+    """
+
+    a: Weight  # [ranks, inputs]
+    parts: tuple[LowPart, ...]
 
 
 class AdaptedLayer(NamedTuple):

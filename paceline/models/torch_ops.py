@@ -117,7 +117,10 @@ class TorchOps:
             taking_part = np.flatnonzero(rows.adapters == number)
             if low is not None and len(taking_part):
                 index = torch.from_numpy(taking_part).to(x.device)
-                out[index] += self.linear(self.linear(x[index], low.a), low.b)
+                ranks = [part.b.num_inputs for part in low.parts]
+                inner = self.linear(x[index], low.a).split(ranks, 1)
+                for own, (b, first) in zip(inner, low.parts, strict=True):
+                    out[index, first : first + b.num_outputs] += self.linear(own.contiguous(), b)
 
     @staticmethod
     def _activated(stack: Stack, gate_up: Tensor) -> Tensor:

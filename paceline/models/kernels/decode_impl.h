@@ -284,6 +284,32 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
     return failed;
 }
 
+/* out: [count, outputs], += what an adapter makes of x: [count, inputs]. */
+static int NAME(add_low_rank)(const struct low_rank *low, const ELEM *x, ELEM *out, int count, int inputs,
+                              int outputs, int threads)
+{
+    const size_t rank = low->rank, numbers = count * (2 * rank + outputs);
+    ELEM *inner = aligned_alloc(64, (numbers * sizeof(ELEM) + 63) & ~(size_t)63);
+    if (!inner)
+        return 1;
+    ELEM *own = inner + count * rank, *delta = own + count * rank;
+    int failed = NAME(linear)(x, low->a.packed, (int)low->a.packing, NULL, inner, count, inputs, (int)rank, threads);
+    size_t from = 0;
+    for (int i = 0; i < low->num_parts && !failed; i++) {
+        const struct low_part *part = low->parts + i;
+        for (int r = 0; r < count; r++)
+            memcpy(own + r * part->rank, inner + r * rank + from, part->rank * sizeof *own);
+        failed = NAME(linear)(own, part->b.packed, (int)part->b.packing, NULL, delta, count, (int)part->rank,
+                              (int)part->outputs, threads);
+        for (int r = 0; r < count; r++)
+            NAME(add_to)(out + (size_t)r * outputs + part->first, delta + (size_t)r * part->outputs,
+                         (int)part->outputs);
+        from += part->rank;
+    }
+    free(inner);
+    return failed;
+}
+
 /* out += what each row's adapter makes of x, [rows, inputs], for neighbouring rows of one adapter at once.
  * which: place of the product in struct adapted. */
 static int NAME(adapt)(const struct model *m, const struct rows *rows, int layer, size_t which, const ELEM *x,
@@ -299,21 +325,9 @@ static int NAME(adapt)(const struct model *m, const struct rows *rows, int layer
         if (adapter < 0)
             continue;
         const struct low_rank *low = (const void *)((const char *)(m->adapters[adapter] + layer) + which);
-        if (!low->rank)
-            continue;
-        const int count = end - r, rank = (int)low->rank;
-        const size_t bytes = (size_t)count * (rank + outputs) * sizeof(ELEM);
-        ELEM *inner = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
-        if (!inner)
-            return 1;
-        ELEM *delta = inner + (size_t)count * rank, *sums = out + (size_t)r * outputs;
-        failed = NAME(linear)(x + (size_t)r * inputs, low->a.packed, (int)low->a.packing, NULL, inner, count,
-                              inputs, rank, m->threads);
-        failed |= NAME(linear)(inner, low->b.packed, (int)low->b.packing, NULL, delta, count, rank, outputs,
-                               m->threads);
-        for (int c = 0; c < count; c++)
-            NAME(add_to)(sums + (size_t)c * outputs, delta + (size_t)c * outputs, outputs);
-        free(inner);
+        if (low->num_parts)
+            failed = NAME(add_low_rank)(low, x + (size_t)r * inputs, out + (size_t)r * outputs, end - r, inputs,
+                                        outputs, m->threads);
     }
     return failed;
 }

@@ -44,10 +44,17 @@ struct weight {
     int64_t packing; /* see matmul.c */
 };
 
-/* What an adapter adds to a product with x: b * (a * x). */
+/* What an adapter adds to `outputs` of a product's outputs, from the first one on: b * inner. */
+struct low_part {
+    struct weight b;
+    int64_t rank, first, outputs;
+};
+
+/* What an adapter adds to a product with x. All parts' inner numbers are a * x, part after part. */
 struct low_rank {
-    struct weight a, b;
-    int64_t rank; /* 0: nothing */
+    struct weight a;
+    int64_t rank, num_parts; /* no parts: nothing */
+    struct low_part parts[3];
 };
 
 /* What an adapter adds to the products of a layer. */

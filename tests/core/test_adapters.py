@@ -30,6 +30,7 @@ from paceline.target import ModelTarget
 from tests.adapters import ATTENTION, linears, make_adapter, merge
 from tests.core.runners import load_runner_without_kernels
 from tests.heads import untrained_heads
+from tests.models import make_peft
 from tests.modelzoo import make_model
 
 IDS = np.random.default_rng(0).integers(0, 256, 60)
@@ -89,6 +90,18 @@ def test_logits_are_those_of_the_merged_model(
     assert float((expected - of_transformers(base)).abs().max()) > 1.0  # it changes something
     assert_close(logits(runner, "a"), expected)
     assert_close(logits(runner), of_transformers(base))
+
+
+@pytest.mark.parametrize("load", [LlamaRunner, load_runner_without_kernels], ids=["c", "torch"])
+@pytest.mark.parametrize("case", sorted(make_peft.CASES))
+def test_logits_are_those_of_peft(case: str, load: Load, tmp_path: Path) -> None:
+    """Folders that PEFT wrote, and the logits that it computed."""
+    base = shutil.copytree(make_peft.base(tmp_path / "zoo"), tmp_path / "base")
+    adapter = Path(make_peft.__file__).parent / "peft" / case
+    expected = load_file(str(adapter / "expected.safetensors"))
+    runner = load(base, adapters={case: adapter})
+    segment = Segment(runner.new_sequence(case), expected["ids"].numpy())
+    assert_close(runner.forward([segment]).logits, expected["logits"])
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "int8", "bfloat16"])

@@ -1,12 +1,14 @@
 """What an adapter (LoRA) costs: tokens a second with and without, for one session and for several.
 
     python -m benchmarks.adapters [--target demo] [--rank 16] [--sessions 1,8] [--tokens 128]
-        [--repetitions 5] [--threads 1] [--dtype auto]
+        [--repetitions 5] [--threads 1] [--dtype auto] [--adapter-dtype float32]
+    python -m benchmarks.adapters --write FOLDER [--target demo] [--rank 16]
 
 Adapters of all linear layers, with random numbers, are written in PEFT's format to a temporary
 folder and loaded beside the target. All sessions decode as AR, together and after the same prompt:
-with none, with one adapter, and each with an adapter of its own. The three take turns. Before that
-each session's tokens are compared with those that it has alone.
+with none, with one adapter, and each with an adapter of its own. The three take turns. Each
+session's tokens are compared with those that it has alone. With `--write`, one such adapter is all
+that is made.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ AR = SpeculationConfig(method="ar")
 PROMPT = "A language model predicts"
 
 
-def write_adapter(folder: Path, base: Path, rank: int, seed: int) -> Path:
+def write_adapter(
+    folder: Path, base: Path, rank: int, seed: int, dtype: torch.dtype = torch.float32
+) -> Path:
     """A random adapter of all linear layers of a model's layers, as PEFT writes it."""
     config = LlamaConfig.from_folder(base)
     shapes, generator = tensor_shapes(config), torch.Generator().manual_seed(seed)
@@ -46,9 +50,9 @@ def write_adapter(folder: Path, base: Path, rank: int, seed: int) -> Path:
         for module in (name for names in linear_names(config, layer).values() for name in names):
             outputs, inputs = shapes[f"{module}.weight"]
             for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
-                wide = 0.1 * shape[1] ** -0.5
+                wide = 0.3 * shape[1] ** -0.5
                 values = wide * torch.randn(shape, generator=generator)
-                tensors[f"base_model.model.{module}.{part}.weight"] = values
+                tensors[f"base_model.model.{module}.{part}.weight"] = values.to(dtype)
     folder.mkdir()
     fields = {
         "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear",
@@ -86,24 +90,34 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--adapter-dtype", default="float32", choices=("float32", "bfloat16"),
+        help="in which the adapters are stored; products read as many bytes",
+    )  # fmt: skip
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="only write an adapter")
     options = parser.parse_args()
     counts = [int(count) for count in options.sessions.split(",")]
     limit_threads(options.threads)
     base = model_folder(resolve_model(options.target))
+    stored = getattr(torch, options.adapter_dtype)
+    if options.write is not None:
+        write_adapter(options.write, base, options.rank, 0, stored)
+        return
     names = [f"adapter-{i}" for i in range(max(counts))]
     with tempfile.TemporaryDirectory() as scratch:
         engine = load_engine(
             options.target, dtype=options.dtype, kv_tokens=max(counts) * (options.tokens + 64),
             limits=EngineLimits(prefix_cache=False),
             adapters={
-                name: write_adapter(Path(scratch) / name, base, options.rank, seed)
+                name: write_adapter(Path(scratch) / name, base, options.rank, seed, stored)
                 for seed, name in enumerate(names)
             },
         )  # fmt: skip
     environment = describe_environment()
     print(
         f"{environment['cpu']}, {options.threads} threads; {options.target}, rank {options.rank} "
-        f"in all linear layers, AR, {options.tokens} tokens; commit {environment['git_commit']}"
+        f"in all linear layers, {options.adapter_dtype}, AR, {options.tokens} tokens; "
+        f"commit {environment['git_commit']}"
     )
     alone = {name: generate(engine, [name], options.tokens)[1][0] for name in ("", *names)}
     print(f"{'sessions':>8}  {'adapters':12}{'tokens/s':>9}{'range':>15}{'to none':>9}")

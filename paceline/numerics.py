@@ -19,7 +19,7 @@ threads.
 *weights*: a digest of all tensors as the runner computes with them, that is in its dtype, whatever
 their layout in memory, with names and shapes; of the rope table; and of the numbers that decide
 bits beside them (head counts, epsilon, sliding windows; on the general path the whole
-configuration).
+configuration). With an adapter it is a digest of that digest and of what the adapter adds.
 """
 
 from __future__ import annotations

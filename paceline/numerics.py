@@ -31,7 +31,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,16 @@ class Fingerprint:
             raise InvalidArgument(field, text[:80], "CLASS-DTYPE-kVERSION-DIGEST")
         parts: dict[str, Any] = match.groupdict()
         return Fingerprint(**{**parts, "kernel_version": int(parts["kernel_version"])})
+
+    def with_adapter(self, digest: str) -> Fingerprint:
+        """Of the same target with an adapter.
+
+        Args:
+            digest: of what the adapter adds.
+        """
+        both = f"{self.weights} {digest}".encode()
+        weights = hashlib.blake2b(both, digest_size=DIGEST_BYTES).hexdigest()
+        return replace(self, weights=weights)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Which parts differ, each as ``the dtype (float32, here bfloat16)``."""

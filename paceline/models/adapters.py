@@ -28,9 +28,10 @@ from paceline.model_names import ADAPTER_NAME
 from paceline.models.layouts import WEIGHT_DTYPES, listed, read_config
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import linear_names, tensor_shapes
-from paceline.models.ops import AdaptedLayer, Adapter, LowPart, LowRank
-from paceline.models.packing import Weight
-from paceline.numerics import digest_tensors
+from paceline.models.native_ops import NativeOps
+from paceline.models.ops import AdaptedLayer, Adapter, LowPart, LowRank, Ops
+from paceline.models.packing import Packer, Weight
+from paceline.numerics import PORTABLE, digest_tensors
 
 Tensor = torch.Tensor
 
@@ -151,7 +152,7 @@ def load_adapters(
     folders: Mapping[str, Path],
     base: Path,
     config: LlamaConfig,
-    pack: Callable[[Tensor], Weight],
+    ops: Ops,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -162,13 +163,17 @@ def load_adapters(
         folders: in PEFT's format, by the adapters' names.
         base: the model's folder.
         config: of the model.
-        pack: brings a matrix into the layout of the model's ops.
+        ops: of the model. In the kernels adapters' products are of class portable, whatever the
+            model's are of, and so its class stays what it is.
         dtype: of the model's activations; matrices are rounded to it.
 
     Raises:
         ModelNotFound: a file is missing or damaged.
         InvalidArgument: something in a folder is not understood, or is of another base.
     """
+    pack = ops.pack
+    if isinstance(ops, NativeOps):
+        pack = Packer(dtype, numerics=PORTABLE).pack
     return tuple(
         _load(name, folder, base, config, pack, dtype, device) for name, folder in folders.items()
     )

@@ -11,7 +11,6 @@ take part where they prove right when the model is loaded; plain torch runs ever
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,12 +34,11 @@ from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_weights import load_llama_weights
 from paceline.models.native_ops import NativeOps
 from paceline.models.ops import Ops
-from paceline.models.packing import Packer, Weight
+from paceline.models.packing import Weight
 from paceline.models.prefix_cache import PrefixCache
 from paceline.models.rows import append_chains
 from paceline.models.torch_ops import TorchOps
 from paceline.numerics import (
-    DIGEST_BYTES,
     PORTABLE,
     Fingerprint,
     check_numerics,
@@ -106,7 +104,9 @@ class LlamaRunner:
             folder, config, self._ops, dtype=dtype, device=device, blocks=blocks
         )
         if adapters:
-            self._add_adapters(adapters, folder)
+            added = load_adapters(adapters, folder, config, self._ops, dtype=dtype, device=device)
+            stack = replace(self._weights.stack, adapters=added)
+            self._weights = replace(self._weights, stack=stack)
         is_int8 = int8 and isinstance(self._ops, NativeOps)
         self._rounded_to = blocks.lower() if blocks else "int8" if is_int8 else ""
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -129,17 +129,6 @@ class LlamaRunner:
             except KernelsUnavailable as error:
                 warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
         return TorchOps(by_row=batch_invariant)
-
-    def _add_adapters(self, folders: Mapping[str, Path], base: Path) -> None:
-        """Load adapters. In the kernels their products are of class portable, whatever the model's
-        are of: so its class stays what it is."""
-        native = isinstance(self._ops, NativeOps)
-        pack = Packer(self.dtype, numerics=PORTABLE).pack if native else self._ops.pack
-        adapters = load_adapters(
-            folders, base, self.config, pack, dtype=self.dtype, device=self.device
-        )
-        stack = replace(self._weights.stack, adapters=adapters)
-        self._weights = replace(self._weights, stack=stack)
 
     # --- numerics ------------------------------------------------------------------------------
 
@@ -170,10 +159,8 @@ class LlamaRunner:
         """Of the model with one of its adapters; "" is none."""
         if not adapter:
             return self.fingerprint
-        digest = self._weights.stack.adapters[self.adapters.index(adapter)].digest
-        both = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        both.update(f"{self.fingerprint.weights} {digest}".encode())
-        return replace(self.fingerprint, weights=both.hexdigest())
+        added = self._weights.stack.adapters[self.adapters.index(adapter)]
+        return self.fingerprint.with_adapter(added.digest)
 
     def _use_graphs(self, capture: Capture | None = None) -> None:
         """Replay small forwards; plain torch waits for the host, so no graph can record it."""

@@ -28,6 +28,7 @@ from paceline.cluster.cli_draft import draft
 from paceline.cluster.cli_export import export
 from paceline.cluster.cli_models import models
 from paceline.cluster.cli_options import (
+    Adapter,
     Ca,
     Cert,
     Chat,
@@ -42,6 +43,7 @@ from paceline.cluster.cli_options import (
     MaxTokens,
     MeasuredTarget,
     MinP,
+    NamedAdapter,
     Numerics,
     NumericsMismatch,
     NumSpeculativeTokens,
@@ -185,6 +187,7 @@ def generate(
     target: Target = None,
     drafter: Drafter = None,
     heads: Heads = None,
+    adapter: NamedAdapter = None,
     dtype: Dtype = None,
     device: Device = None,
     drafter_device: Annotated[
@@ -238,6 +241,7 @@ def generate(
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
     - `paceline generate 'Hello' --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B`
     - `paceline generate 'What is a prime number?' --chat --target smollm2 --dtype auto`
+    - `paceline generate 'Hello' --target ./big --adapter ./big-lora`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
     - `paceline generate 'Hello' --numerics portable --transcript hello.json`
     """
@@ -261,6 +265,7 @@ def generate(
         speculation=cli_generate.speculation(method, num_speculative_tokens, speculation or ()),
         prediction="" if prediction is None else cli_generate.read_text("prediction", prediction),
         chat=chat,
+        adapter=adapter or "",
     )
     connection = client_options(server, ca, cert, key, token_file)
     if server is None:
@@ -562,6 +567,7 @@ def bench(
     target: MeasuredTarget = None,
     drafter: Drafter = None,
     heads: Heads = None,
+    adapter: Adapter = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
     threads: Threads = None,
@@ -604,6 +610,7 @@ def bench(
         target=target,
         drafter=drafter,
         heads=heads,
+        adapter=adapter,
         prompts=prompts,
         suite=suite,
         chat=chat,

@@ -19,6 +19,7 @@ from paceline.cluster.cli_generate import (
     sampling_params,
 )
 from paceline.cluster.cli_options import (
+    Adapter,
     ChatDtype,
     Drafter,
     MaxTokens,
@@ -101,7 +102,12 @@ class Chat:
         splitter = PieceSplitter(tokenizer)
         pieces: list[Piece] = []
         self.last = session = engine.submit(
-            Request(encode_chat(tokenizer, template, asked), self._params, self.config),
+            Request(
+                encode_chat(tokenizer, template, asked),
+                self._params,
+                self.config,
+                adapter="".join(engine.target.adapters),  # at most one
+            ),
             on_event=lambda event: pieces.extend(
                 splitter.split(event.token_ids, event.num_accepted, event.text)
             ),
@@ -131,6 +137,7 @@ def chat(
         ),
     ] = None,
     drafter: Drafter = None,
+    adapter: Adapter = None,
     dtype: ChatDtype = "auto",
     method: Annotated[
         str | None,
@@ -170,7 +177,8 @@ def chat(
         from paceline.demo import TARGET_DIR
 
         set_threads(threads, target)
-        engine = load_engine(target, drafter, dtype=dtype)
+        adapters = None if adapter is None else {"adapter": adapter}
+        engine = load_engine(target, drafter, dtype=dtype, adapters=adapters)
         chosen = method or "auto"
         template = chat_template(local_model(target) or TARGET_DIR)
     if not template.source:

@@ -35,13 +35,18 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """A request of the command line; ``speculation`` holds only the knobs that were given."""
+    """A request of the command line; ``speculation`` holds only the knobs that were given.
+
+    Attributes:
+        adapter: a folder, or on a server a name; "" is none.
+    """
 
     prompt: str
     params: SamplingParams
     speculation: Mapping[str, Any]
     prediction: str = ""
     chat: bool = False
+    adapter: str = ""
 
     def config(self, default: str, methods: Iterable[str]) -> SpeculationConfig:
         """Method and knobs; without a given method ``default``, or its match for a prediction.
@@ -147,7 +152,9 @@ def _set(result: dict[str, Any], key: str, value: Any) -> None:
     result[key] = value
 
 
-def check_transcript(file: Path | None, config: SpeculationConfig, params: SamplingParams) -> None:
+def check_transcript(
+    file: Path | None, config: SpeculationConfig, request: GenerateOptions
+) -> None:
     """Raise InvalidArgument if no transcript can be written there, or none of such a request."""
     if file is None:
         return
@@ -156,8 +163,12 @@ def check_transcript(file: Path | None, config: SpeculationConfig, params: Sampl
 
     if not file.parent.is_dir():
         raise InvalidArgument("transcript", str(file), "a file in a folder that exists")
+    if request.adapter:
+        raise InvalidArgument(
+            "transcript", str(file), "none with an adapter: `paceline verify` runs models alone"
+        )
     if config.method in METHODS:
-        check_verifiable(config, params)
+        check_verifiable(config, request.params)
 
 
 def prompt_ids(
@@ -220,7 +231,7 @@ def run_here(
     paired = target is None or drafter is not None
     usual = "draft_model" if paired else "prompt_lookup"
     config = request.config(usual if request.speculation else "auto", METHODS)
-    check_transcript(transcript, config, request.params)
+    check_transcript(transcript, config, request)
     resolve(config)  # before loading anything: a wrong name is found at once
 
     target_path, drafter_path = local_model(target), local_model(drafter)
@@ -239,6 +250,7 @@ def run_here(
             batch_invariant=batch_invariant,
             translate=config.method == "omnidraft",
             numerics=numerics,
+            adapters={"adapter": request.adapter} if request.adapter else None,
         )
     assert engine.tokenizer is not None  # load_engine always has one
     splitter = PieceSplitter(engine.tokenizer)
@@ -250,6 +262,7 @@ def run_here(
             request.params,
             config,
             prediction=engine.tokenizer.encode(request.prediction, False),
+            adapter="adapter" if request.adapter else "",
         ),
         on_event=lambda event: pieces.extend(
             splitter.split(event.token_ids, event.num_accepted, event.text)
@@ -267,7 +280,7 @@ def run_here(
         raise session.error
     numerics_of: dict[str, Any] = {}
     if transcript is not None or with_fingerprint:
-        fingerprint = engine.local_target.fingerprint
+        fingerprint = engine.local_target.fingerprint_of(session.adapter)
         numerics_of = {"fingerprint": str(fingerprint)}
     if transcript is not None:
         from paceline.transcript import Transcript
@@ -335,7 +348,7 @@ def run_on_server(
     with Client(server, timeout=connect_s, **client_options) as client:
         model = client.get_model()
     config = request.config(model.default_method, model.methods)
-    check_transcript(transcript, config, request.params)
+    check_transcript(transcript, config, request)
     splitter = PieceSplitter(_tokenizer_of(model.vocab_size, tokenizer_from))
     rounds = []
     with (
@@ -348,6 +361,7 @@ def run_on_server(
             return_prompt_token_ids=transcript is not None,
             return_explanation=True,
             numerics_mismatch=numerics_mismatch,
+            adapter=request.adapter,
         ) as generation,
     ):
         for item in generation:

@@ -60,6 +60,14 @@ Heads = Annotated[
         "`heads` in the target's folder.",
     ),
 ]
+_ADAPTER = "Adapter (LoRA) of the target: a folder in PEFT's format"
+Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help=f"{_ADAPTER}.")]
+NamedAdapter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR", help=f"{_ADAPTER}; with `--server`, the name of one that the server has."
+    ),
+]
 Dtype = Annotated[str | None, _dtype_option("float32")]
 ChatDtype = Annotated[str | None, _dtype_option("auto")]
 Device = Annotated[

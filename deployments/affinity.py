@@ -58,6 +58,8 @@ def message_keys(
         metadata: of the call to the target.
     """
     scope = dict(metadata).get(CACHE_SCOPE, "")
+    if message.adapter:  # its cached entries are its own
+        scope = f"{scope}\n{message.adapter}"
     if isinstance(message, verify_pb2.OpenRequest):
         token_ids = message.token_ids
     elif message.WhichOneof("prompt") == "text":

@@ -21,7 +21,7 @@ from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
-from paceline.model_names import pin_model, resolve_model
+from paceline.model_names import ADAPTER_NAME, pin_model, resolve_model
 from paceline.plan import resolve
 from paceline.rpc.access import Limits
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
@@ -47,6 +47,9 @@ class _Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+_Text = Annotated[str, Field(min_length=1)]
+
+
 class ModelConfig(_Block):
     """The models and how they are loaded. Without any: the demo pair."""
 
@@ -62,6 +65,11 @@ class ModelConfig(_Block):
     heads: str | None = Field(
         None,
         description="Folder of the target's trained heads; null: `heads` in the target's folder.",
+    )
+    adapters: dict[Annotated[str, Field(pattern=ADAPTER_NAME)], _Text] = Field(
+        {},
+        description="Adapters (LoRA) of the target by the name that requests give as their model: "
+        "folders in PEFT's format (docs/models.md).",
     )
     dtype: Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "int8", "auto"] = Field(
         "float32",
@@ -593,7 +601,29 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         if models_here and not folder.is_dir():
             raise ModelNotFound(f"model.heads: folder {str(folder)!r} does not exist")
         changes["heads"] = str(folder)
+    changes["adapters"] = _adapter_folders(config, models_here=models_here)
     return config.model_copy(update={"model": model.model_copy(update=changes)})
+
+
+def _adapter_folders(config: DeploymentConfig, *, models_here: bool) -> dict[str, str]:
+    """The adapters with absolute paths. Raises: as :func:`parse_config`."""
+    adapters = config.model.adapters
+    if adapters and config.engine == "vllm":
+        raise InvalidArgument(
+            "model.adapters", list(adapters), "none with engine vllm: Paceline's engine has them"
+        )
+    folders = {}
+    for name, path in adapters.items():
+        if name in (config.model.name, *config.gateway.http.model_aliases):
+            raise InvalidArgument(
+                f"model.adapters.{name}", path,
+                "another name: this is one of the model's (model.name, gateway.http.model_aliases)",
+            )  # fmt: skip
+        folder = Path(path).expanduser().absolute()
+        if models_here and not folder.is_dir():
+            raise ModelNotFound(f"model.adapters.{name}: folder {str(folder)!r} does not exist")
+        folders[name] = str(folder)
+    return folders
 
 
 # Keys that may hold a secret by mistake: errors do not show their values.
@@ -778,7 +808,10 @@ def read_config_file(path: str | Path) -> ConfigFile:
 def _with_names(args: dict[str, Any], config: DeploymentConfig) -> dict[str, Any]:
     """The args with the names of models that mean the same on all nodes."""
     given = {role for role, name in (args.get("model") or {}).items() if name is not None}
-    names = {role: getattr(config.model, role) for role in given & {"target", "drafter", "heads"}}
+    names = {
+        role: getattr(config.model, role)
+        for role in given & {"target", "drafter", "heads", "adapters"}
+    }
     return {**args, "model": {**args["model"], **names}} if names else args
 
 

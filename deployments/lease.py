@@ -45,6 +45,7 @@ class Endpoint:
 
     Attributes:
         fingerprint: of a target's numerics; "" for a drafter, or if unknown.
+        with_adapters: of its numerics with each of its adapters.
         lease_id: the replica's name for the lease that it answers.
     """
 
@@ -53,6 +54,11 @@ class Endpoint:
     replica_id: str
     fingerprint: str = ""
     lease_id: str = ""
+    with_adapters: tuple[str, ...] = ()
+
+    def has(self, fingerprint: str) -> bool:
+        """Whether the target has these numerics, with an adapter or without; "" fits all."""
+        return fingerprint in ("", self.fingerprint, *self.with_adapters)
 
 
 def data_host(config: DeploymentConfig) -> str:
@@ -100,9 +106,13 @@ class LeaseBook:
     looks every few seconds whether the holders live.
     """
 
-    def __init__(self, address: str, fingerprint: str = "") -> None:
+    def __init__(
+        self, address: str, fingerprint: str = "", with_adapters: tuple[str, ...] = ()
+    ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self.endpoint = Endpoint(address, os.getpid(), replica_id, fingerprint)
+        self.endpoint = Endpoint(
+            address, os.getpid(), replica_id, fingerprint, with_adapters=with_adapters
+        )
         self._ends: dict[Holder, set[_End]] = {}
         self._by_id: dict[str, _End] = {}
         self._watcher = asyncio.create_task(self._watch_holders())
@@ -253,7 +263,7 @@ class IdleLeases:
             endpoint = lease.endpoint
             if (
                 not lease.lost
-                and fingerprint in ("", endpoint.fingerprint)
+                and endpoint.has(fingerprint)
                 and prefer in ("", endpoint.replica_id)
             ):
                 self._leases.pop(lease).cancel()

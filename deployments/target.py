@@ -54,6 +54,7 @@ def _load(config: DeploymentConfig) -> Engine:
         limits=config.target.limits.engine_limits(),
         translate=config.speculation.method == "omnidraft",
         numerics=config.target.numerics,
+        adapters=config.model.adapters,
     )
 
 
@@ -104,8 +105,12 @@ class TargetDeployment:
             lease_ended=lambda lease_id: self._leases.session_ended(lease_id),
         )
         self._reporting = report_engine(config.model.name, self._engine, self._server.gate)
-        self._fingerprint = str(self._engine.engine.target.fingerprint)
-        self._leases = LeaseBook(self._server.address, self._fingerprint)
+        target = self._engine.engine.target
+        self._fingerprint = str(target.fingerprint)
+        self._leases = LeaseBook(
+            self._server.address, self._fingerprint,
+            tuple(str(target.fingerprint_of(adapter)) for adapter in target.adapters),
+        )  # fmt: skip
         if config.engine != "vllm":
             file = ExperienceFile(self._engine, self._fingerprint)
             self._experience = asyncio.create_task(file.run())

@@ -87,7 +87,7 @@ class TargetCalls:
             while True:
                 wishes = (prefer,) if prefer and not others else ()
                 lease = await self.open_lease(*wishes)
-                found = not fingerprint or lease.endpoint.fingerprint in ("", fingerprint)
+                found = not lease.endpoint.fingerprint or lease.endpoint.has(fingerprint)
                 if found or len(others) == MAX_LOOKS - 1:
                     if len(self._endpoints) == _MAX_ENDPOINTS:
                         self._endpoints.clear()

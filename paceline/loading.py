@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def load_runner(
     general: bool | None = None,
     int8: bool = False,
     numerics: str = "fastest",
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> ModelRunner:
     """A model from a Hugging Face folder, or a GGUF file.
 
@@ -84,6 +86,7 @@ def load_runner(
         int8: a model that drafts may compute its products in eight bits, where that is faster.
         numerics: "fastest" takes what is fastest on this processor; "portable" has the same bits on
             all processors (:mod:`paceline.numerics`).
+        adapters: folders of adapters in PEFT's format by name (:mod:`paceline.models.adapters`).
 
     Raises:
         ModelNotFound: there is no such model, or something in its folder is missing or damaged.
@@ -103,6 +106,12 @@ def load_runner(
         refuse_portable(
             numerics, f"a model of type {config.get('model_type')!r} runs in transformers"
         )
+        if adapters:
+            raise InvalidArgument(
+                "adapters", list(adapters),
+                f"none: a model of type {config.get('model_type')!r} runs in transformers, and "
+                "adapters are for those of the fast path",
+            )  # fmt: skip
         if dtype not in FLOATS:
             raise InvalidArgument("dtype", dtype, f"{' or '.join(FLOATS)} for other model types")
         from paceline.models.seq2seq import Seq2SeqRunner
@@ -117,6 +126,7 @@ def load_runner(
         folder, dtype=DTYPES[dtype], device=device, kv_tokens=kv_tokens,
         batch_invariant=batch_invariant, int8=int8 or dtype == "int8", numerics=numerics,
         blocks=dtype.upper() if dtype in ("q8_0", "q4_0") else None,
+        adapters={name: Path(folder).expanduser() for name, folder in (adapters or {}).items()},
     )  # fmt: skip
 
 
@@ -218,6 +228,7 @@ def load_engine(
     heads: str | Path | None = None,
     translate: bool = False,
     numerics: str = "fastest",
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Engine:
     """An engine over models; without any, over the demo pair.
 
@@ -228,7 +239,7 @@ def load_engine(
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`),
             or a published drafter's folder or ``hf:`` name; default: the folder ``heads`` in
             the target's, or those that ship for it.
-        numerics: the target's; see :func:`load_runner`.
+        numerics, adapters: the target's; see :func:`load_runner`.
 
     Raises:
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
@@ -240,7 +251,7 @@ def load_engine(
     drafter = None if drafter is None else resolve_model(drafter)
     runner = load_runner(
         target, dtype=dtype, device=device, batch_invariant=batch_invariant, kv_tokens=kv_tokens,
-        numerics=numerics,
+        numerics=numerics, adapters=adapters,
     )  # fmt: skip
     tokenizer = load_tokenizer(target)
     if tokenizer.vocab_size > runner.vocab_size:

@@ -89,6 +89,8 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
     )
 }
 KNOWN_NAMES = (*DEMO_MODELS, *PACKAGED_MODELS)
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+"""What an adapter may be called: requests name it, and the OpenAI API as their model."""
 SHIPPED_HEADS = (demo.HEADS_DIR, smollm2.HEADS_DIR)
 """Folders of heads that ship with the package, each for one target."""
 

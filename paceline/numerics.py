@@ -19,7 +19,7 @@ threads.
 *weights*: a digest of all tensors as the runner computes with them, that is in its dtype, whatever
 their layout in memory, with names and shapes; of the rope table; and of the numbers that decide
 bits beside them (head counts, epsilon, sliding windows; on the general path the whole
-configuration).
+configuration). With an adapter it is a digest of that digest and of what the adapter adds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,16 @@ class Fingerprint:
             raise InvalidArgument(field, text[:80], "CLASS-DTYPE-kVERSION-DIGEST")
         parts: dict[str, Any] = match.groupdict()
         return Fingerprint(**{**parts, "kernel_version": int(parts["kernel_version"])})
+
+    def with_adapter(self, digest: str) -> Fingerprint:
+        """Of the same target with an adapter.
+
+        Args:
+            digest: of what the adapter adds.
+        """
+        both = f"{self.weights} {digest}".encode()
+        weights = hashlib.blake2b(both, digest_size=DIGEST_BYTES).hexdigest()
+        return replace(self, weights=weights)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Which parts differ, each as ``the dtype (float32, here bfloat16)``."""

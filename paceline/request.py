@@ -32,6 +32,7 @@ class Request:
         committed: the output's first token ids, which another engine has committed; events report
             only the tokens after them.
         constraint: the constraint of ``params``, if the engine's compiler has made it already.
+        adapter: name of one of the target's adapters; "" is the target as it is.
     """
 
     prompt_ids: Sequence[int]
@@ -45,6 +46,7 @@ class Request:
     prediction: Sequence[int] = ()
     committed: Sequence[int] = ()
     constraint: Constraint | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
@@ -52,3 +54,10 @@ class Request:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             allowed = f"an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}]"
             raise InvalidArgument("priority", self.priority, allowed)
+
+
+def check_adapter(adapter: str, known: Sequence[str]) -> None:
+    """Raise InvalidArgument unless ``adapter`` is one of those that a target has."""
+    if adapter not in known:
+        allowed = f"one of {', '.join(known)}, or none" if known else "none: the target has none"
+        raise InvalidArgument("adapter", adapter, allowed)

@@ -142,6 +142,7 @@ class Session:
         tenant: whose it is; it uses cached entries only of sessions of the same tenant.
         weight: of the tenant's share of the engine.
         priority: among the tenant's sessions, those with a lower number come first.
+        adapter: name of the target's adapter that it decodes with; "" is none.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
         stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
             something else did.
@@ -171,6 +172,7 @@ class Session:
         self.tenant = ""
         self.weight = 1.0
         self.priority = 0
+        self.adapter = ""
         self.prediction = tuple(prediction)
         self.constraint = constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)

@@ -44,6 +44,9 @@ class Target(Protocol):
     @property
     def kv_capacity(self) -> int: ...
 
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
     def open(self, session: SessionView) -> None: ...
 
     def close(self, session: SessionView) -> None: ...
@@ -130,9 +133,23 @@ class ModelTarget:
         return self.runner.kv_capacity
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that sessions may decode with."""
+        return self.runner.adapters if isinstance(self.runner, LlamaRunner) else ()
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """The numerics fingerprint of the model; the first use reads all weights."""
         return self.runner.fingerprint
+
+    def fingerprint_of(self, adapter: str) -> Fingerprint:
+        """As :attr:`fingerprint`, of the model with an adapter; "" is none."""
+        runner = self.runner
+        return (
+            runner.fingerprint_of(adapter)
+            if isinstance(runner, LlamaRunner)
+            else runner.fingerprint
+        )
 
     @property
     def num_free(self) -> int:
@@ -141,7 +158,12 @@ class ModelTarget:
 
     def open(self, session: SessionView) -> None:
         """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
-        sequence = self._sequences[session.session_id] = self.runner.new_sequence()
+        if session.adapter:
+            assert isinstance(self.runner, LlamaRunner)
+            sequence = self.runner.new_sequence(session.adapter)
+        else:
+            sequence = self.runner.new_sequence()
+        self._sequences[session.session_id] = sequence
         # What reads the target's states or logits for the prompt must see them for all of it.
         whole = session.needs & _STATES or _scores_prompt(session)
         if self.prefixes is not None and _shareable(session) and not whole:

@@ -37,6 +37,7 @@ class SessionView(TokensView, Protocol):
         max_length: number of tokens at which the generation ends.
         prediction: tokens that the client expects as the output.
         tenant: whose it is; it uses cached entries only of sessions of the same tenant.
+        adapter: name of the target's adapter that it decodes with; "" is none.
         finish_reason: None while running.
     """
 
@@ -45,6 +46,7 @@ class SessionView(TokensView, Protocol):
     params: SamplingParams
     prediction: tuple[int, ...]
     tenant: str
+    adapter: str
     traceparent: str
     finish_reason: str | None
 

@@ -260,8 +260,9 @@ def _generate_request(
     speculation: SpeculationConfig | None,
     prediction: Prompt,
     numerics_mismatch: str | None,
+    adapter: str,
 ) -> generate_pb2.GenerateRequest:
-    request = generate_pb2.GenerateRequest(sampling=sampling_to_message(params))
+    request = generate_pb2.GenerateRequest(sampling=sampling_to_message(params), adapter=adapter)
     if numerics_mismatch is not None:
         request.numerics_mismatch = check_mismatch(numerics_mismatch)
     if isinstance(prompt, str):
@@ -288,8 +289,9 @@ def _open_request(
     speculation: SpeculationConfig | None,
     fingerprint: str,
     numerics_mismatch: str | None,
+    adapter: str,
 ) -> verify_pb2.OpenRequest:
-    request = build(verify_pb2.OpenRequest, "", token_ids=list(prompt_ids))
+    request = build(verify_pb2.OpenRequest, "", token_ids=list(prompt_ids), adapter=adapter)
     request.fingerprint = fingerprint
     if numerics_mismatch is not None:
         request.numerics_mismatch = check_mismatch(numerics_mismatch)
@@ -420,6 +422,7 @@ class _Client(Generic[G]):
         return_explanation: bool = False,
         priority: int = 0,
         numerics_mismatch: str | None = None,
+        adapter: str = "",
     ) -> G:
         """Start generating; the rounds come as they are committed.
 
@@ -432,11 +435,14 @@ class _Client(Generic[G]):
             numerics_mismatch: when the server is lost and comes back with other numerics,
                 "refuse" (NumericsMismatch) or "allow" to go on (``Round.numerics_changed``); None:
                 as the server's configuration says.
+            adapter: name of one of the target's (``get_model().adapters``); "" is none.
 
         Raises:
             PacelineError: the server's refusal, at the first round.
         """
-        request = _generate_request(prompt, params, speculation, prediction, numerics_mismatch)
+        request = _generate_request(
+            prompt, params, speculation, prediction, numerics_mismatch, adapter
+        )
         request.return_draft = return_draft
         request.return_prompt_token_ids = return_prompt_token_ids
         request.return_explanation = return_explanation
@@ -531,11 +537,12 @@ class Client(_Client[Generation]):
         prediction: Prompt = (),
         timeout: float | None = None,
         numerics_mismatch: str | None = None,
+        adapter: str = "",
     ) -> Completion:
         """Generate and wait for the end."""
         generation = self.generate(
             prompt, params, speculation, prediction=prediction, timeout=timeout,
-            numerics_mismatch=numerics_mismatch,
+            numerics_mismatch=numerics_mismatch, adapter=adapter,
         )  # fmt: skip
         return Completion.of(list(generation))
 
@@ -551,6 +558,7 @@ class Client(_Client[Generation]):
         *,
         fingerprint: str = "",
         numerics_mismatch: str | None = None,
+        adapter: str = "",
     ) -> VerifySession:
         """Open a verify session over unary calls.
 
@@ -559,11 +567,14 @@ class Client(_Client[Generation]):
                 (``ClientTranscript.fingerprint``): one with other numerics refuses.
             numerics_mismatch: "refuse", or "allow" it to go on
                 (``ClientTranscript.numerics_changed``); None: as its configuration says.
+            adapter: name of one of the target's; "" is none.
 
         Raises:
             NumericsMismatch: the server has another fingerprint.
         """
-        request = _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
+        request = _open_request(
+            prompt_ids, params, speculation, fingerprint, numerics_mismatch, adapter
+        )
         transcript = ClientTranscript(prompt_ids)
         transcript.opened(self._unary(self._verify.Open, request))
         return VerifySession(self, transcript)
@@ -680,11 +691,12 @@ class AsyncClient(_Client[AsyncGeneration]):
         prediction: Prompt = (),
         timeout: float | None = None,  # noqa: ASYNC109  the deadline travels with the call
         numerics_mismatch: str | None = None,
+        adapter: str = "",
     ) -> Completion:
         """Generate and wait for the end."""
         generation = self.generate(
             prompt, params, speculation, prediction=prediction, timeout=timeout,
-            numerics_mismatch=numerics_mismatch,
+            numerics_mismatch=numerics_mismatch, adapter=adapter,
         )  # fmt: skip
         return Completion.of([r async for r in generation])
 
@@ -705,12 +717,13 @@ class AsyncClient(_Client[AsyncGeneration]):
         *,
         fingerprint: str = "",
         numerics_mismatch: str | None = None,
+        adapter: str = "",
     ) -> AsyncVerifySession:
         """Open a verify session on a stream of its own; see :meth:`Client.open_session`."""
         transcript = ClientTranscript(prompt_ids)
         session = AsyncVerifySession(self._session_call(), transcript, self._timeout)
         return await session._open(
-            _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch)
+            _open_request(prompt_ids, params, speculation, fingerprint, numerics_mismatch, adapter)
         )
 
     async def resume_session(self, transcript: ClientTranscript) -> AsyncVerifySession:

@@ -271,9 +271,12 @@ class DeviceClient:
         self.result = DeviceResult()
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None = None
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, adapter: str = ""
     ) -> Iterator[DeviceRound]:
         """Generate; :attr:`result` grows with each round.
+
+        Args:
+            adapter: name of one of the target's; "" is none.
 
         Raises:
             InvalidArgument: as ``Engine.submit``, and what a server refused.
@@ -286,9 +289,8 @@ class DeviceClient:
         self._unverified = []
         events: list[RoundEvent] = []
         engine = self._engine
-        session = engine.submit(
-            Request(prompt_ids, params or SamplingParams(), self.config), on_event=events.append
-        )
+        request = Request(prompt_ids, params or SamplingParams(), self.config, adapter=adapter)
+        session = engine.submit(request, on_event=events.append)
         result.statistics = session.stats
         try:
             while not session.finished:
@@ -333,10 +335,10 @@ class DeviceClient:
         self._on_unverified(token_ids)
 
     def complete(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None = None
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, adapter: str = ""
     ) -> DeviceResult:
         """Generate and wait for the end."""
-        for _ in self.generate(prompt_ids, params):
+        for _ in self.generate(prompt_ids, params, adapter):
             pass
         return self.result
 

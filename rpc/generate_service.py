@@ -27,6 +27,7 @@ from paceline.rpc.errors import InternalError
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from paceline.rpc.messages import (
     check_size,
+    fingerprint_of,
     numerics_differ,
     sampling_from_message,
     speculation_from_message,
@@ -148,7 +149,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         span = admission.span
         tenant, weight = admission.share(metadata)
         self._check_sizes(request)
-        changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
+        own = fingerprint_of(self._thread.engine.target, request.adapter)
+        changed = numerics_differ(request, own, self._numerics_mismatch)
         prompt_ids = await self._prompt_ids(request)
         prediction = await self._prediction(request)
         params = sampling_from_message(request.sampling)
@@ -182,6 +184,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 prediction=prediction,
                 committed=request.committed_token_ids,
                 constraint=constraint,
+                adapter=request.adapter,
             ),
             on_event=hand_over(loop, inbox.put),
         )
@@ -205,7 +208,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 if first:
                     for part in self._prompt_logprobs(session, resumed):
                         yield part
-                    reply.fingerprint, reply.numerics_changed = str(self._fingerprint), changed
+                    reply.fingerprint, reply.numerics_changed = str(own), changed
                     reply.prompt_length = session.prompt_length
                     first = False
                 if finished and request.return_explanation:
@@ -244,6 +247,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             eos_token=self._model.chat_template.eos_token,
             tokenizer=self._tokenizer_fingerprint,
             fingerprint=str(self._fingerprint),
+            adapters=engine.target.adapters,
             limits=generate_pb2.Limits(
                 max_sessions=engine.limits.max_sessions,
                 max_waiting=engine.limits.max_waiting,

@@ -20,6 +20,7 @@ from paceline.config import MAX_NODES, SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
 from paceline.knobs import Knobs
 from paceline.numerics import Fingerprint, check_mismatch, mismatch
+from paceline.request import check_adapter
 from paceline.rpc.gen.paceline.v1 import common_pb2, generate_pb2
 from paceline.sampling import SamplingParams
 from paceline.session import SessionStatistics
@@ -233,12 +234,23 @@ def tokens_from_message(field: str, token_ids: Sequence[int], vocab_size: int) -
 MOMENTS = ("started_at", "admitted_at", "prefilled_at", "first_token_at", "finished_at")
 
 
+def fingerprint_of(target: Any, adapter: str) -> Fingerprint:
+    """Numerics of a target with one of its adapters; "" is none.
+
+    Raises:
+        InvalidArgument: the target has no such adapter.
+    """
+    if adapter:
+        check_adapter(adapter, target.adapters)
+    return target.fingerprint_of(adapter)  # type: ignore[no-any-return]
+
+
 def numerics_differ(request: Any, own: Fingerprint, default: str) -> bool:
     """Whether a session goes on with other numerics than those of its tokens so far.
 
     Args:
         request: has ``fingerprint`` and ``numerics_mismatch``.
-        own: of this replica.
+        own: of this replica, with the session's adapter.
         default: "refuse" or "allow", for a request that says neither.
 
     Raises:

@@ -57,6 +57,7 @@ class TargetInfo:
     tokenizer: str = ""  # its fingerprint (paceline.tokenizer); empty: not known
     fingerprint: str = ""  # of its numerics (paceline.numerics); empty: not known
     drafts: bool = True  # it can run its default method
+    adapters: tuple[str, ...] = ()  # names
 
     @staticmethod
     def of(model: generate_pb2.Model) -> TargetInfo:
@@ -69,6 +70,7 @@ class TargetInfo:
             tokenizer=model.tokenizer,
             fingerprint=model.fingerprint,
             drafts=model.default_method in model.methods,
+            adapters=tuple(model.adapters),
         )
 
 
@@ -148,6 +150,10 @@ class RemoteTarget:
     @property
     def context_length(self) -> int:
         return self.info.context_length
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.info.adapters
 
     def open(self, session: SessionView) -> None:
         """Open the session on a server, without waiting for it."""

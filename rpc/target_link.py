@@ -395,6 +395,7 @@ def open_request(session: SessionView) -> verify_pb2.OpenRequest:
         token_ids=session.token_ids,
         sampling=sampling_to_message(params),
         speculation=speculation_to_message(limits),
+        adapter=session.adapter,
     )
 
 
@@ -403,6 +404,7 @@ def generate_request(session: SessionView, mode: Mode) -> generate_pb2.GenerateR
     request = generate_pb2.GenerateRequest(
         sampling=sampling_to_message(replace(session.params, stop=())),
         committed_token_ids=session.output_ids,
+        adapter=session.adapter,
     )
     request.token_ids.token_ids.extend(session.token_ids[: session.prompt_length])
     if mode is Mode.AR:

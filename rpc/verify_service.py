@@ -19,7 +19,7 @@ import numpy as np
 from paceline.config import SpeculationConfig
 from paceline.drafters.client import ClientDrafter
 from paceline.errors import FailedPrecondition, InvalidArgument, SessionNotFound
-from paceline.numerics import Fingerprint, check_mismatch
+from paceline.numerics import check_mismatch
 from paceline.request import Request
 from paceline.rpc.access import CHEAP, LEASE_ID, SESSION_ID, CallAdmission, Gate
 from paceline.rpc.bridge import hand_over, on_engine
@@ -33,6 +33,7 @@ from paceline.rpc.gen.paceline.v1 import verify_pb2, verify_pb2_grpc
 from paceline.rpc.messages import (
     check_size,
     draft_from_message,
+    fingerprint_of,
     numerics_differ,
     sampling_from_message,
     speculation_from_message,
@@ -175,7 +176,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         lease_ended: Callable[[str], object] = lambda lease_id: None,
     ) -> None:
         self._lease_ended = lease_ended
-        self._fingerprint: Fingerprint = thread.engine.local_target.fingerprint
         self._numerics_mismatch = check_mismatch(numerics_mismatch)
         self._thread = thread
         self._tracing = tracing
@@ -335,7 +335,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.OpenRequest, admission: CallAdmission, metadata: Any
     ) -> _Served:
         tenant, weight = admission.share(metadata)
-        changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
+        own = fingerprint_of(self._thread.engine.local_target, request.adapter)
+        changed = numerics_differ(request, own, self._numerics_mismatch)
         speculation = SpeculationConfig(method="client")
         if request.HasField("speculation"):
             given = speculation_from_message(request.speculation)
@@ -365,7 +366,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         submitted = self._thread.submit(
             Request(
                 prompt_ids, params, speculation,
-                session_id=session_id, tenant=tenant, weight=weight,
+                session_id=session_id, tenant=tenant, weight=weight, adapter=request.adapter,
             ),
             on_event=hand_over(loop, on_event),
         )  # fmt: skip
@@ -392,7 +393,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         result.max_nodes = min(config.node_budget or 0, self._gate.limits.max_nodes)
         result.max_depth = config.num_speculative_tokens or 0
         result.idle_timeout_seconds = self._idle_timeout_s
-        result.fingerprint = str(self._fingerprint)
+        target = self._thread.engine.local_target
+        result.fingerprint = str(target.fingerprint_of(served.session.adapter))
         return result
 
     async def _verify(

@@ -59,6 +59,11 @@ class VllmTarget:
     context_length: int
     stats: VllmStats
     fingerprint: Fingerprint
+    adapters: tuple[str, ...] = ()
+
+    def fingerprint_of(self, adapter: str) -> Fingerprint:
+        """vLLM's adapters are none of Paceline's: ``adapter`` is ""."""
+        return self.fingerprint
 
     @property
     def kv_capacity(self) -> int:

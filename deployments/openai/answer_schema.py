@@ -43,6 +43,7 @@ class Model(Answered):
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
     methods: list[str]
     default_method: str

@@ -212,12 +212,19 @@ class Answer(ABC):
                 message.return_explanation = bool(self.body.return_explanation)
                 message.priority = self.body.priority or 0
                 message.numerics_mismatch = self.body.numerics_mismatch or ""
+                message.adapter = self.adapter
                 if speculation is not None:
                     message.speculation.CopyFrom(speculation)
                 if self.body.prediction is not None:
                     message.prediction_text = self.body.prediction.text
                 messages.append(message)
         return messages
+
+    @property
+    def adapter(self) -> str:
+        """The target's adapter that the request names as its model; "" is none."""
+        asked = self.body.model or ""
+        return asked if asked in self.model.adapters else ""
 
     def _speculation(self) -> common_pb2.Speculation | None:
         given = self.body.speculation
@@ -307,7 +314,7 @@ class Answer(ABC):
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.model.name,
+            "model": self.adapter or self.model.name,
             "system_fingerprint": f"paceline-{paceline.__version__}",
         }
 

@@ -120,15 +120,15 @@ def _add_server_paths(app: FastAPI, known: _KnownModel, metrics: Metrics | None)
 
     @app.get("/v1/models", tags=["Models"], responses=_json(answered.ModelList))
     async def models() -> Response:
-        """The model that this server has, under each of its names."""
+        """The model that this server has, under each of its names, and its adapters."""
         model = await known.get()
-        names = (model.name, *known.aliases)
+        names = (model.name, *known.aliases, *model.adapters)
         data = [_model_body(model, name, created) for name in names]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}", tags=["Models"], responses=_json(answered.Model))
     async def model(name: str) -> Response:
-        """One model by its name."""
+        """One model or adapter by its name."""
         return JSONResponse(_model_body(await known.get(name), name, created))
 
     for path, what in UNSUPPORTED.items():
@@ -213,14 +213,16 @@ class _KnownModel:
         """The model.
 
         Raises:
-            ModelNotFound: its name is not ``name``.
+            ModelNotFound: neither it nor one of its adapters has this ``name``.
             ServerUnavailable: no target runs yet.
         """
         if self._model is None:
             self._model = generate_pb2.Model.FromString(await self._targets.get_model())
-        if name is not None and name not in (self._model.name, *self.aliases):
-            raise ModelNotFound(f"no model {name!r} here: this server has {self._model.name!r}")
-        return self._model
+        model = self._model
+        if name is not None and name not in (model.name, *self.aliases, *model.adapters):
+            also = f", and its adapters {', '.join(model.adapters)}" if model.adapters else ""
+            raise ModelNotFound(f"no model {name!r} here: this server has {model.name!r}{also}")
+        return model
 
     async def marker_id(self, body: ChatRequest) -> int | None:
         """The special token that begins the model's calls; None: it is text, or there are none."""
@@ -239,6 +241,7 @@ def _model_body(model: generate_pb2.Model, name: str, created: int) -> Body:
         "created": created,
         "owned_by": "paceline",
         "root": model.name,
+        "parent": model.name if name in model.adapters else None,
         "max_model_len": model.context_length,
         "methods": list(model.methods),
         "default_method": model.default_method,

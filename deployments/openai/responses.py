@@ -204,7 +204,7 @@ class ResponseAnswer(ChatAnswer):
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
-            "model": self.model.name,
+            "model": self.adapter or self.model.name,
             "output": [dict(item) for item in self._items.items],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,

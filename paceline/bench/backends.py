@@ -131,7 +131,8 @@ class LocalBackend:
     """An engine in this process: drafter and target are colocated.
 
     Args:
-        engine: has a tokenizer, and its target is a model in this process.
+        engine: has a tokenizer, and its target is a model in this process, with one adapter, which
+            generates, or with none.
     """
 
     topology = "colocated"
@@ -142,7 +143,8 @@ class LocalBackend:
         self._engines: dict[SpeculationConfig, Engine] = {}
         self.runner: ModelRunner = engine.local_target.runner
         self.batch_invariant = self.runner.batch_invariant
-        self.fingerprint = str(self.runner.fingerprint)
+        self.adapter = "".join(engine.target.adapters)  # at most one
+        self.fingerprint = str(engine.local_target.fingerprint_of(self.adapter))
         self.tokenizer = engine.tokenizer
         self.context_length = engine.target.context_length
         # The method `client` needs drafts of a client, and there is none.
@@ -168,7 +170,10 @@ class LocalBackend:
         engine = self._engines[speculation]
         engine.intake.prepare(speculation)  # serving loads heads once, and not for each measurement
         started = time.perf_counter()
-        sessions = [engine.submit(Request(prompt, params, speculation)) for prompt in prompts]
+        sessions = [
+            engine.submit(Request(prompt, params, speculation, adapter=self.adapter))
+            for prompt in prompts
+        ]
         while not all(session.finished for session in sessions):
             decoding = [s for s in sessions if not s.finished]
             # A step that includes prefill is not a plain round.

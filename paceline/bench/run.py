@@ -67,6 +67,7 @@ class BenchOptions:
         target, drafter: folders or names of models (:mod:`paceline.model_names`); without a
             target, the demo pair.
         heads: folder of trained heads; see :func:`paceline.loading.load_engine`.
+        adapter: folder of the target's adapter with which all methods generate.
         prompts: a file; without one, the built-in prompts.
         suite: the format of ``prompts`` (:mod:`paceline.bench.suites`); None: Spec-Bench's.
         chat: ask the prompts as questions, with the target's chat template and all turns of a
@@ -79,7 +80,7 @@ class BenchOptions:
         repetitions: runs of every method on every prompt.
         limit: prompts of each category at most.
         peers: also run transformers' ``generate``; None: where the two can be compared, at
-            temperature 0, without chat and with a named dtype.
+            temperature 0, without chat or adapter, and with a named dtype.
         batch_invariant: "auto" is the default of the model's path; "both" also measures the cost
             of the mode.
         topology: "colocated" measures an engine in this process; "actors" and "both" need the
@@ -95,6 +96,7 @@ class BenchOptions:
     target: str | Path | None = None
     drafter: str | Path | None = None
     heads: str | Path | None = None
+    adapter: str | Path | None = None
     prompts: str | Path | None = None
     suite: str | None = None
     chat: bool | None = None
@@ -137,6 +139,12 @@ class BenchOptions:
             raise InvalidArgument(
                 "suite", self.suite, f"a file in prompts ({SUITES[self.suite].file})"
             )
+        if self.adapter is not None:
+            for name, alone in (("topology", "colocated"), ("batch_invariant", "auto")):
+                if getattr(self, name) != alone:
+                    raise InvalidArgument(name, getattr(self, name), f"{alone} with an adapter")
+            if self.peers:
+                raise InvalidArgument("peers", True, "none with an adapter")
         if self.peers and self.temperature != 0:
             raise InvalidArgument(
                 "peers",
@@ -342,6 +350,7 @@ def load_backend(options: BenchOptions, *, batch_invariant: bool | None = None) 
         batch_invariant=batch_invariant,
         numerics=options.numerics,
         translate="omnidraft" in (options.methods or ""),
+        adapters=None if options.adapter is None else {"adapter": options.adapter},
         # Prompts repeat here, and every repetition must cost the same.
         limits=EngineLimits(max_sessions=max(64, options.batch), prefix_cache=False),
     )
@@ -473,6 +482,7 @@ def _entries(
                 )
             )
     comparable = options.temperature == 0 and not is_chat and options.dtype != "auto"
+    comparable = comparable and options.adapter is None
     if options.peers or (options.peers is None and comparable):
         entries += _peer_entries(options, notes)
     return entries
@@ -790,6 +800,7 @@ def _settings(options: BenchOptions, backends: Sequence[Backend]) -> dict[str, A
             if options.drafter is None
             else str(options.drafter)
         ),
+        "adapter": None if options.adapter is None else str(options.adapter),
         "prompts": "built-in" if options.prompts is None else str(options.prompts),
         "suite": options.suite,
         "synthetic_acceptance": options.synthetic_acceptance,

@@ -18,7 +18,7 @@ from paceline.lengths.base import LengthContext
 from paceline.lengths.experience import experience_of
 from paceline.methods import AUTO_CHOICES, Method
 from paceline.plan import Plan, resolve
-from paceline.request import Request
+from paceline.request import Request, check_adapter
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget, Target
@@ -56,6 +56,8 @@ class Intake:
             InvalidArgument, ResourceExhausted: as :meth:`Engine.submit`.
         """
         params, target = request.params, self._target
+        if request.adapter:
+            check_adapter(request.adapter, target.adapters)
         prompt_ids = self._checked_prompt(request.prompt_ids)
         plan = self._plan(request)
         if len(request.committed) > target.context_length:
@@ -85,6 +87,7 @@ class Intake:
         session.traceparent = request.traceparent
         session.tenant, session.weight = request.tenant, request.weight
         session.priority = request.priority
+        session.adapter = request.adapter
         if committed:
             session.resume(committed)
         if most_entries(session) > target.kv_capacity:

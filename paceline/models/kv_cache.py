@@ -20,15 +20,18 @@ from paceline.models.prefix_cache import BLOCK, PrefixBlock, PrefixCache
 class PooledSequence:
     """Slots of one sequence: committed ones in ``slots[:length]``, pending ones as a tree.
 
-    The first ``num_shared`` of them are slots of ``blocks``, which the prefix cache owns.
+    The first ``num_shared`` of them are slots of ``blocks``, which the prefix cache owns. Entries
+    are those of the model with ``adapter``, a number of :attr:`paceline.models.ops.Stack.adapters`,
+    or of the model as it is (-1).
     """
 
     __slots__ = (
-        "address", "blocks", "chain", "length", "num_shared", "parents", "pending", "slots",
-        "states",
+        "adapter", "address", "blocks", "chain", "length", "num_shared", "parents", "pending",
+        "slots", "states",
     )  # fmt: skip
 
-    def __init__(self, context_length: int) -> None:
+    def __init__(self, context_length: int, adapter: int = -1) -> None:
+        self.adapter = adapter
         # Pending slots of a chain are written behind the committed ones, hence the room.
         self.slots = np.zeros(context_length, np.int32)
         self.address = int(self.slots.ctypes.data)
@@ -155,7 +158,7 @@ class KVPool:
 
     def adopt(self, sequence: PooledSequence, token_ids: Sequence[int], scope: str) -> None:
         """Start an empty sequence with the entries that the prefix cache has for ``token_ids``."""
-        sequence.blocks = self.prefixes.find(token_ids, scope)
+        sequence.blocks = self.prefixes.find(token_ids, (sequence.adapter, scope))
         sequence.num_shared = sequence.length = BLOCK * len(sequence.blocks)
         for i, block in enumerate(sequence.blocks):
             sequence.slots[i * BLOCK : (i + 1) * BLOCK] = block.slots
@@ -169,8 +172,9 @@ class KVPool:
         """
         if sequence.num_shared % BLOCK:
             return  # cut within a block
+        own = (sequence.adapter, scope)
         slots = sequence.slots[: sequence.length]
-        for block, is_new in self.prefixes.extend(sequence.blocks, token_ids, slots, scope):
+        for block, is_new in self.prefixes.extend(sequence.blocks, token_ids, slots, own):
             first = BLOCK * len(sequence.blocks)
             if not is_new:  # another session computed the same block in the meantime
                 self._free += slots[first : first + BLOCK].tolist()

@@ -41,13 +41,18 @@ _UNQUANTIZED = (
 )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder; ModelNotFound says what is missing."""
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The parsed config.json of a model folder, or another such file of another folder.
+
+    Raises:
+        ModelNotFound: says what is missing.
+    """
+    kind = "model folder" if name == "config.json" else "folder"
     if not folder.is_dir():
-        raise ModelNotFound(f"model folder {str(folder)!r} does not exist")
-    file = folder / "config.json"
+        raise ModelNotFound(f"{kind} {str(folder)!r} does not exist")
+    file = folder / name
     if not file.is_file():
-        raise ModelNotFound(f"model folder {str(folder)!r} has no config.json")
+        raise ModelNotFound(f"{kind} {str(folder)!r} has no {name}")
     try:
         config = json.loads(file.read_text())
     except ValueError as error:

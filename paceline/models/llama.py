@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models import kernels
+from paceline.models.adapters import load_adapters
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
 from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
@@ -36,7 +38,13 @@ from paceline.models.packing import Weight
 from paceline.models.prefix_cache import PrefixCache
 from paceline.models.rows import append_chains
 from paceline.models.torch_ops import TorchOps
-from paceline.numerics import PORTABLE, Fingerprint, check_numerics, refuse_portable, torch_class
+from paceline.numerics import (
+    PORTABLE,
+    Fingerprint,
+    check_numerics,
+    refuse_portable,
+    torch_class,
+)
 from paceline.types import FloatArray, IntArray, Need
 
 Tensor = torch.Tensor
@@ -57,6 +65,8 @@ class LlamaRunner:
         blocks: round weights to blocks of integers, as a GGUF file's type has them ("Q8_0",
             "Q4_0"); None: as they are.
         numerics: see :mod:`paceline.numerics`.
+        adapters: folders of adapters (:mod:`paceline.models.adapters`) by name; a sequence has one
+            of them, or none.
 
     Raises:
         ModelNotFound: the folder, or something in it, is missing or damaged.
@@ -77,6 +87,7 @@ class LlamaRunner:
         int8: bool = False,
         blocks: str | None = None,
         numerics: str = "fastest",
+        adapters: Mapping[str, Path] | None = None,
     ) -> None:
         check_numerics(numerics)
         folder, device = Path(folder), torch.device(device)
@@ -92,6 +103,10 @@ class LlamaRunner:
         self._weights = load_llama_weights(
             folder, config, self._ops, dtype=dtype, device=device, blocks=blocks
         )
+        if adapters:
+            added = load_adapters(adapters, folder, config, self._ops, dtype=dtype, device=device)
+            stack = replace(self._weights.stack, adapters=added)
+            self._weights = replace(self._weights, stack=stack)
         is_int8 = int8 and isinstance(self._ops, NativeOps)
         self._rounded_to = blocks.lower() if blocks else "int8" if is_int8 else ""
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -135,6 +150,18 @@ class LlamaRunner:
             weights=self._weights.digest(self.config, self._ops, self.dtype),
         )
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, in the order of their numbers."""
+        return tuple(adapter.name for adapter in self._weights.stack.adapters)
+
+    def fingerprint_of(self, adapter: str) -> Fingerprint:
+        """Of the model with one of its adapters; "" is none."""
+        if not adapter:
+            return self.fingerprint
+        added = self._weights.stack.adapters[self.adapters.index(adapter)]
+        return self.fingerprint.with_adapter(added.digest)
+
     def _use_graphs(self, capture: Capture | None = None) -> None:
         """Replay small forwards; plain torch waits for the host, so no graph can record it."""
         if isinstance(self._ops, CudaOps):
@@ -157,8 +184,9 @@ class LlamaRunner:
     def num_free(self) -> int:
         return self._pool.num_free
 
-    def new_sequence(self) -> KVSequence:
-        return PooledSequence(self.context_length)
+    def new_sequence(self, adapter: str = "") -> KVSequence:
+        """An empty sequence of the model, with one of its adapters if named."""
+        return PooledSequence(self.context_length, self.adapters.index(adapter) if adapter else -1)
 
     def free(self, sequence: KVSequence) -> None:
         assert isinstance(sequence, PooledSequence)

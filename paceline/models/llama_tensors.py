@@ -95,6 +95,22 @@ def _mlp_linears(config: LlamaConfig, layer: int) -> dict[str, tuple[int, int, b
     return linears
 
 
+def linear_names(config: LlamaConfig, layer: int) -> dict[str, list[str]]:
+    """The linear layers that each product of a layer joins, without experts: field of a Layer ->
+    names."""
+    at = f"model.layers.{layer}"
+    fused, dense = config.differs.fused, config.routing_of(layer) is None
+    qkv = ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]
+    gate_up = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
+    names = {
+        "qkv": [f"{at}.self_attn.{name}" for name in qkv], "out": [f"{at}.self_attn.o_proj"],
+    }  # fmt: skip
+    if dense:
+        names["gate_up"] = [f"{at}.mlp.{name}" for name in gate_up]
+        names["down"] = [f"{at}.mlp.down_proj"]
+    return names
+
+
 def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """The weights of a model: those of :func:`tensor_shapes`, all of them and no others.
 

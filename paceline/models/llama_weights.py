@@ -21,6 +21,7 @@ from paceline.models.llama_tensors import (
     FloatTensor,
     Stored,
     in_blocks,
+    linear_names,
     norm_names,
     read_weight,
     stored_weights,
@@ -220,24 +221,23 @@ class _Loader:
     def _layer(self, i: int) -> Layer:
         config, at, mlp = self._config, f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         normed, routing = config.head_norms, config.routing_of(i)
-        qkv = [f"{at}.qkv_proj"] if config.differs.fused else [f"{at}.{x}_proj" for x in "qkv"]
-        gate_up = self._gate_up(mlp)
+        linears = linear_names(config, i)
         norms = {
             field: self._norm(f"model.layers.{i}.{name}.weight")
             for field, name in norm_names(config).items()
         }
         return Layer(
             **{"input_norm": None, "post_norm": None, **norms},
-            qkv=self._fused(*qkv),
-            qkv_bias=self._bias(*qkv),
+            qkv=self._fused(*linears["qkv"]),
+            qkv_bias=self._bias(*linears["qkv"]),
             q_norm=self._norm(f"{at}.q_norm.weight") if normed else None,
             k_norm=self._norm(f"{at}.k_norm.weight") if normed else None,
-            out=self._fused(f"{at}.o_proj"),
-            out_bias=self._bias(f"{at}.o_proj"),
-            gate_up=None if routing else self._fused(*gate_up),
-            gate_up_bias=None if routing else self._bias(*gate_up),
-            down=None if routing else self._fused(f"{mlp}.down_proj"),
-            down_bias=None if routing else self._bias(f"{mlp}.down_proj"),
+            out=self._fused(*linears["out"]),
+            out_bias=self._bias(*linears["out"]),
+            gate_up=None if routing else self._fused(*linears["gate_up"]),
+            gate_up_bias=None if routing else self._bias(*linears["gate_up"]),
+            down=None if routing else self._fused(*linears["down"]),
+            down_bias=None if routing else self._bias(*linears["down"]),
             window=config.windows[i],
             rope=config.rope_of(i),
             sinks=self._take(f"{at}.sinks") if config.differs.sinks else None,

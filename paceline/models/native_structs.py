@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from paceline.models.differences import Activation, Rope
-from paceline.models.ops import Experts, Layer, Stack
+from paceline.models.ops import AdaptedLayer, Adapter, Experts, Layer, LowPart, LowRank, Stack
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 
@@ -31,6 +32,7 @@ class CRows(ctypes.Structure):
         ("path_length", ctypes.c_void_p),
         ("prefix", ctypes.c_void_p),
         ("path", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
     ]
 
     @classmethod
@@ -49,7 +51,65 @@ class CRows(ctypes.Structure):
             rows.path_length.ctypes.data,
             rows.table_addresses.ctypes.data,
             paths.ctypes.data,
+            None if rows.adapters is None else rows.adapters.ctypes.data,
         )
+
+
+class CWeight(ctypes.Structure):
+    """``struct weight``."""
+
+    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, weight: Weight | None) -> CWeight:
+        """Points to the weight's data; to nothing for None."""
+        return cls() if weight is None else cls(weight.data.data_ptr(), weight.packing)
+
+
+class CLowPart(ctypes.Structure):
+    """``struct low_part``."""
+
+    _fields_ = [
+        ("b", CWeight),
+        ("rank", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(cls, part: LowPart) -> CLowPart:
+        """Points to the weight's data."""
+        return cls(CWeight.of(part.b), part.b.num_inputs, part.first, part.b.num_outputs)
+
+
+class CLowRank(ctypes.Structure):
+    """``struct low_rank``."""
+
+    _fields_ = [
+        ("a", CWeight),
+        ("rank", ctypes.c_int64),
+        ("num_parts", ctypes.c_int64),
+        ("parts", CLowPart * 3),
+    ]
+
+    @classmethod
+    def of(cls, low: LowRank | None) -> CLowRank:
+        """Points to the weights' data; without parts for None."""
+        if low is None:
+            return cls()
+        parts = (CLowPart * 3)(*map(CLowPart.of, low.parts))
+        return cls(CWeight.of(low.a), low.a.num_outputs, len(low.parts), parts)
+
+
+class CAdapted(ctypes.Structure):
+    """``struct adapted``."""
+
+    _fields_ = [(name, CLowRank) for name in AdaptedLayer._fields]
+
+    @classmethod
+    def of(cls, layer: AdaptedLayer) -> CAdapted:
+        """Points to the weights' data."""
+        return cls(*map(CLowRank.of, layer))
 
 
 class CModel(ctypes.Structure):
@@ -76,6 +136,7 @@ class CModel(ctypes.Structure):
         ("logit_cap", ctypes.c_float),
         ("gate_slope", ctypes.c_float),
         ("gate_limit", ctypes.c_float),
+        ("adapters", ctypes.POINTER(ctypes.POINTER(CAdapted))),
     ]
 
     @classmethod
@@ -102,18 +163,8 @@ class CModel(ctypes.Structure):
             logit_cap=stack.differs.logit_cap,
             gate_slope=stack.differs.gate_slope,
             gate_limit=stack.differs.gate_limit,
+            adapters=_adapter_tables(stack.adapters),
         )
-
-
-class CWeight(ctypes.Structure):
-    """``struct weight``."""
-
-    _fields_ = [("packed", ctypes.c_void_p), ("packing", ctypes.c_int64)]
-
-    @classmethod
-    def of(cls, weight: Weight | None) -> CWeight:
-        """Points to the weight's data; to nothing for None."""
-        return cls() if weight is None else cls(weight.data.data_ptr(), weight.packing)
 
 
 class CExperts(ctypes.Structure):
@@ -200,7 +251,7 @@ class CLayer(ctypes.Structure):
         )
 
 
-STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts)
+STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts, CLowPart, CLowRank, CAdapted)
 """In the order of ``struct_size`` in kernels/decode.c."""
 
 
@@ -227,6 +278,13 @@ def path_addresses(rows: Rows) -> npt.NDArray[np.int64]:
 def address(value: torch.Tensor | None) -> int | None:
     """Where a tensor's data are; None is C's null pointer."""
     return None if value is None else value.data_ptr()
+
+
+def _adapter_tables(adapters: tuple[Adapter, ...]) -> ctypes.Array[Any] | None:
+    """A table of layers for each adapter."""
+    tables = [(CAdapted * len(each.layers))(*map(CAdapted.of, each.layers)) for each in adapters]
+    pointer: Any = ctypes.POINTER(CAdapted)  # takes arrays, too
+    return (pointer * len(tables))(*tables) if tables else None
 
 
 def _addresses(values: tuple[torch.Tensor, ...] | None) -> ctypes.Array[ctypes.c_void_p] | None:

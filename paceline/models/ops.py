@@ -76,6 +76,46 @@ class Experts:
         return [self.router_bias, *self.gate_up_bias, *self.down_bias]
 
 
+class LowPart(NamedTuple):
+    """What an adapter adds to some of a product's outputs, from ``first`` on: ``b @ inner``."""
+
+    b: Weight  # [outputs, rank], times the adapter's scale
+    first: int
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a product with x.
+
+    Linear layers that are one product each have a part. Their inner numbers are ``a @ x``, part
+    after part.
+    """
+
+    a: Weight  # [ranks, inputs]
+    parts: tuple[LowPart, ...]
+
+
+class AdaptedLayer(NamedTuple):
+    """What an adapter adds to the products of a layer; None: nothing."""
+
+    qkv: LowRank | None = None
+    out: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter (LoRA) of a stack.
+
+    Attributes:
+        digest: of all that it adds, in the model's dtype; hexadecimal.
+    """
+
+    name: str
+    layers: tuple[AdaptedLayer, ...]
+    digest: str
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Stack:
     """All layers and the numbers that they share."""
@@ -90,6 +130,7 @@ class Stack:
     cos_sin: Tensor  # [positions, rotary_dim] float32: cosines, then as many sines
     local_cos_sin: Tensor | None = None  # of layers that say so
     differs: Differences = LLAMA
+    adapters: tuple[Adapter, ...] = ()  # rows say which of them computes them, if any
 
     def table(self, layer: Layer) -> Tensor | None:
         """Cosines and sines of a layer's positions."""
@@ -105,6 +146,7 @@ class Stack:
     def is_plain(self) -> bool:
         """Whether nothing differs from Llama but biases, norms of heads and windows."""
         some = all(y.rope == "global" and y.experts is None for y in self.layers)
+        some = some and not self.adapters
         return some and self.differs == LLAMA and self.cos_sin.shape[1] == self.head_dim
 
 

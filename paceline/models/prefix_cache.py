@@ -5,12 +5,13 @@ slots of its tokens. Sequences that use a block only read it, so nothing is copi
 sequence uses is evicted when memory is needed, the longest unused one first. As a key or a
 value depends on the tokens up to it alone, and in batch-invariant mode on nothing else down to the
 last bit, a session that begins with cached entries continues exactly as one that computes them.
+A scope keeps apart what must not meet: entries of several adapters, and those of several tenants.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,7 @@ class PrefixBlock:
     """``BLOCK`` tokens after those of ``parent``.
 
     Attributes:
-        tokens: as bytes; in a root the scope that it stands for.
+        tokens: as bytes; a root has none.
         slots: where their keys and values are.  # [BLOCK], a root has none
         users: sequences that read them.
     """
@@ -46,7 +47,7 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[str, PrefixBlock] = {}
+        self._roots: dict[Hashable, PrefixBlock] = {}
         # Blocks without users, the longest unused first. A sequence releases its last block first,
         # and every user of a block uses its parent: children come before their parents.
         self._idle: OrderedDict[PrefixBlock, None] = OrderedDict()
@@ -57,7 +58,7 @@ class PrefixCache:
         """Number of slots that eviction can free."""
         return BLOCK * len(self._idle)
 
-    def find(self, token_ids: Sequence[int], scope: str) -> list[PrefixBlock]:
+    def find(self, token_ids: Sequence[int], scope: Hashable) -> list[PrefixBlock]:
         """The cached blocks at the start of ``token_ids``; marks them as used by the caller."""
         found: list[PrefixBlock] = []
         block = self._roots.get(scope)
@@ -73,7 +74,11 @@ class PrefixCache:
         return found
 
     def extend(
-        self, known: Sequence[PrefixBlock], token_ids: Sequence[int], slots: IndexArray, scope: str
+        self,
+        known: Sequence[PrefixBlock],
+        token_ids: Sequence[int],
+        slots: IndexArray,
+        scope: Hashable,
     ) -> list[tuple[PrefixBlock, bool]]:
         """The blocks of ``token_ids`` after the ``known`` ones; marks them as used by the caller.
 

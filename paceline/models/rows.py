@@ -30,6 +30,7 @@ class Rows:
     table_addresses: npt.NDArray[np.int64]  # [R] where the kernels find ``tables``
     paths: IndexArray  # flat
     path_offset: IndexArray  # [R]
+    adapters: IndexArray | None = None  # [R], which of the stack's, -1 for none; None: none at all
 
     def context(self, row: int) -> IndexArray:
         """Slots that a row attends to, in position order."""
@@ -44,6 +45,7 @@ class Rows:
             self.prefix_length[rows], self.path_length[rows],
             [self.tables[row] for row in rows], self.table_addresses[rows],
             self.paths, self.path_offset[rows],
+            None if self.adapters is None else self.adapters[rows],
         )  # fmt: skip
 
     @property
@@ -98,8 +100,12 @@ def append_rows(
         raise InvalidArgument(
             "position", int(positions.max()), f"below the context of {context_length}"
         )
-    paths = np.asarray(path_slots, np.int32)
-    return Rows(positions, slots, prefixes, path_lengths, tables, addresses, paths, path_offsets)
+    sizes = [len(further) + len(parents) for _, further, parents in parts]
+    return Rows(
+        positions, slots, prefixes, path_lengths, tables, addresses,
+        np.asarray(path_slots, np.int32), path_offsets,
+        _adapters([sequence for sequence, _, _ in parts], np.repeat(range(len(parts)), sizes)),
+    )  # fmt: skip
 
 
 def append_chains(
@@ -131,4 +137,17 @@ def append_chains(
         positions, slots, positions + np.int32(1), zeros,
         [sequences[i].slots for i in owners],
         np.array([sequences[i].address for i in owners], np.int64), np.empty(0, np.int32), zeros,
+        _adapters(sequences, owners),
     )  # fmt: skip
+
+
+def _adapters(
+    sequences: Sequence[PooledSequence], owners: npt.NDArray[np.int64] | list[int]
+) -> IndexArray | None:
+    """The adapter of each row's sequence; None: no row has one.
+
+    Args:
+        owners: which of the sequences a row is of.  # [R]
+    """
+    adapters = [sequence.adapter for sequence in sequences]
+    return None if max(adapters, default=-1) < 0 else np.array(adapters, np.int32)[owners]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models.differences import Differences
-from paceline.models.ops import Experts, Layer, Stack
+from paceline.models.ops import Experts, Layer, LowRank, Stack
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 from paceline.types import IndexArray
@@ -79,14 +79,18 @@ class TorchOps:
 
         for i in range(first, last):
             layer = stack.layers[i]
-            qkv = self.linear(normed(layer.input_norm), layer.qkv, layer.qkv_bias)
+            before = normed(layer.input_norm)
+            qkv = self.linear(before, layer.qkv, layer.qkv_bias)
+            self._adapt(stack, i, "qkv", rows, before, qkv)
             heads = qkv.view(len(x), -1, stack.head_dim)  # [R, H + 2G, D]
             self._rope_store(stack, layer, heads, keys[i], values[i], rows)
             seen = contexts if layer.window is None else [c[-layer.window :] for c in contexts]
             attended = self._attention(
                 stack, layer, heads[:, : stack.num_heads], keys[i], values[i], seen
             )
-            add(self.linear(attended, layer.out, layer.out_bias), layer.attention_norm)
+            delta = self.linear(attended, layer.out, layer.out_bias)
+            self._adapt(stack, i, "out", rows, attended, delta)
+            add(delta, layer.attention_norm)
             inner = normed(layer.post_norm)
             if layer.experts is not None:
                 add(self._mix(stack, layer.experts, inner), layer.mlp_norm)
@@ -94,10 +98,29 @@ class TorchOps:
                 assert layer.gate_up is not None
                 assert layer.down is not None
                 gate_up = self.linear(inner, layer.gate_up, layer.gate_up_bias)
+                self._adapt(stack, i, "gate_up", rows, inner, gate_up)
                 active = self._activated(stack, gate_up)
-                add(self.linear(active, layer.down, layer.down_bias), layer.mlp_norm)
+                delta = self.linear(active, layer.down, layer.down_bias)
+                self._adapt(stack, i, "down", rows, active, delta)
+                add(delta, layer.mlp_norm)
             if states is not None:
                 states[i - first] = x
+
+    def _adapt(
+        self, stack: Stack, layer: int, product: str, rows: Rows, x: Tensor, out: Tensor
+    ) -> None:
+        """Add what each row's adapter makes of ``x``.  # [R, inputs], [R, outputs]"""
+        if rows.adapters is None:
+            return
+        for number, adapter in enumerate(stack.adapters):
+            low: LowRank | None = getattr(adapter.layers[layer], product)
+            taking_part = np.flatnonzero(rows.adapters == number)
+            if low is not None and len(taking_part):
+                index = torch.from_numpy(taking_part).to(x.device)
+                ranks = [part.b.num_inputs for part in low.parts]
+                inner = self.linear(x[index], low.a).split(ranks, 1)
+                for own, (b, first) in zip(inner, low.parts, strict=True):
+                    out[index, first : first + b.num_outputs] += self.linear(own.contiguous(), b)
 
     @staticmethod
     def _activated(stack: Stack, gate_up: Tensor) -> Tensor:

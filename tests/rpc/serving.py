@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -94,10 +94,11 @@ class DrafterProcess(ReplicaProcess):
 
 
 class TargetProcess(ReplicaProcess):
-    """A target replica over the model in a folder."""
+    """A target replica over the model in a folder, with adapters by name."""
 
-    def __init__(self, model: Path) -> None:
-        super().__init__("tests.rpc.target_process", "--model", str(model))
+    def __init__(self, model: Path, adapters: Mapping[str, Path] | None = None) -> None:
+        given = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
+        super().__init__("tests.rpc.target_process", "--model", str(model), "--adapters", *given)
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 5.0) -> bool:

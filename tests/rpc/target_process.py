@@ -33,6 +33,7 @@ class Mortal(ModelTarget):
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--adapters", nargs="*", metavar="NAME=FOLDER", default=[])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--cert", help="for TLS, with --key")
     parser.add_argument("--key")
@@ -45,7 +46,8 @@ async def main() -> None:
     limit_threads(1)
     Mortal.poison = tuple(options.die_on or ())
     kind = Mortal if options.die_on else ModelTarget
-    target = kind(load_runner(options.model, kv_tokens=4096))
+    adapters = dict(each.split("=", 1) for each in options.adapters)
+    target = kind(load_runner(options.model, kv_tokens=4096, adapters=adapters))
     limits = EngineLimits(max_sessions=options.max_sessions, max_waiting=16)
     engine = EngineThread(Engine(target, limits=limits)).start()
     gate = Gate(

@@ -265,6 +265,7 @@ static void attend(const void *query, size_t stride, const void *keys, const voi
 EXPORT int struct_size(int which)
 {
     const size_t sizes[] = {sizeof(struct rows), sizeof(struct model), sizeof(struct weight),
-                            sizeof(struct layer), sizeof(struct experts)};
+                            sizeof(struct layer), sizeof(struct experts), sizeof(struct low_part), sizeof(struct low_rank),
+                            sizeof(struct adapted)};
     return which >= 0 && which < (int)(sizeof sizes / sizeof *sizes) ? (int)sizes[which] : 0;
 }

@@ -284,9 +284,58 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
     return failed;
 }
 
+/* out: [count, outputs], += what an adapter makes of x: [count, inputs]. */
+static int NAME(add_low_rank)(const struct low_rank *low, const ELEM *x, ELEM *out, int count, int inputs,
+                              int outputs, int threads)
+{
+    const size_t rank = low->rank, numbers = count * (2 * rank + outputs);
+    ELEM *inner = aligned_alloc(64, (numbers * sizeof(ELEM) + 63) & ~(size_t)63);
+    if (!inner)
+        return 1;
+    ELEM *own = inner + count * rank, *delta = own + count * rank;
+    int failed = NAME(linear)(x, low->a.packed, (int)low->a.packing, NULL, inner, count, inputs, (int)rank, threads);
+    size_t from = 0;
+    for (int i = 0; i < low->num_parts && !failed; i++) {
+        const struct low_part *part = low->parts + i;
+        for (int r = 0; r < count; r++)
+            memcpy(own + r * part->rank, inner + r * rank + from, part->rank * sizeof *own);
+        failed = NAME(linear)(own, part->b.packed, (int)part->b.packing, NULL, delta, count, (int)part->rank,
+                              (int)part->outputs, threads);
+        for (int r = 0; r < count; r++)
+            NAME(add_to)(out + (size_t)r * outputs + part->first, delta + (size_t)r * part->outputs,
+                         (int)part->outputs);
+        from += part->rank;
+    }
+    free(inner);
+    return failed;
+}
+
+/* out += what each row's adapter makes of x, [rows, inputs], for neighbouring rows of one adapter at once.
+ * which: place of the product in struct adapted. */
+static int NAME(adapt)(const struct model *m, const struct rows *rows, int layer, size_t which, const ELEM *x,
+                       ELEM *out, int inputs, int outputs)
+{
+    int failed = 0;
+    if (!m->adapters || !rows->adapters)
+        return 0;
+    for (int r = 0, end; r < rows->count && !failed; r = end) {
+        const int32_t adapter = rows->adapters[r];
+        for (end = r + 1; end < rows->count && rows->adapters[end] == adapter;)
+            end++;
+        if (adapter < 0)
+            continue;
+        const struct low_rank *low = (const void *)((const char *)(m->adapters[adapter] + layer) + which);
+        if (low->num_parts)
+            failed = NAME(add_low_rank)(low, x + (size_t)r * inputs, out + (size_t)r * outputs, end - r, inputs,
+                                        outputs, m->threads);
+    }
+    return failed;
+}
+
 #define MULTIPLY(x, name, out, inputs, outputs)                                                    \
-    NAME(linear)(x, l->name.packed, (int)l->name.packing, l->name##_bias, out, count, inputs, outputs, \
-                 m->threads)
+    (NAME(linear)(x, l->name.packed, (int)l->name.packing, l->name##_bias, out, count, inputs, outputs, \
+                  m->threads) ||                                                                   \
+     NAME(adapt)(m, rows, i, offsetof(struct adapted, name), x, out, inputs, outputs))
 
 /* Layers [first, last) on x: [rows, hidden], in place, without the final norm: afterwards x is the residual
  * stream. states: filled with x after each of these layers, [last - first, rows, hidden], or NULL. Returns
@@ -432,6 +481,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
         const struct rows step = {
             num_rows, rows->longest, rows->positions + at, rows->slots + at,
             rows->prefix_length + at, rows->path_length + at, rows->prefix + at, rows->path + at,
+            rows->adapters ? rows->adapters + at : NULL,
         };
         if (fuse)
             for (int r = 0; r < count; r++)

@@ -15,6 +15,7 @@ struct rows {
     const int32_t *path_length;     /* [count] */
     const int32_t *const *prefix;   /* [count] */
     const int32_t *const *path;     /* [count] */
+    const int32_t *adapters;        /* [count], which of the model's, -1 for none; or NULL */
 };
 
 /* Of the gate; CLAMPED is gpt-oss's. */
@@ -35,11 +36,30 @@ struct model {
     float logit_divisor;        /* of logits, before their cap (1) */
     float logit_cap;            /* (0) */
     float gate_slope, gate_limit; /* of a clamped activation */
+    const struct adapted *const *adapters; /* [adapters], each of [layers], or NULL */
 };
 
 struct weight {
     const void *packed;
     int64_t packing; /* see matmul.c */
+};
+
+/* What an adapter adds to `outputs` of a product's outputs, from the first one on: b * inner. */
+struct low_part {
+    struct weight b;
+    int64_t rank, first, outputs;
+};
+
+/* What an adapter adds to a product with x. All parts' inner numbers are a * x, part after part. */
+struct low_rank {
+    struct weight a;
+    int64_t rank, num_parts; /* no parts: nothing */
+    struct low_part parts[3];
+};
+
+/* What an adapter adds to the products of a layer. */
+struct adapted {
+    struct low_rank qkv, out, gate_up, down;
 };
 
 /* How tokens choose among a layer's experts: `top` of `count`, of inner width `size`. */

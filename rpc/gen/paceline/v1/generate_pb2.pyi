@@ -37,6 +37,7 @@ class GenerateRequest(_message.Message):
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETURN_EXPLANATION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Needs a server with a tokenizer (Model.has_tokenizer)."""
     add_special_tokens: _builtins.bool
@@ -64,6 +65,8 @@ class GenerateRequest(_message.Message):
     """In [-1000, 1000]: among the requests of a tenant, those with a lower number get a place, and
     have their prompt read, first, and are the last to give way when memory runs out.
     """
+    adapter: _builtins.str
+    """One of the target's adapters (Model.adapters), with which it generates. Empty: none."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Each id in [0, vocab_size)."""
@@ -101,10 +104,11 @@ class GenerateRequest(_message.Message):
         return_prompt_token_ids: _builtins.bool = ...,
         return_explanation: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -589,6 +593,7 @@ class Model(_message.Message):
     EOS_TOKEN_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The operator's name for it."""
     vocab_size: _builtins.int
@@ -613,7 +618,9 @@ class Model(_message.Message):
     tokenizer.
     """
     fingerprint: _builtins.str
-    """Numerics of the replica that answers: CLASS-DTYPE-kVERSION-DIGEST."""
+    """Numerics of the replica that answers: CLASS-DTYPE-kVERSION-DIGEST. With an adapter the digest
+    is another one.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -622,6 +629,10 @@ class Model(_message.Message):
 
     @_builtins.property
     def limits(self) -> Global___Limits: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the target's adapters (LoRA)."""
+
     def __init__(
         self,
         *,
@@ -640,10 +651,11 @@ class Model(_message.Message):
         eos_token: _builtins.str = ...,
         tokenizer: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,6 +104,7 @@ class OpenRequest(_message.Message):
     RESUME_SESSION_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_MISMATCH_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     resume_session_id: _builtins.str
     """Take over this session of this server, and open no new one. The server then ignores the fields
     above, and keeps its tokens.
@@ -117,6 +118,8 @@ class OpenRequest(_message.Message):
     """"refuse", or "allow": go on with other numerics, and say so (OpenResult.numerics_changed).
     Empty: as the server's configuration says, by default "refuse".
     """
+    adapter: _builtins.str
+    """One of the target's adapters (Model.adapters), with which it verifies. Empty: none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, each id in [0, vocab_size); at least one, and fewer than the context length."""
@@ -136,10 +139,11 @@ class OpenRequest(_message.Message):
         resume_session_id: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         numerics_mismatch: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "resume_session_id", b"resume_session_id", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "resume_session_id", b"resume_session_id", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,8 +182,8 @@ class OpenResult(_message.Message):
     idle_timeout_seconds: _builtins.float
     """Seconds without a call after which the server closes the session."""
     fingerprint: _builtins.str
-    """Numerics of this replica: CLASS-DTYPE-kVERSION-DIGEST. Replicas with equal fingerprints give
-    equal tokens.
+    """Numerics of this replica, with the session's adapter: CLASS-DTYPE-kVERSION-DIGEST. Replicas
+    with equal fingerprints give equal tokens.
     """
     numerics_changed: _builtins.bool
     """OpenRequest.fingerprint is another one, and the request allows a mismatch: from here on tokens

@@ -29,6 +29,9 @@ class Request:
         committed: the output's first token ids, which another engine has committed; events report
             only the tokens after them.
         constraint: the constraint of ``params``, if the engine's compiler has made it already.
+        continuations: sequences of token ids that may follow the prompt. The target reads all of
+            them in one tree, and tells for each one its log-probabilities and the token after it;
+            see :class:`paceline.engine.scores.ScoredTree`.
     """
 
     prompt_ids: Sequence[int]
@@ -41,6 +44,7 @@ class Request:
     prediction: Sequence[int] = ()
     committed: Sequence[int] = ()
     constraint: Constraint | None = None
+    continuations: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):

@@ -187,7 +187,8 @@ class Scheduler:
             session.state = SessionState.PREFILLING
             if session.stats.admitted_at is None:
                 session.stats.admitted_at = time.perf_counter()
-                self._book.num_prompt_tokens += session.prompt_length
+                nodes = 0 if session.branches is None else session.branches.num_nodes
+                self._book.num_prompt_tokens += session.prompt_length + nodes
             self.after_prefill(session)
 
     # --- steps ----------------------------------------------------------------------------------
@@ -242,9 +243,14 @@ class Scheduler:
         arrived = {session.tenant for session in mine if self._drafting.has_draft(session)}
         self._shares.waited(time.perf_counter() - started, tenants, arrived)
 
+    def is_read(self, session: Session) -> bool:
+        """Whether a session's last step has read the rest of its prompt."""
+        prefilling = session.state is SessionState.PREFILLING
+        return prefilling and self._target.prefill_left(session) == 0
+
     def after_prefill(self, session: Session) -> None:
-        """Start a session's first round if its whole prompt is read."""
-        if session.state is SessionState.PREFILLING and self._target.prefill_left(session) == 0:
+        """Start a session's first round if its whole prompt is read, and a round is to follow."""
+        if self.is_read(session) and session.branches is None:
             self.next_round(session)
             if session.stats.prefilled_at is None:
                 session.stats.prefilled_at = time.perf_counter()

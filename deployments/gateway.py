@@ -53,6 +53,7 @@ from paceline.rpc.streams import Unread, read_ahead
 from paceline.rpc.tenants import Tenants
 from paceline.rpc.tls import ClientTls
 from paceline.rpc.tracing import Tracing, traceparent_of
+from paceline.scoring import num_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -198,12 +199,13 @@ class Relay:
         try:
             async with aclosing(attempt) as replies:
                 async for reply, message in replies:
-                    if message.token_ids:
+                    if message.token_ids or message.continuations:
                         self._poison.lives(digest)
                     admission.opened()
                     if message.prompt_length:
-                        admission.settle(message.prompt_length)
-                    admission.charge(len(message.token_ids))
+                        admission.settle(message.num_positions or message.prompt_length)
+                    after = (len(each.reply.token_ids) for each in message.continuations)
+                    admission.charge(len(message.token_ids) + sum(after))
                     yield reply, message
         finally:
             admission.on_replica(False)
@@ -324,8 +326,9 @@ def _size(reply: _Reply) -> int:
 
 
 def _prompt_tokens(request: generate_pb2.GenerateRequest) -> int:
-    """Tokens of the prompt; of a text, which only the target encodes, a guess."""
-    return len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
+    """Tokens of prompt and continuations; of a text, which only the target encodes, a guess."""
+    prompt = len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
+    return prompt + num_tokens([each.token_ids for each in request.continuations])
 
 
 def _gate(config: GatewayConfig, quotas: SharedQuotas) -> Gate:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -224,4 +223,3 @@ def verify(engine: Engine, transcript: Transcript) -> Check:
         written=written[same] if same < len(written) else None,
         own=found[same] if same < len(found) else None,
     )
-

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.tokenizer import Tokenizer
 
 
-
 @dataclass(frozen=True, slots=True)
 class ScoredContinuation:
     """What a tree has told of one continuation.

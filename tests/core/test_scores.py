@@ -9,14 +9,11 @@ import pytest
 
 from paceline.admission import PrefillPace
 from paceline.config import SpeculationConfig
-from paceline.engine import Engine, EngineLimits
+from paceline.engine import Engine
 from paceline.engine.scores import ScoredTree
-from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_engine
 from paceline.request import Request
 from paceline.sampling import SamplingParams
-from paceline.scoring import common_length, shared_beginnings, token_tree
-from paceline.tree import path_to
 
 PROMPT = "Question: What is the capital of France?\nAnswer:"
 SAMPLINGS: dict[str, dict[str, Any]] = {

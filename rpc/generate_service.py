@@ -378,7 +378,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             last.prompt_logprobs.extend(rest)
             for part in parts:
                 more = generate_pb2.GenerateReply(prompt_logprobs=part)
-                yield generate_pb2.GenerateReply(continuations=[{"index": index, "reply": more}])
+                one = generate_pb2.ContinuationReply(index=index, reply=more)
+                yield generate_pb2.GenerateReply(continuations=[one])
             reply.continuations.add(index=index, reply=last)
             size += 1 + len(rest)
             if size >= _LOGPROBS_A_REPLY:

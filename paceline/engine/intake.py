@@ -118,8 +118,12 @@ class Intake:
             raise InvalidArgument("max_tokens", params.max_tokens, "1 with continuations")
         if params.constraint is not None:
             raise InvalidArgument(params.constraint[0], "set", "none with continuations")
-        for name in ("speculation", "prediction", "committed"):
-            if getattr(request, name):
+        for name, given in (
+            ("speculation", request.speculation),
+            ("prediction", request.prediction),
+            ("committed_token_ids", request.committed),
+        ):
+            if given:
                 raise InvalidArgument(name, "set", "nothing with continuations")
         self._check_params(params)
         session = ScoredTree(

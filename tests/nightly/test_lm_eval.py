@@ -1,6 +1,6 @@
 """lm-eval through the HTTP API: its scores and texts are those of its own `hf` model.
 
-It runs `lm_eval` of an environment of its own (`pip install "lm-eval[hf]"`), found on the path.
+It runs `lm_eval` of an environment of its own (`pip install "lm-eval[api,hf]"`), found on the path.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from paceline.engine import Engine, EngineLimits
 from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.loading import load_engine
+from paceline.models.transformers import TransformersRunner
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.scoring import common_length, shared_beginnings, token_tree
 from paceline.session import SessionState
+from paceline.target import ModelTarget
 from paceline.tree import path_to
+from tests.modelzoo import make_model
 
 PROMPT = "Question: What is the capital of France?\nAnswer:"
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -240,3 +244,25 @@ def test_what_hardly_shares_is_read_apart() -> None:
     groups = shared_beginnings([*few, *half], **most)
     assert sorted(group.members for group in groups) == [(0,), (1,), (2, 3)]
     assert shared_beginnings([], **most) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [("gpt2", "tree"), ("bloom", "paths"), ("mamba", "states"), ("gpt2", "recompute")],
+)
+def test_the_general_path(tmp_path: Path, kind: str, strategy: Any) -> None:
+    """There a token's logits depend on what is computed beside it, by rounding."""
+    runner = TransformersRunner(make_model(kind, tmp_path), device="cpu", strategy=strategy)
+    engine = Engine(ModelTarget(runner), limits=EngineLimits(prefill_chunk=7))
+    prompt = [5, 6, 7, 8, 9, 10]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    continuations = random_continuations(4, runner.vocab_size)
+    session = read(engine, Request(prompt, params, continuations=continuations))
+    for each, told in zip(continuations, session.scores(), strict=True):
+        (single,) = engine.generate([[*prompt, *each]], params, SpeculationConfig(method="ar"))
+        expected = [entry.logprob for entry in single.prompt_logprobs[1:]]
+        entries = [*session.prompt_logprobs[1:], *told.logprobs]
+        assert [entry.token_id for entry in entries] == [*prompt[1:], *each]
+        assert [entry.logprob for entry in entries] == pytest.approx(expected, abs=1e-5)
+        assert told.after.output_ids == single.output_ids
+    assert runner.num_free == runner.kv_capacity

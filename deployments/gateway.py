@@ -48,12 +48,13 @@ from paceline.rpc.audit import Audit
 from paceline.rpc.continuation import Continuation
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import generate_pb2
+from paceline.rpc.messages import continuations_of
 from paceline.rpc.server import PortInUse, start_server
 from paceline.rpc.streams import Unread, read_ahead
 from paceline.rpc.tenants import Tenants
 from paceline.rpc.tls import ClientTls
 from paceline.rpc.tracing import Tracing, traceparent_of
-from paceline.scoring import num_tokens
+from paceline.scoring import token_tree
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +329,7 @@ def _size(reply: _Reply) -> int:
 def _prompt_tokens(request: generate_pb2.GenerateRequest) -> int:
     """Tokens of prompt and continuations; of a text, which only the target encodes, a guess."""
     prompt = len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
-    return prompt + num_tokens([each.token_ids for each in request.continuations])
+    return prompt + token_tree(continuations_of(request))[0].num_nodes
 
 
 def _gate(config: GatewayConfig, quotas: SharedQuotas) -> Gate:

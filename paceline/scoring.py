@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.bounds import CONTINUATION_TOKENS, CONTINUATIONS
 from paceline.types import Draft
 
 SHARE = 4
@@ -41,14 +40,6 @@ def token_tree(continuations: Sequence[Sequence[int]]) -> tuple[Draft, list[int]
         ends[i] = path[-1] if path else -1
         before = each
     return Draft(np.asarray(token_ids, np.int64), np.asarray(parents, np.int32)), ends
-
-
-def num_tokens(continuations: Sequence[Sequence[int]]) -> int:
-    """Nodes of their tree; all of their tokens if a server refuses that many."""
-    count = sum(map(len, continuations))
-    if count > CONTINUATION_TOKENS.most or len(continuations) > CONTINUATIONS.most:
-        return count
-    return token_tree(continuations)[0].num_nodes
 
 
 @dataclass(frozen=True, slots=True)

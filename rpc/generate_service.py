@@ -30,6 +30,7 @@ from paceline.rpc.errors import InternalError
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from paceline.rpc.messages import (
     check_size,
+    continuations_of,
     numerics_differ,
     sampling_from_message,
     speculation_from_message,
@@ -40,7 +41,7 @@ from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.round_drafts import RoundDrafts
 from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.sampling import TokenLogprobs
-from paceline.scoring import num_tokens
+from paceline.scoring import token_tree
 from paceline.session import Session
 from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
 
@@ -153,10 +154,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         tenant, weight = admission.share(metadata)
         self._check_sizes(request)
         changed = numerics_differ(request, self._fingerprint, self._numerics_mismatch)
+        continuations = continuations_of(request)
         prompt_ids = await self._prompt_ids(request)
         prediction = await self._prediction(request)
         params = sampling_from_message(request.sampling)
-        continuations = [each.token_ids for each in request.continuations]
         speculation = None
         if request.HasField("speculation"):
             speculation = speculation_from_message(request.speculation)
@@ -174,7 +175,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         inbox = _Inbox(self._thread, session_id, admission)
         loop = asyncio.get_running_loop()
         first, finished, resumed = True, False, bool(request.committed_token_ids)
-        admission.reserve(len(prompt_ids) + num_tokens(continuations))
+        admission.reserve(len(prompt_ids) + token_tree(continuations)[0].num_nodes)
         submitted = self._thread.submit(
             Request(
                 prompt_ids,

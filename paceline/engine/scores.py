@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.acceptance.base import PathLogits
 from paceline.plan import AR_PLAN
-from paceline.sampling import SamplingParams, TokenLogprobs, token_logprobs
+from paceline.sampling import SamplingParams, TokenLogprobs, logprobs_of, token_logprobs
 from paceline.scoring import token_tree
 from paceline.session import Session
 from paceline.tree import children, path_to
@@ -88,9 +88,10 @@ class ScoredTree(Session):
         """Note what the target says after a node.  # row: [vocab_size]"""
         values, count = row.float().cpu().numpy(), self.params.prompt_logprobs or 0
         assert self.branches is not None
-        for child in self._following[node]:
-            token = int(self.branches.token_ids[child])
-            self._logprobs[child] = token_logprobs(values, token, count)
+        if following := self._following[node]:
+            tokens = self.branches.token_ids[following].tolist()
+            told = logprobs_of(values, tokens, count)
+            self._logprobs.update(zip(following, told, strict=True))
         for i in self._ending.get(node, ()):
             after = self._after[i]
             if after.finished:
@@ -102,8 +103,7 @@ class ScoredTree(Session):
             (token,) = after.commit([self.plan.rule.accept(EMPTY_DRAFT, found).next_token])
             self.stats.num_tokens += 1
             if self.params.logprobs is not None:
-                told = token_logprobs(values, token, self.params.logprobs)
-                self._after_logprobs[i] = told
+                self._after_logprobs[i] = token_logprobs(values, token, self.params.logprobs)
 
     def scores(self) -> list[ScoredContinuation]:
         """One for each continuation, when all are read."""

@@ -35,6 +35,7 @@ from tests.deployments.http_serving import http_serving
 LM_EVAL = shutil.which("lm_eval")
 pytestmark = [
     pytest.mark.nightly,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(LM_EVAL is None, reason="no lm_eval on the path"),
 ]
 MULTIPLE_CHOICE = """\
@@ -142,7 +143,7 @@ def evaluate(
             "--batch_size", str(batch_size), "--model_args", args,
             *(["--device", "cpu"] if model == "hf" else []),
         ],
-        check=True, timeout=400, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=True, timeout=1200, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     samples: Samples = {}
     for name in names:

@@ -140,7 +140,8 @@ def test_one_at_a_time_where_each_prompt_needs_its_own(url: str, target: EngineT
 def test_what_is_wrong_is_named_as_alone(url: str, target: EngineThread) -> None:
     prompts = prompts_of(target, CONTEXTS[0])
     size, context = target.engine.target.vocab_size, target.engine.target.context_length
-    for wrong in ([size], [-1], [1] * context, [2**40]):
+    begin = prompts[0]
+    for wrong in ([size], [*begin, size], [*begin, -1], [*begin, *[1] * context], [*begin, 2**40]):
         bodies = [
             ask(url, "/v1/completions", {
                 "model": "demo", "max_tokens": 0, "prompt": given, **KINDS["echo"]

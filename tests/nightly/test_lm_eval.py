@@ -31,6 +31,7 @@ from paceline.rpc.generate_service import ModelInfo
 from paceline.sampling import token_logprobs
 from tests.core.test_token_limits import rows_of
 from tests.deployments.http_serving import http_serving
+from tests.deployments.test_vllm_keys import ask
 
 LM_EVAL = shutil.which("lm_eval")
 pytestmark = [
@@ -132,13 +133,11 @@ def target(floats: Path) -> Iterator[EngineThread]:
 Samples = dict[str, list[dict[str, Any]]]
 
 
-def evaluate(
-    tasks: Path, out: Path, names: Sequence[str], model: str, args: str, batch_size: int
-) -> Samples:
+def evaluate(tasks: Path, out: Path, model: str, args: str, batch_size: int) -> Samples:
     """Run lm-eval; returns each task's samples in the order of its file."""
     subprocess.run(
         [
-            str(LM_EVAL), "run", "--model", model, "--tasks", ",".join(names),
+            str(LM_EVAL), "run", "--model", model, "--tasks", ",".join(TASKS),
             "--include_path", str(tasks), "--output_path", str(out), "--log_samples",
             "--batch_size", str(batch_size), "--model_args", args,
             *(["--device", "cpu"] if model == "hf" else []),
@@ -146,7 +145,7 @@ def evaluate(
         check=True, timeout=1200, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     samples: Samples = {}
-    for name in names:
+    for name in TASKS:
         (file,) = out.glob(f"**/samples_{name}_*.jsonl")
         lines = map(json.loads, file.read_text().splitlines())
         samples[name] = sorted(lines, key=lambda sample: int(sample["doc_id"]))
@@ -155,7 +154,7 @@ def evaluate(
 
 @dataclass
 class Work:
-    """Forwards of a target, and tokens that they computed."""
+    """Forwards of a target that score, and the tokens that they compute."""
 
     forwards: int = 0
     positions: int = 0
@@ -163,12 +162,14 @@ class Work:
 
 @contextmanager
 def counted(thread: EngineThread) -> Iterator[Work]:
-    runner, work = thread.engine.local_target.runner, Work()
+    engine, work = thread.engine, Work()
+    runner = engine.local_target.runner
     forward = runner.forward
 
     def counting(segments: Sequence[Segment], *rest: Any) -> ForwardResult:
-        work.forwards += 1
-        work.positions += sum(segment.num_rows for segment in segments)
+        if all(s.params.prompt_logprobs is not None for s in engine.sessions.values()):
+            work.forwards += 1
+            work.positions += sum(segment.num_rows for segment in segments)
         return forward(segments, *rest)
 
     runner.forward = counting  # type: ignore[method-assign]
@@ -178,77 +179,100 @@ def counted(thread: EngineThread) -> Iterator[Work]:
         del runner.forward  # type: ignore[method-assign]
 
 
+@pytest.fixture(scope="module")
+def of_transformers(tasks: Path, floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    out = tmp_path_factory.mktemp("hf")
+    return evaluate(tasks, out, "hf", f"pretrained={floats},dtype=float32", 1)
+
+
+@pytest.fixture(scope="module")
+def url(target: EngineThread) -> Iterator[str]:
+    with http_serving(
+        target, ModelInfo(name="smollm2", default_speculation=SpeculationConfig(method="auto"))
+    ) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def of_paceline(
+    tasks: Path, floats: Path, target: EngineThread, url: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Samples, Work]:  # fmt: skip
+    args = f"model=smollm2,base_url={url}/v1/completions,tokenizer={floats}"
+    with counted(target) as work:
+        out = tmp_path_factory.mktemp("paceline")
+        return evaluate(tasks, out, "local-completions", args, 128), work
+
+
 def answers(sample: dict[str, Any]) -> list[tuple[float, bool]]:
     """Log-probability and greediness of each choice."""
     return [(float(value), str(greedy) == "True") for value, greedy in sample["filtered_resps"]]
 
 
-@pytest.fixture(scope="module")
-def of_transformers(tasks: Path, floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    out = tmp_path_factory.mktemp("hf")
-    return evaluate(tasks, out, list(TASKS), "hf", f"pretrained={floats},dtype=float32", 1)
+def one_by_one(thread: EngineThread, url: str, sample: dict[str, Any]) -> list[float]:
+    """The choices' log-probabilities by a request for each, in which lm-eval asks for one."""
+    tokenizer, found = thread.engine.tokenizer, []
+    assert tokenizer is not None
+    for asked in sample["arguments"].values():
+        ids = tokenizer.encode(asked["arg_0"] + asked["arg_1"])
+        body = {
+            "model": "smollm2", "prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1,
+            "seed": 1234, "echo": True,
+        }  # fmt: skip
+        status, answer, _ = ask(url, "/v1/completions", body)
+        assert status == 200
+        told = answer["choices"][0]["logprobs"]["token_logprobs"]
+        found.append(sum(told[len(tokenizer.encode(asked["arg_0"])) : -1]))
+    return found
+
+
+def of_the_logits(thread: EngineThread, sample: dict[str, Any]) -> list[float]:
+    """The same by one forward over the tokens of each choice, without a server."""
+    tokenizer, found = thread.engine.tokenizer, []
+    assert tokenizer is not None
+    for asked in sample["arguments"].values():
+        ids = tokenizer.encode(asked["arg_0"] + asked["arg_1"])
+        rows = rows_of(thread.engine, ids)
+        begin = len(tokenizer.encode(asked["arg_0"]))
+        told = [token_logprobs(rows[i - 1], ids[i], 0) for i in range(begin, len(ids))]
+        found.append(sum(entry.logprob or 0.0 for entry in told))
+    return found
 
 
 def test_multiple_choice(
-    tasks: Path, floats: Path, target: EngineThread, of_transformers: Samples, tmp_path: Path
+    target: EngineThread, url: str, of_transformers: Samples, of_paceline: tuple[Samples, Work]
 ) -> None:
-    model = ModelInfo(name="smollm2", default_speculation=SpeculationConfig())
-    runs: dict[int, Samples] = {}
-    work: dict[int, Work] = {}
-    with http_serving(target, model) as url:
-        args = f"model=smollm2,base_url={url}/v1/completions,tokenizer={floats}"
-        for size in (128, 1):
-            with counted(target) as work[size]:
-                out = tmp_path / str(size)
-                runs[size] = evaluate(tasks, out, CHOICES, "local-completions", args, size)
-    num_items, largest, closest = 0, 0.0, float("inf")
-    for name in CHOICES:
-        for mine, alone, theirs in zip(
-            runs[128][name], runs[1][name], of_transformers[name], strict=True
-        ):
-            assert answers(mine) == answers(alone)  # to the last bit
-            check_logits(target, mine)
-            values = [value for value, _ in answers(mine)]
-            others = [value for value, _ in answers(theirs)]
-            differences = [abs(a - b) for a, b in zip(values, others, strict=True)]
-            largest = max(largest, *differences)
-            best = sorted(others)
-            closest = min(closest, best[-1] - best[-2])
-            assert max(differences) < ROUNDING
-            assert [greedy for _, greedy in answers(mine)] == [g for _, g in answers(theirs)]
-            assert (mine["acc"], mine["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
-            num_items += 1
-    assert num_items == len(capitals()) + len(sums())
-    num_continuations = 4 * num_items
+    samples, work = of_paceline
+    items = [pair for name in CHOICES for pair in zip(
+        samples[name], of_transformers[name], strict=True
+    )]  # fmt: skip
+    largest, closest = 0.0, float("inf")
+    with counted(target) as alone:
+        for mine, _ in items:
+            assert one_by_one(target, url, mine) == [value for value, _ in answers(mine)]
+    for mine, theirs in items:
+        assert of_the_logits(target, mine) == [value for value, _ in answers(mine)]
+        values, others = ([value for value, _ in answers(each)] for each in (mine, theirs))
+        largest = max(largest, *(abs(a - b) for a, b in zip(values, others, strict=True)))
+        second, best = sorted(others)[-2:]
+        closest = min(closest, best - second)
+        assert [greedy for _, greedy in answers(mine)] == [g for _, g in answers(theirs)]
+        assert (mine["acc"], mine["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
+    count = sum(len(answers(mine)) for mine, _ in items)
     print(
-        f"\n{num_items} items, {num_continuations} continuations; one tree: {work[128]}, one by "
-        f"one: {work[1]}; largest difference to transformers {largest:.1e}, best two choices at "
-        f"least {closest:.1e} apart"
+        f"\n{len(items)} items, {count} continuations. Trees: {work}; one by one: {alone}. Largest "
+        f"difference from transformers {largest:.1e}; the two best choices of an item are at least "
+        f"{closest:.1e} apart"
     )
-    assert work[128].forwards < num_items < num_continuations <= work[1].forwards
-    assert 2 * work[128].positions < work[1].positions
+    assert count == 4 * len(items) == 80
+    assert largest < ROUNDING
+    assert work.forwards < len(items)
+    assert alone.forwards >= 2 * count  # the prompt, and the token after it
+    assert 3 * work.positions < alone.positions
 
 
-def check_logits(thread: EngineThread, sample: dict[str, Any]) -> None:
-    """Compare an item's scores with the logits of one forward for each choice."""
-    tokenizer = thread.engine.tokenizer
-    assert tokenizer is not None
-    asked = [(each["arg_0"], each["arg_1"]) for each in sample["arguments"].values()]
-    for (context, choice), (value, _) in zip(asked, answers(sample), strict=True):
-        ids, begin = tokenizer.encode(context + choice), len(tokenizer.encode(context))
-        rows = rows_of(thread.engine, ids)
-        told = [token_logprobs(rows[i - 1], ids[i], 0) for i in range(begin, len(ids))]
-        assert value == sum(entry.logprob or 0.0 for entry in told)
-
-
-def test_generate_until(
-    tasks: Path, floats: Path, target: EngineThread, of_transformers: Samples, tmp_path: Path
-) -> None:
-    model = ModelInfo(name="smollm2", default_speculation=SpeculationConfig())
-    with http_serving(target, model) as url:
-        args = f"model=smollm2,base_url={url}/v1/completions,tokenizer={floats}"
-        mine = evaluate(tasks, tmp_path, ["writes"], "local-completions", args, 8)["writes"]
-    theirs = of_transformers["writes"]
+def test_generate_until(of_transformers: Samples, of_paceline: tuple[Samples, Work]) -> None:
+    mine, theirs = of_paceline[0]["writes"], of_transformers["writes"]
     assert [each["resps"] for each in mine] == [each["resps"] for each in theirs]
     assert [each["exact_match"] for each in mine] == [each["exact_match"] for each in theirs]
     assert len({each["resps"][0][0] for each in mine}) > 4  # it has written something

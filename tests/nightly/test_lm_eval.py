@@ -48,20 +48,19 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 GENERATE = """\
 output_type: generate_until
 doc_to_target: "{{text}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 24, do_sample: false}
+generation_kwargs: {until: ["\\n"], max_gen_toks: 16, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid",
     "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima", "Norway": "Oslo",
-    "Canada": "Ottawa", "Greece": "Athens", "Kenya": "Nairobi", "Cuba": "Havana",
 }  # fmt: skip
 EXAMPLES = "".join(
     f"Question: What is {a} plus {b}?\nAnswer: {a + b}, because {b} comes on top of {a}.\n\n"
     for a, b in ((3, 4), (10, 2))
 )
-ROUNDING = 1e-4
-"""Sums of float32 in another order move the log-probability of a whole continuation by less."""
+ROUNDING = 5e-5
+"""Sums of float32 in another order move the log-probability of a token by less, in 30 layers."""
 
 
 def capitals() -> list[dict[str, Any]]:
@@ -81,7 +80,7 @@ def capitals() -> list[dict[str, Any]]:
 def sums() -> list[dict[str, Any]]:
     """With two examples before each question, which are the same for all."""
     rows = []
-    for i in range(8):
+    for i in range(6):
         a, b = 2 + i, 3 + 2 * i % 7
         choices = [f" {a + b + j - i % 4}, because {b} comes on top of {a}." for j in range(4)]
         question = f"{EXAMPLES}Question: What is {a} plus {b}?\nAnswer:"
@@ -209,63 +208,70 @@ def answers(sample: dict[str, Any]) -> list[tuple[float, bool]]:
     return [(float(value), str(greedy) == "True") for value, greedy in sample["filtered_resps"]]
 
 
-def one_by_one(thread: EngineThread, url: str, sample: dict[str, Any]) -> list[float]:
-    """The choices' log-probabilities by a request for each, in which lm-eval asks for one."""
-    tokenizer, found = thread.engine.tokenizer, []
+def check_alone(thread: EngineThread, url: str, sample: dict[str, Any]) -> list[int]:
+    """Compare an item's scores with those of its choices one by one, to the last bit.
+
+    Returns:
+        The number of tokens of each choice.
+    """
+    tokenizer, sizes = thread.engine.tokenizer, []
     assert tokenizer is not None
-    for asked in sample["arguments"].values():
+    choices = sample["arguments"].values()
+    for asked, (value, _) in zip(choices, answers(sample), strict=True):
         ids = tokenizer.encode(asked["arg_0"] + asked["arg_1"])
-        body = {
+        begin = len(tokenizer.encode(asked["arg_0"]))
+        # What lm-eval asks with a batch size of 1.
+        status, answer, _ = ask(url, "/v1/completions", {
             "model": "smollm2", "prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1,
             "seed": 1234, "echo": True,
-        }  # fmt: skip
-        status, answer, _ = ask(url, "/v1/completions", body)
+        })  # fmt: skip
         assert status == 200
         told = answer["choices"][0]["logprobs"]["token_logprobs"]
-        found.append(sum(told[len(tokenizer.encode(asked["arg_0"])) : -1]))
-    return found
+        assert value == sum(told[begin:-1])
+        sizes.append(len(ids) - begin)
+    return sizes
 
 
-def of_the_logits(thread: EngineThread, sample: dict[str, Any]) -> list[float]:
-    """The same by one forward over the tokens of each choice, without a server."""
-    tokenizer, found = thread.engine.tokenizer, []
+def check_logits(thread: EngineThread, sample: dict[str, Any]) -> None:
+    """Compare an item's scores with one forward for each choice, without a server."""
+    tokenizer = thread.engine.tokenizer
     assert tokenizer is not None
-    for asked in sample["arguments"].values():
+    choices = sample["arguments"].values()
+    for asked, (value, _) in zip(choices, answers(sample), strict=True):
         ids = tokenizer.encode(asked["arg_0"] + asked["arg_1"])
         rows = rows_of(thread.engine, ids)
         begin = len(tokenizer.encode(asked["arg_0"]))
         told = [token_logprobs(rows[i - 1], ids[i], 0) for i in range(begin, len(ids))]
-        found.append(sum(entry.logprob or 0.0 for entry in told))
-    return found
+        assert value == sum(entry.logprob or 0.0 for entry in told)
 
 
 def test_multiple_choice(
     target: EngineThread, url: str, of_transformers: Samples, of_paceline: tuple[Samples, Work]
 ) -> None:
     samples, work = of_paceline
-    items = [pair for name in CHOICES for pair in zip(
-        samples[name], of_transformers[name], strict=True
-    )]  # fmt: skip
-    largest, closest = 0.0, float("inf")
+    items = [
+        pair for name in CHOICES for pair in zip(samples[name], of_transformers[name], strict=True)
+    ]
+    count, largest, closest = 0, 0.0, float("inf")
     with counted(target) as alone:
-        for mine, _ in items:
-            assert one_by_one(target, url, mine) == [value for value, _ in answers(mine)]
-    for mine, theirs in items:
-        assert of_the_logits(target, mine) == [value for value, _ in answers(mine)]
+        sizes = [check_alone(target, url, mine) for mine, _ in items]
+    check_logits(target, items[0][0])
+    for (mine, theirs), tokens in zip(items, sizes, strict=True):
         values, others = ([value for value, _ in answers(each)] for each in (mine, theirs))
-        largest = max(largest, *(abs(a - b) for a, b in zip(values, others, strict=True)))
-        second, best = sorted(others)[-2:]
-        closest = min(closest, best - second)
+        differences = [abs(a - b) for a, b in zip(values, others, strict=True)]
+        assert all(d < ROUNDING * size for d, size in zip(differences, tokens, strict=True))
         assert [greedy for _, greedy in answers(mine)] == [g for _, g in answers(theirs)]
         assert (mine["acc"], mine["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
-    count = sum(len(answers(mine)) for mine, _ in items)
+        second, best = sorted(others)[-2:]
+        closest = min(closest, best - second)
+        largest, count = max(largest, *differences), count + len(values)
     print(
         f"\n{len(items)} items, {count} continuations. Trees: {work}; one by one: {alone}. Largest "
         f"difference from transformers {largest:.1e}; the two best choices of an item are at least "
         f"{closest:.1e} apart"
     )
-    assert count == 4 * len(items) == 80
-    assert largest < ROUNDING
+    assert count == 4 * len(items) == 4 * (len(capitals()) + len(sums()))
+    assert closest > 2 * largest  # so rounding decides no item
     assert work.forwards < len(items)
     assert alone.forwards >= 2 * count  # the prompt, and the token after it
     assert 3 * work.positions < alone.positions
@@ -275,4 +281,4 @@ def test_generate_until(of_transformers: Samples, of_paceline: tuple[Samples, Wo
     mine, theirs = of_paceline[0]["writes"], of_transformers["writes"]
     assert [each["resps"] for each in mine] == [each["resps"] for each in theirs]
     assert [each["exact_match"] for each in mine] == [each["exact_match"] for each in theirs]
-    assert len({each["resps"][0][0] for each in mine}) > 4  # it has written something
+    assert len({each["resps"][0][0] for each in mine}) > 3  # it has written something

@@ -223,7 +223,7 @@ def continuations_of(request: generate_pb2.GenerateRequest) -> list[Sequence[int
         InvalidArgument: there are more than one request may have.
     """
     bounds.CONTINUATIONS.check(len(request.continuations))
-    found = [each.token_ids for each in request.continuations]
+    found: list[Sequence[int]] = [each.token_ids for each in request.continuations]
     bounds.CONTINUATION_TOKENS.check(sum(map(len, found)))
     return found
 

@@ -80,7 +80,7 @@ def capitals() -> list[dict[str, Any]]:
 def sums() -> list[dict[str, Any]]:
     """With two examples before each question, which are the same for all."""
     rows = []
-    for i in range(6):
+    for i in range(4):
         a, b = 2 + i, 3 + 2 * i % 7
         choices = [f" {a + b + j - i % 4}, because {b} comes on top of {a}." for j in range(4)]
         question = f"{EXAMPLES}Question: What is {a} plus {b}?\nAnswer:"
@@ -281,4 +281,4 @@ def test_generate_until(of_transformers: Samples, of_paceline: tuple[Samples, Wo
     mine, theirs = of_paceline[0]["writes"], of_transformers["writes"]
     assert [each["resps"] for each in mine] == [each["resps"] for each in theirs]
     assert [each["exact_match"] for each in mine] == [each["exact_match"] for each in theirs]
-    assert len({each["resps"][0][0] for each in mine}) > 3  # it has written something
+    assert len({each["resps"][0][0] for each in mine}) > 2  # it has written something

@@ -49,11 +49,13 @@ from paceline.rpc.audit import Audit
 from paceline.rpc.continuation import Continuation
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import generate_pb2
+from paceline.rpc.messages import continuations_of
 from paceline.rpc.server import PortInUse, start_server
 from paceline.rpc.streams import Unread, read_ahead
 from paceline.rpc.tenants import Tenants
 from paceline.rpc.tls import ClientTls
 from paceline.rpc.tracing import Tracing, traceparent_of
+from paceline.scoring import token_tree
 
 logger = logging.getLogger(__name__)
 
@@ -204,12 +206,13 @@ class Relay:
         try:
             async with aclosing(attempt) as replies:
                 async for reply, message in replies:
-                    if message.token_ids:
+                    if message.token_ids or message.continuations:
                         self._poison.lives(digest)
                     admission.opened()
                     if message.prompt_length:
-                        admission.settle(message.prompt_length)
-                    admission.charge(len(message.token_ids))
+                        admission.settle(message.num_positions or message.prompt_length)
+                    after = (len(each.reply.token_ids) for each in message.continuations)
+                    admission.charge(len(message.token_ids) + sum(after))
                     yield reply, message
         finally:
             admission.on_replica(False)
@@ -336,8 +339,9 @@ def _size(reply: _Reply) -> int:
 
 
 def _prompt_tokens(request: generate_pb2.GenerateRequest) -> int:
-    """Tokens of the prompt; of a text, which only the target encodes, a guess."""
-    return len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
+    """Tokens of prompt and continuations; of a text, which only the target encodes, a guess."""
+    prompt = len(request.token_ids.token_ids) or len(request.text) // _CHARACTERS_PER_TOKEN + 1
+    return prompt + token_tree(continuations_of(request))[0].num_nodes
 
 
 def _gate(config: GatewayConfig, quotas: SharedQuotas) -> Gate:

@@ -261,11 +261,7 @@ class IdleLeases:
         None if there is none."""
         for lease in reversed(self._leases):
             endpoint = lease.endpoint
-            if (
-                not lease.lost
-                and endpoint.has(fingerprint)
-                and prefer in ("", endpoint.replica_id)
-            ):
+            if not lease.lost and endpoint.has(fingerprint) and prefer in ("", endpoint.replica_id):
                 self._leases.pop(lease).cancel()
                 return lease
         return None

@@ -21,6 +21,8 @@ MIN_PREFILL = 4
 def round_entries(session: Session) -> int:
     """Most KV entries that a round takes beyond those of the committed tokens."""
     config = session.plan.config
+    if session.branches is not None:
+        return session.branches.num_nodes + 1
     nodes = config.node_budget or 0
     if Need.SHARED_MODEL in session.plan.needs:
         # Drafting takes entries in the target's cache, and verification may take others; some

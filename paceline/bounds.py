@@ -51,6 +51,8 @@ CONSTRAINT_DEPTH = Bound("json_schema, regex or grammar", 64, "levels of bracket
 CONSTRAINT_REPEATS = Bound(
     "json_schema, regex or grammar", 10_000, "repetitions, those of nested ones multiplied"
 )
+CONTINUATIONS = Bound("continuations", 256, "sequences")
+CONTINUATION_TOKENS = Bound("continuations", 16_384, "token ids, all sequences together")
 TEMPLATE_VARIABLES = Bound("chat_template_kwargs", 64, "keys")
 SPECULATION_LIST = Bound("speculation, each list", 4096, "entries")
 SPECULATION_TEXT = Bound("speculation, each text", 65_536, "characters")
@@ -58,7 +60,7 @@ SPECULATION_TEXT = Bound("speculation, each text", 65_536, "characters")
 BOUNDS = (
     STOP_STRINGS, STOP_BYTES, STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, LOGIT_BIASES,
     CONSTRAINT_BYTES, CONSTRAINT_RULES, CONSTRAINT_DEPTH, CONSTRAINT_REPEATS,
-    TEMPLATE_VARIABLES, SPECULATION_LIST, SPECULATION_TEXT,
+    CONTINUATIONS, CONTINUATION_TOKENS, TEMPLATE_VARIABLES, SPECULATION_LIST, SPECULATION_TEXT,
 )  # fmt: skip
 
 LONGEST_TOKEN = 16

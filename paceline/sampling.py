@@ -18,7 +18,7 @@ computed beside it, and uses operations that give the same bits on every process
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -306,6 +306,11 @@ def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
         logits: the raw logits of the token's position.
         count: how many of the most likely tokens to return.
     """
+    return logprobs_of(logits, (token_id,), count)[0]
+
+
+def logprobs_of(logits: Row, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """:func:`token_logprobs` of several tokens in one place."""
     scores = logits.astype(np.float64)
     total = weights64(scores)[1]
     scores -= scores.max()
@@ -315,8 +320,10 @@ def token_logprobs(logits: Row, token_id: int, count: int) -> TokenLogprobs:
         best = _at_least_kth(scores, min(count, len(scores)))
         best = best[np.argsort(-scores[best], kind="stable")][:count]
         top = tuple((int(t), float(scores[t])) for t in best)
-    own = scores[token_id]
-    return TokenLogprobs(token_id, float(own), top, int(np.count_nonzero(scores >= own)))
+    return [
+        TokenLogprobs(token, float(own), top, int(np.count_nonzero(scores >= own)))
+        for token, own in zip(token_ids, scores[list(token_ids)], strict=True)
+    ]
 
 
 def scaled_scores(logits: Row, params: SamplingParams) -> Probs:

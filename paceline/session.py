@@ -14,7 +14,7 @@ from paceline.lengths.base import depth_ahead
 from paceline.sampling import SamplingParams, TokenLogprobs, token_logprobs
 from paceline.tokenizer import IncrementalDecoder
 from paceline.tree import height
-from paceline.types import DepthPolicy, Draws, Need, Outcome, StopRule
+from paceline.types import DepthPolicy, Draft, Draws, Need, Outcome, StopRule
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,7 @@ class SessionStatistics:
 
     num_rounds: int = 0
     num_target_forwards: int = 0
+    num_prefill_forwards: int = 0  # that read a part of the prompt
     num_drafted: int = 0  # along the deepest path of each draft, see acceptance_rate
     num_draft_nodes: int = 0
     num_accepted: int = 0
@@ -137,6 +138,7 @@ class Session:
         constraint: the output's constraint, advanced past the committed tokens.
         stop_ids: the tokens that end the generation.
         prompt_logprobs: of the prompt tokens that are read, if the request wants them.
+        branches: a tree that the target reads behind the prompt, instead of deciding what follows.
         method_name: the method that the session began with; losing the drafter changes the plan.
         traceparent: W3C trace context for a drafter in another process; "" is none.
         tenant: whose it is; it uses cached entries only of sessions of the same tenant.
@@ -191,6 +193,7 @@ class Session:
         self.prompt_logprobs: list[TokenLogprobs] = []
         if params.prompt_logprobs is not None:
             self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None))
+        self.branches: Draft | None = None
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens)
@@ -211,6 +214,11 @@ class Session:
     def length(self) -> int:
         """Number of committed tokens, prompt included."""
         return len(self.token_ids)
+
+    @property
+    def num_to_read(self) -> int:
+        """Tokens to read before the first round: all but the last, or all and the branches."""
+        return self.length - 1 if self.branches is None else self.length + self.branches.num_nodes
 
     # The members that the parts of a method read: see :class:`paceline.view.SessionView`.
 

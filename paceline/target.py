@@ -81,6 +81,10 @@ def _scores_prompt(session: SessionView) -> bool:
     return session.params.prompt_logprobs is not None
 
 
+def _num_read(sequence: KVSequence) -> int:
+    return sequence.length + sequence.num_pending
+
+
 class ModelTarget:
     """Verifies drafts with one packed forward for all sessions of a step.
 
@@ -180,6 +184,8 @@ class ModelTarget:
         sequence = self._sequences.pop(session.session_id, None)
         if sequence is not None:
             if session.finish_reason != "error":
+                if session.branches is not None:
+                    self._keep_prompt(session, sequence)
                 self._publish(session, sequence)
             self.runner.free(sequence)
 
@@ -196,8 +202,8 @@ class ModelTarget:
             self.runner.publish(sequence, tokens, session.tenant)
 
     def prefill_left(self, session: SessionView) -> int:
-        """Number of committed tokens without a KV entry, the last one not counted."""
-        return session.length - 1 - self._sequences[session.session_id].length
+        """Number of tokens to read (``session.num_to_read``) that have no KV entry."""
+        return session.num_to_read - _num_read(self._sequences[session.session_id])
 
     def verify(
         self,
@@ -224,10 +230,7 @@ class ModelTarget:
         """
         segments = []
         for session, count in prefill:
-            sequence = self._sequences[session.session_id]
-            chunk = session.token_ids[sequence.length : sequence.length + count]
-            scored: Literal["all", "none"] = "all" if _scores_prompt(session) else "none"
-            segments.append(Segment(sequence, np.asarray(chunk, np.int64), logits=scored))
+            segments.append(self._next_tokens(session, count))
         orders: list[list[int] | None] = []
         guesses = pseudo or [None] * len(sessions)
         for session, draft, guess in zip(sessions, drafts, guesses, strict=True):
@@ -240,7 +243,10 @@ class ModelTarget:
         self.num_padding += num_padding
         for session, count in prefill:
             sequence = self._sequences[session.session_id]
-            self.runner.commit(sequence, range(count))
+            if session.branches is None:
+                self.runner.commit(sequence, range(count))
+            elif _num_read(sequence) <= session.length:
+                self._keep_prompt(session, sequence)
             if sequence.length == session.length - 1:
                 self._publish(session, sequence)
         verifications = []
@@ -256,6 +262,32 @@ class ModelTarget:
             verifications.append(Verification(logits, extras, guessed))
         verifications += [Verification(*results[i]) for i in range(len(prefill))]
         return verifications
+
+    def _next_tokens(self, session: SessionView, count: int) -> Segment:
+        """The next ``count`` tokens of a prompt, and of the branches behind it if there are any.
+
+        Branches, and prompt tokens that are read together with some, stay pending.
+        """
+        sequence, tree = self._sequences[session.session_id], session.branches
+        first = _num_read(sequence)
+        ids = np.asarray(session.token_ids[first : first + count], np.int64)
+        scored: Literal["all", "none"] = "all" if _scores_prompt(session) else "none"
+        if tree is None or first + count < session.length:
+            return Segment(sequence, ids, logits=scored)
+        read = max(0, first - session.length)
+        nodes = slice(read, read + count - len(ids))
+        # The prompt's last token is pending, too, unless it was read before.
+        above = tree.parent_indices[nodes] + np.int32(session.length - sequence.length)
+        chain = np.arange(len(ids), dtype=np.int32) + np.int32(sequence.num_pending - 1)
+        return Segment(
+            sequence, np.concatenate([ids, tree.token_ids[nodes]]), np.concatenate([chain, above])
+        )
+
+    def _keep_prompt(self, session: SessionView, sequence: KVSequence) -> None:
+        """Commit what is pending of the prompt, and forget its branches."""
+        self.runner.commit(
+            sequence, range(min(sequence.num_pending, session.length - sequence.length))
+        )
 
     def _segment(
         self, session: SessionView, draft: Draft, pseudo: PseudoTokens | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +21,7 @@ from paceline.numerics import Fingerprint, mismatch
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
+from paceline.scoring import common_length
 from paceline.types import Draft
 
 FORMAT = "paceline-transcript-1"
@@ -201,7 +201,7 @@ def verify(engine: Engine, transcript: Transcript) -> Check:
             found = session.output_ids
             if session.error is not None:
                 raise session.error
-            same = _common(found, written)
+            same = common_length(found, written)
             if same < min(len(found), len(written)):
                 break
             done = len(found)
@@ -209,7 +209,7 @@ def verify(engine: Engine, transcript: Transcript) -> Check:
     finally:
         engine.cancel(session_id)
         client.forget(session_id)
-    same = _common(found, written)
+    same = common_length(found, written)
     forwards = session.stats.num_target_forwards
     # A transcript that has ended must end where the target does.
     ended = session.finish_reason in ("stop", "length") and len(found) == len(written)
@@ -223,9 +223,3 @@ def verify(engine: Engine, transcript: Transcript) -> Check:
         written=written[same] if same < len(written) else None,
         own=found[same] if same < len(found) else None,
     )
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens are the same from the first on."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.types import DepthPolicy, Draws, Need, StopRule
+from paceline.types import DepthPolicy, Draft, Draws, Need, StopRule
 
 if TYPE_CHECKING:
     from paceline.knobs import Knobs
@@ -39,6 +39,7 @@ class SessionView(TokensView, Protocol):
         tenant: whose it is; it uses cached entries only of sessions of the same tenant.
         adapter: name of the target's adapter that it decodes with; "" is none.
         finish_reason: None while running.
+        branches: a tree that the target reads behind the prompt, instead of deciding what follows.
     """
 
     prompt_length: int
@@ -49,10 +50,16 @@ class SessionView(TokensView, Protocol):
     adapter: str
     traceparent: str
     finish_reason: str | None
+    branches: Draft | None
 
     @property
     def length(self) -> int:
         """Number of committed tokens, prompt included."""
+        ...
+
+    @property
+    def num_to_read(self) -> int:
+        """Tokens to read before the first round: all but the last, or all and the branches."""
         ...
 
     @property

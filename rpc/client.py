@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from types import TracebackType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -213,6 +213,9 @@ class Round:
     draft: generate_pb2.RoundDraft | None = None  # if the request asks for it
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     explanation: Mapping[str, Any] | None = None  # of method `auto`, if the request asks for it
+    # Of requests with continuations: which one, and what is told of it; and the tokens computed.
+    continuations: tuple[tuple[int, Round], ...] = ()
+    num_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,13 +257,81 @@ class Completion:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuationScores:
+    """What the target says of a continuation.
+
+    Attributes:
+        logprobs: of its tokens, each after the prompt and the tokens before it.
+        after: the token that the target generates behind it.
+    """
+
+    logprobs: tuple[TokenLogprobs, ...]
+    after: Round = field(repr=False)
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the whole continuation; 0 if it is empty."""
+        return sum(entry.logprob or 0.0 for entry in self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each of its tokens is a most likely one."""
+        return all(entry.rank == 1 for entry in self.logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What the target says of continuations of one prompt.
+
+    Attributes:
+        continuations: in the order of the request.
+        prompt_logprobs: of the prompt, if the request wants them.
+        num_positions: tokens that the target computed; those that continuations share count once.
+        statistics: with the forwards that read them (``num_prefill_forwards``).
+        fingerprint: of the server's numerics.
+    """
+
+    continuations: tuple[ContinuationScores, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    num_positions: int
+    statistics: SessionStatistics
+    fingerprint: str
+
+    @staticmethod
+    def of(rounds: Sequence[Round]) -> Scores:
+        """From all rounds of a request with continuations."""
+        # A server that was lost may have told a part.
+        first = max(i for i, each in enumerate(rounds) if each.fingerprint)
+        rounds = rounds[first:]
+        parts: dict[int, list[Round]] = {}
+        for index, part in (pair for each in rounds for pair in each.continuations):
+            parts.setdefault(index, []).append(part)
+        statistics = rounds[-1].statistics
+        assert statistics is not None
+        return Scores(
+            continuations=tuple(
+                ContinuationScores(
+                    logprobs=tuple(entry for part in told for entry in part.prompt_logprobs),
+                    after=told[-1],
+                )
+                for _, told in sorted(parts.items())
+            ),
+            prompt_logprobs=tuple(entry for each in rounds for entry in each.prompt_logprobs),
+            num_positions=rounds[-1].num_positions,
+            statistics=statistics,
+            fingerprint=rounds[0].fingerprint,
+        )
+
+
 def _generate_request(
     prompt: Prompt,
     params: SamplingParams | None,
-    speculation: SpeculationConfig | None,
-    prediction: Prompt,
-    numerics_mismatch: str | None,
-    adapter: str,
+    speculation: SpeculationConfig | None = None,
+    prediction: Prompt = (),
+    numerics_mismatch: str | None = None,
+    adapter: str = "",
+    continuations: Sequence[Sequence[int]] = (),
 ) -> generate_pb2.GenerateRequest:
     request = generate_pb2.GenerateRequest(sampling=sampling_to_message(params), adapter=adapter)
     if numerics_mismatch is not None:
@@ -276,6 +347,9 @@ def _generate_request(
     elif len(prediction):
         ids = build(common_pb2.TokenIds, "prediction.", token_ids=list(prediction))
         request.prediction_token_ids.CopyFrom(ids)
+    for i, each in enumerate(continuations):
+        where = f"continuations[{i}]."
+        request.continuations.append(build(common_pb2.TokenIds, where, token_ids=list(each)))
     if request.ByteSize() > MAX_MESSAGE_BYTES:
         raise InvalidArgument(
             "prompt", f"{request.ByteSize()} bytes", f"at most {MAX_MESSAGE_BYTES} bytes"
@@ -332,6 +406,8 @@ def _round(reply: generate_pb2.GenerateReply) -> Round:
         prompt_token_ids=tuple(reply.prompt_token_ids),
         draft=reply.draft if reply.HasField("draft") else None,
         explanation=explanation_of(reply),
+        continuations=tuple((each.index, _round(each.reply)) for each in reply.continuations),
+        num_positions=reply.num_positions,
     )
 
 
@@ -450,6 +526,20 @@ class _Client(Generic[G]):
         start, timeout = self._start_generation, timeout or self._timeout
         return self._generation(start, request, timeout, self._resume_s)
 
+    def _scoring(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Sequence[int]],
+        params: SamplingParams | None,
+        timeout: float | None,
+    ) -> G:
+        if not len(continuations):
+            raise InvalidArgument("continuations", "none", "at least one")
+        params = replace(params or SamplingParams(), max_tokens=1)
+        request = _generate_request(prompt, params, continuations=continuations)
+        start, timeout = self._start_generation, timeout or self._timeout
+        return self._generation(start, request, timeout, self._resume_s)
+
     def _start_generation(
         self, request: generate_pb2.GenerateRequest, timeout: float | None
     ) -> Any:
@@ -545,6 +635,27 @@ class Client(_Client[Generation]):
             numerics_mismatch=numerics_mismatch, adapter=adapter,
         )  # fmt: skip
         return Completion.of(list(generation))
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Scores:
+        """Score sequences that may follow a prompt, in one reading of their tree.
+
+        Tokens that several of them begin with are computed once. On the fast path the scores are
+        those of one sequence at a time, to the last bit.
+
+        Args:
+            continuations: token ids, because a text after a prompt has other tokens than alone; at
+                most 256, with 16,384 tokens together.
+            params: ``prompt_logprobs`` most likely tokens beside each; and how to choose the one
+                token after each continuation.
+        """
+        return Scores.of(list(self._scoring(prompt, continuations, params, timeout)))
 
     def get_model(self) -> generate_pb2.Model:
         """What the server serves."""
@@ -699,6 +810,18 @@ class AsyncClient(_Client[AsyncGeneration]):
             numerics_mismatch=numerics_mismatch, adapter=adapter,
         )  # fmt: skip
         return Completion.of([r async for r in generation])
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109  the deadline travels with the call
+    ) -> Scores:
+        """As :meth:`Client.score`."""
+        generation = self._scoring(prompt, continuations, params, timeout)
+        return Scores.of([r async for r in generation])
 
     async def get_model(self) -> generate_pb2.Model:
         """What the server serves."""

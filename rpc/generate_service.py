@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,6 +17,8 @@ import grpc
 from paceline.bounds import LONGEST_TOKEN
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import Follower, method_with_prediction
+from paceline.engine.events import RoundEvent
+from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument
 from paceline.lengths.auto import Auto
 from paceline.numerics import Fingerprint, check_mismatch
@@ -27,6 +30,7 @@ from paceline.rpc.errors import InternalError
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from paceline.rpc.messages import (
     check_size,
+    continuations_of,
     fingerprint_of,
     numerics_differ,
     sampling_from_message,
@@ -38,11 +42,12 @@ from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.round_drafts import RoundDrafts
 from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.sampling import TokenLogprobs
+from paceline.scoring import token_tree
 from paceline.session import Session
 from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
 
 if TYPE_CHECKING:
-    from paceline.engine import RoundEvent, Serving
+    from paceline.engine import Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -151,14 +156,16 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self._check_sizes(request)
         own = fingerprint_of(self._thread.engine.target, request.adapter)
         changed = numerics_differ(request, own, self._numerics_mismatch)
+        continuations = continuations_of(request)
         prompt_ids = await self._prompt_ids(request)
         prediction = await self._prediction(request)
         params = sampling_from_message(request.sampling)
+        speculation = None
         if request.HasField("speculation"):
             speculation = speculation_from_message(request.speculation)
-        else:
+        elif not continuations:
             speculation = self._default_speculation(bool(prediction))
-        if speculation.method == "client":
+        if speculation is not None and speculation.method == "client":
             raise InvalidArgument(
                 "speculation.method", "client", "another one: drafts of yours go to VerifyService"
             )
@@ -170,7 +177,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         inbox = _Inbox(self._thread, session_id, admission)
         loop = asyncio.get_running_loop()
         first, finished, resumed = True, False, bool(request.committed_token_ids)
-        admission.reserve(len(prompt_ids))
+        admission.reserve(len(prompt_ids) + token_tree(continuations)[0].num_nodes)
         submitted = self._thread.submit(
             Request(
                 prompt_ids,
@@ -185,6 +192,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 committed=request.committed_token_ids,
                 constraint=constraint,
                 adapter=request.adapter,
+                continuations=continuations,
             ),
             on_event=hand_over(loop, inbox.put),
         )
@@ -205,19 +213,20 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                     span.round(event)
                 admission.charge(len(event.token_ids))
                 reply = self._reply(event, drafter_name)
-                if first:
-                    for part in self._prompt_logprobs(session, resumed):
-                        yield part
-                    reply.fingerprint, reply.numerics_changed = str(own), changed
-                    reply.prompt_length = session.prompt_length
-                    first = False
                 if finished and request.return_explanation:
                     _explain(reply, session)
                 if finished and request.return_prompt_token_ids:
                     reply.prompt_token_ids.extend(prompt_ids)
                 if drafts is not None and event.outcome is not None:
                     reply.draft.CopyFrom(drafts.of(event, event.outcome))
-                yield reply
+                if isinstance(session, ScoredTree):
+                    admission.charge(session.stats.num_tokens)
+                for part in chain(self._scores(session, resumed) if first else (), (reply,)):
+                    if first:
+                        part.fingerprint, part.numerics_changed = str(own), changed
+                        self._count_prompt(part, session)
+                        first = False
+                    yield part
         finally:
             if not finished:
                 self._thread.cancel(session_id)
@@ -358,14 +367,38 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             self._finish(reply, session, drafter_name)
         return reply
 
-    def _prompt_logprobs(
-        self, session: Session, resumed: bool
-    ) -> Iterator[generate_pb2.GenerateReply]:
-        """Replies with the prompt's log-probabilities, none larger than a message may be."""
+    def _scores(self, session: Session, resumed: bool) -> Iterator[generate_pb2.GenerateReply]:
+        """Replies with the scores of the prompt and of continuations, none larger than may be."""
         entries = () if resumed else session.prompt_logprobs  # the first server has sent them
+        for part in self._in_parts(entries):
+            yield generate_pb2.GenerateReply(prompt_logprobs=part)
+        if not isinstance(session, ScoredTree) or session.finish_reason != "length":
+            return
+        reply, size = generate_pb2.GenerateReply(), 0
+        for index, told in enumerate(session.scores()):
+            logprobs = () if told.logprob is None else (told.logprob,)
+            ids, text = tuple(told.after.output_ids), told.after.text
+            event = RoundEvent(told.after, 1, ids, 0, text, None, True, logprobs)
+            last = self._reply(event, "none")
+            *parts, rest = [*self._in_parts(told.logprobs)] or [[]]
+            last.prompt_logprobs.extend(rest)
+            for part in parts:
+                more = generate_pb2.GenerateReply(prompt_logprobs=part)
+                one = generate_pb2.ContinuationReply(index=index, reply=more)
+                yield generate_pb2.GenerateReply(continuations=[one])
+            reply.continuations.add(index=index, reply=last)
+            size += 1 + len(rest)
+            if size >= _LOGPROBS_A_REPLY:
+                yield reply
+                reply, size = generate_pb2.GenerateReply(), 0
+        if size:
+            yield reply
+
+    def _in_parts(
+        self, entries: Sequence[TokenLogprobs]
+    ) -> Iterator[list[generate_pb2.TokenLogprobs]]:
         for start in range(0, len(entries), _LOGPROBS_A_REPLY):
-            part = entries[start : start + _LOGPROBS_A_REPLY]
-            yield generate_pb2.GenerateReply(prompt_logprobs=map(self._logprobs, part))
+            yield [self._logprobs(entry) for entry in entries[start : start + _LOGPROBS_A_REPLY]]
 
     def _logprobs(self, entry: TokenLogprobs) -> generate_pb2.TokenLogprobs:
         tokenizer = self._thread.engine.tokenizer
@@ -381,6 +414,11 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             ],
         )
 
+    def _count_prompt(self, reply: generate_pb2.GenerateReply, session: Session) -> None:
+        reply.prompt_length = session.prompt_length
+        if isinstance(session, ScoredTree):
+            reply.num_positions = session.num_positions
+
     def _finish(
         self, reply: generate_pb2.GenerateReply, session: Session, drafter_name: str
     ) -> None:
@@ -393,7 +431,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             raise session.error or InternalError("the session failed")
         reply.finish_reason = session.finish_reason or ""
         reply.statistics.CopyFrom(statistics_to_message(session.stats))
-        reply.prompt_length = session.prompt_length
+        self._count_prompt(reply, session)
         if isinstance(session.stop_cause, str):
             reply.stop_string = session.stop_cause
         elif session.stop_cause is not None:

@@ -217,6 +217,18 @@ def check_size(field: str, token_ids: Sequence[int], context_length: int) -> Non
         )
 
 
+def continuations_of(request: generate_pb2.GenerateRequest) -> list[Sequence[int]]:
+    """The continuations of a request, which may be any numbers.
+
+    Raises:
+        InvalidArgument: there are more than one request may have.
+    """
+    bounds.CONTINUATIONS.check(len(request.continuations))
+    found: list[Sequence[int]] = [each.token_ids for each in request.continuations]
+    bounds.CONTINUATION_TOKENS.check(sum(map(len, found)))
+    return found
+
+
 def tokens_from_message(field: str, token_ids: Sequence[int], vocab_size: int) -> list[int]:
     """Token ids from the wire.
 

@@ -35,6 +35,9 @@ def check_request(request: Request, plan: Plan, target: VllmTarget) -> None:
         raise InvalidArgument("priority", request.priority, "0 with engine vllm")
     if params.prompt_logprobs is not None:
         raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, "none with engine vllm")
+    if request.continuations:
+        count = f"{len(request.continuations)} sequences"
+        raise InvalidArgument("continuations", count, "none with engine vllm")
     if len(committed) and (params.penalizes_output or params.constraint is not None):
         raise FailedPrecondition(
             "vLLM cannot go on with an output that penalties or a constraint count from its "

@@ -79,8 +79,19 @@ class SpeculativeDecoding(Answered):
     num_spec_tokens: int
 
 
+class PromptScores(Answered):
+    """Tokens that the target computed to score the prompts, shared beginnings once; and forwards.
+
+    A forward that several of the request's readings share counts for each of them.
+    """
+
+    num_positions: int
+    num_target_forwards: int
+
+
 class RequestMetrics(Answered):
     speculative_decoding: SpeculativeDecoding | None
+    prompt_scores: PromptScores | None = None
 
 
 class Numerics(Answered):

@@ -21,6 +21,7 @@ from paceline.deployments.openai.schema import (
     CompletionRequest,
     Message,
 )
+from paceline.deployments.openai.scores import Reading, readings
 from paceline.deployments.openai.tools import Tool, ToolChoice, Tools, prompt_messages, thinks
 from paceline.drafters.predicted_outputs import method_with_prediction
 from paceline.errors import InvalidArgument
@@ -69,6 +70,8 @@ class AnswerChoice:
         Raises:
             ServerUnavailable: the target stopped before the end.
         """
+        if reply.fingerprint and not self.token_ids:  # of a target: what a lost one told is void
+            self.prompt_logprobs.clear()
         self.prompt_logprobs.extend(reply.prompt_logprobs)
         if self.drops_output:
             for name in ("text", "token_ids", "logprobs", "draft", "stop_string", "stop_token_id"):
@@ -127,6 +130,13 @@ class Answer(ABC):
         self.choices = [AnswerChoice(i, drops_output=drops) for i in range(len(self.messages))]
 
     id_prefix: str
+
+    def add(self, index: int, reply: generate_pb2.GenerateReply) -> None:
+        """Add a reply to one of :attr:`messages`.
+
+        Raises: as :meth:`AnswerChoice.add`.
+        """
+        self.choices[index].add(reply)
 
     @abstractmethod
     def prompts(self) -> list[generate_pb2.GenerateRequest]:
@@ -398,6 +408,46 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
     body: CompletionRequest
+
+    def __init__(self, body: CompletionRequest, model: generate_pb2.Model) -> None:
+        super().__init__(body, model)
+        self._readings: list[Reading] = []  # of messages, if prompts may be read together
+        if body.may_share:
+            self._readings = readings(self.messages, model)
+            self.messages = [reading.message for reading in self._readings]
+        # What the target says of a message, and not of one of its prompts.
+        self._read = [AnswerChoice(i) for i in range(len(self.messages))]
+
+    def add(self, index: int, reply: generate_pb2.GenerateReply) -> None:
+        if not self.messages[index].continuations:
+            super().add(index, reply)
+            return
+        members = self._readings[index].members
+        whole = self._read[index]
+        if reply.fingerprint:  # of a target: what a lost one told is void
+            for i in members:
+                self.choices[i] = AnswerChoice(i, drops_output=self.body.scores_only)
+        whole.add(reply)
+        for part in reply.continuations:
+            choice = self.choices[members[part.index]]
+            choice.fingerprint = whole.fingerprint
+            choice.numerics_changed = whole.numerics_changed
+            if not choice.prompt_logprobs:
+                choice.prompt_logprobs.extend(whole.prompt_logprobs)
+            choice.add(part.reply)
+
+    def _metrics(self) -> Body:
+        metrics = super()._metrics()
+        if self.body.reads_only:
+            last = [each.last for each in self._read if each.last is not None] or self._last
+            metrics["prompt_scores"] = {
+                "num_positions": sum(r.num_positions or r.prompt_length for r in last),
+                "num_target_forwards": sum(
+                    r.statistics.num_prefill_forwards + r.statistics.num_target_forwards
+                    for r in last
+                ),
+            }
+        return metrics
 
     async def prepare(self, detokenize: Callable[[Sequence[int]], Awaitable[str]]) -> None:
         """Find the texts of prompts that are token ids, if the answer repeats them.

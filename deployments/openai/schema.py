@@ -375,6 +375,21 @@ class CompletionRequest(_Request):
         return self.max_tokens == 0
 
     @property
+    def reads_only(self) -> bool:
+        """Whether the request asks for its prompts' scores, and at most one token after each."""
+        scored = self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+        return bool(scored) and self.output_limit == 1 and self.num_samples == 1
+
+    @property
+    def may_share(self) -> bool:
+        """Whether prompts may be read together."""
+        alone = (
+            self.stream, self.speculation is not None, self.prediction is not None,
+            self.return_rounds, self.return_explanation, self.constraint() is not None,
+        )  # fmt: skip
+        return self.reads_only and not any(alone)
+
+    @property
     def output_limit(self) -> int:
         """The target generates at least one token, which ``max_tokens: 0`` drops."""
         return 16 if self.max_tokens is None else self.max_tokens or 1

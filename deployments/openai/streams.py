@@ -70,7 +70,7 @@ async def respond(answer: Answer, targets: Targets, request: Request) -> Respons
 async def _collect(answer: Answer, replies: AsyncGenerator[_Reply]) -> Response:
     async with aclosing(replies):
         async for index, reply in replies:
-            answer.choices[index].add(reply)
+            answer.add(index, reply)
     return JSONResponse(answer.result())
 
 
@@ -83,8 +83,8 @@ async def _events(
             for body in answer.opening():
                 yield _event(body)
             async for index, reply in _after(first, replies):
+                answer.add(index, reply)
                 choice = answer.choices[index]
-                choice.add(reply)
                 for body in answer.events(choice, reply):
                     yield _event(body)
             for last in answer.ending():

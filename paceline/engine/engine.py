@@ -241,6 +241,9 @@ class Engine:
         rounds = list(zip(ready, outcomes, strict=True))
         scheduler.observe(time.perf_counter() - started, rounds, prefill)
         events = [self._conclude(session, outcome) for session, outcome in rounds]
+        for session, _ in prefill:
+            if session.branches is not None and scheduler.is_read(session):
+                self._end(session, "length")
         scheduler.ask_for_drafts()
         if not self.drafting.num_under_way or any(event.finished for event in events):
             self.events.deliver()

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.admission import most_entries
+from paceline.bounds import CONTINUATION_TOKENS, CONTINUATIONS
 from paceline.config import SpeculationConfig
 from paceline.constraints import ConstraintCompiler
 from paceline.drafters.base import DRAFTERS
 from paceline.engine.drafting import DrafterSet
+from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
@@ -58,6 +60,8 @@ class Intake:
         params, target = request.params, self._target
         if request.adapter:
             check_adapter(request.adapter, target.adapters)
+        if len(request.continuations):
+            return self._scored_tree(request)
         prompt_ids = self._checked_prompt(request.prompt_ids)
         plan = self._plan(request)
         if len(request.committed) > target.context_length:
@@ -67,13 +71,7 @@ class Intake:
             )  # fmt: skip
         committed = self.checked_tokens("committed_token_ids", request.committed)
         self._check_prediction(request.prediction, plan)
-        params.check_vocabulary(target.vocab_size)
-        if params.stop and self._tokenizer is None:
-            raise InvalidArgument("stop", params.stop, "no stop strings: no tokenizer is loaded")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and not isinstance(target, ModelTarget):
-                raise InvalidArgument(name, value, "none: the target is in another process")
+        self._check_params(params)
         session = Session(
             request.session_id or secrets.token_hex(8), prompt_ids, params, plan,
             eos_token_ids=self._eos_token_ids,
@@ -84,19 +82,79 @@ class Intake:
             constraint=request.constraint or self.constraints.compile(params),
         )  # fmt: skip
         _check_min_tokens(session)
+        if committed:
+            session.resume(committed)
+        return self._taken(session, request)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        params.check_vocabulary(self._target.vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise InvalidArgument("stop", params.stop, "no stop strings: no tokenizer is loaded")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and not isinstance(self._target, ModelTarget):
+                raise InvalidArgument(name, value, "none: the target is in another process")
+
+    def _taken(self, session: Session, request: Request) -> Session:
+        """The session with what the request says of its owner, if it can ever run."""
         session.traceparent = request.traceparent
         session.tenant, session.weight = request.tenant, request.weight
         session.priority = request.priority
         session.adapter = request.adapter
-        if committed:
-            session.resume(committed)
-        if most_entries(session) > target.kv_capacity:
+        if most_entries(session) > self._target.kv_capacity:
+            remedy = "lower max_tokens" if session.branches is None else "send fewer continuations"
             raise ResourceExhausted(
                 f"the request needs {most_entries(session)} KV entries, this replica has "
-                f"{target.kv_capacity}: shorten the prompt or lower max_tokens",
+                f"{self._target.kv_capacity}: shorten the prompt or {remedy}",
                 retry_after_s=0,
             )
         return session
+
+    def _scored_tree(self, request: Request) -> Session:
+        """The session of a request with continuations: nothing is drafted, nor generated after it.
+
+        Raises: as :meth:`session`.
+        """
+        params = request.params
+        prompt_ids = self._checked_prompt(request.prompt_ids)
+        continuations = self._checked_continuations(request.continuations, len(prompt_ids))
+        if params.max_tokens != 1:
+            raise InvalidArgument("max_tokens", params.max_tokens, "1 with continuations")
+        if params.constraint is not None:
+            raise InvalidArgument(params.constraint[0], "set", "none with continuations")
+        for name, given in (
+            ("speculation", request.speculation),
+            ("prediction", request.prediction),
+            ("committed_token_ids", request.committed),
+        ):
+            if given:
+                raise InvalidArgument(name, "set", "nothing with continuations")
+        self._check_params(params)
+        session = ScoredTree(
+            request.session_id or secrets.token_hex(8), prompt_ids, params, continuations,
+            eos_token_ids=self._eos_token_ids, tokenizer=self._tokenizer,
+        )  # fmt: skip
+        _check_min_tokens(session)
+        return self._taken(session, request)
+
+    def _checked_continuations(
+        self, continuations: Sequence[Sequence[int]], prompt_length: int
+    ) -> list[list[int]]:
+        if not isinstance(self._target, ModelTarget):
+            allowed = "none: the target is in another process"
+            raise InvalidArgument("continuations", f"{len(continuations)} sequences", allowed)
+        CONTINUATIONS.check(len(continuations))
+        CONTINUATION_TOKENS.check(sum(map(len, continuations)))
+        room = self._target.context_length - prompt_length
+        for i, each in enumerate(continuations):
+            if len(each) >= room:
+                raise InvalidArgument(
+                    f"continuations[{i}]", f"{len(each)} tokens",
+                    f"fewer tokens than the prompt leaves of the context, {room}",
+                )  # fmt: skip
+        return [
+            self.checked_tokens(f"continuations[{i}]", each) for i, each in enumerate(continuations)
+        ]
 
     def prepare(self, speculation: SpeculationConfig | None) -> None:
         """Make the drafters of a method, so that its first request does not wait for their weights.

@@ -47,7 +47,8 @@ def decode_round(
     verifications, reads = found[: len(sessions)], found[len(sessions) :]
     for (session, _), read in zip(prefill, reads, strict=True):
         drafting.read_prompt(session, read)
-        session.read_prompt(session.length - 1 - target.prefill_left(session), read.logits)
+        session.read_prompt(session.num_to_read - target.prefill_left(session), read.logits)
+        session.stats.num_prefill_forwards += 1
     argmaxes = [_argmaxes(s, v) for s, v in zip(sessions, verifications, strict=True)]
     verify_s = time.perf_counter() - drafted_at
 

@@ -130,7 +130,7 @@ class Scheduler:
         if self._max_wait_s is None or self.is_idle:
             return
         prefilling = self.in_state(SessionState.PREFILLING)
-        num_tokens = session.length + sum(map(self._target.prefill_left, prefilling))
+        num_tokens = session.num_to_read + sum(map(self._target.prefill_left, prefilling))
         num_ahead = 0
         if self._waiting or not self._admission.fits(session):
             ahead = [each for each in self._waiting if each.priority <= session.priority]
@@ -138,7 +138,7 @@ class Scheduler:
             # Tenants take turns.
             turns = len(tenants | Counter({session.tenant: 1})) * (1 + tenants[session.tenant])
             num_ahead = min(1 + len(ahead), turns)
-            num_tokens += sum(each.length for each in ahead[:num_ahead])
+            num_tokens += sum(each.num_to_read for each in ahead[:num_ahead])
         seconds = self._wait.seconds(num_ahead, num_tokens)
         if seconds > self._max_wait_s:
             raise ResourceExhausted(
@@ -219,7 +219,8 @@ class Scheduler:
             session.state = SessionState.PREFILLING
             if session.stats.admitted_at is None:
                 session.stats.admitted_at = time.perf_counter()
-                self._book.num_prompt_tokens += session.prompt_length
+                nodes = 0 if session.branches is None else session.branches.num_nodes
+                self._book.num_prompt_tokens += session.prompt_length + nodes
             self.after_prefill(session)
 
     # --- steps ----------------------------------------------------------------------------------
@@ -280,9 +281,14 @@ class Scheduler:
         arrived = {session.tenant for session in mine if self._drafting.has_draft(session)}
         self._shares.waited(time.perf_counter() - started, tenants, arrived)
 
+    def is_read(self, session: Session) -> bool:
+        """Whether a session's last step has read the rest of its prompt."""
+        prefilling = session.state is SessionState.PREFILLING
+        return prefilling and self._target.prefill_left(session) == 0
+
     def after_prefill(self, session: Session) -> None:
-        """Start a session's first round if its whole prompt is read."""
-        if session.state is SessionState.PREFILLING and self._target.prefill_left(session) == 0:
+        """Start a session's first round if its whole prompt is read, and a round is to follow."""
+        if self.is_read(session) and session.branches is None:
             self.next_round(session)
             if session.stats.prefilled_at is None:
                 session.stats.prefilled_at = time.perf_counter()

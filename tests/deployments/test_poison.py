@@ -116,6 +116,50 @@ async def test_two_die_and_no_more(fleet: Fleet, tmp_path: Path) -> None:
     await relay.close()
 
 
+def scoring(continuations: list[list[int]]) -> bytes:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    message = generate_pb2.GenerateRequest(sampling=sampling_to_message(params))
+    message.token_ids.token_ids.extend([1, 2])
+    for each in continuations:
+        message.continuations.add(token_ids=each)
+    return message.SerializeToString()
+
+
+async def scores_of(relay: Relay, data: bytes) -> list[list[float]]:
+    found: dict[int, list[float]] = {}
+    async with aclosing(relay.generate(data)) as stream:
+        async for _, reply in stream:
+            if reply.fingerprint:
+                found.clear()  # what a lost target told is void
+            for each in reply.continuations:
+                logprobs = (entry.logprob for entry in each.reply.prompt_logprobs)
+                found.setdefault(each.index, []).extend(logprobs)
+    return [logprobs for _, logprobs in sorted(found.items())]
+
+
+async def test_continuations_that_kill(fleet: Fleet) -> None:
+    gate = Gate()
+    relay = Relay(fleet, idle_timeout_s=60, resume_s=20, gate=gate)
+    honest, deadly = [scoring([[5], [5, i], []]) for i in range(4)], scoring([[5], DEADLY])
+    expected = [await scores_of(relay, data) for data in honest]
+    assert [[len(each) for each in scores] for scores in expected] == [[1, 2, 0]] * 4
+    attempt = asyncio.create_task(scores_of(relay, deadly))
+    later = [asyncio.create_task(scores_of(relay, data)) for data in honest]
+    with pytest.raises(PoisonRequest):
+        await attempt
+    async with asyncio.timeout(10):
+        while fleet.num_dead < 2:  # noqa: ASYNC110  a process ends after its connections
+            await asyncio.sleep(0.002)
+    assert await asyncio.gather(*later) == expected
+    # Its scores clear a request, as another one's first token does.
+    digest = digest_of(generate_pb2.GenerateRequest.FromString(honest[0]))
+    relay._poison.died(digest, "a replica")
+    assert relay._poison.is_suspect(digest)
+    assert await scores_of(relay, honest[0]) == expected[0]
+    assert not relay._poison.is_suspect(digest)
+    await relay.close()
+
+
 def test_what_a_digest_covers() -> None:
     message = generate_pb2.GenerateRequest.FromString(request([1, 2, 3]))
     digest = digest_of(message)
@@ -123,8 +167,11 @@ def test_what_a_digest_covers() -> None:
     message.committed_token_ids.extend([4, 5])
     message.fingerprint = "portable-float32-k1-aa"
     assert digest_of(message) == digest
+    message.continuations.add(token_ids=[6])
+    scored = digest_of(message)
+    assert scored != digest
     message.sampling.stop.append("x")
-    assert digest_of(message) != digest
+    assert digest_of(message) not in (digest, scored)
 
 
 def test_deaths_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

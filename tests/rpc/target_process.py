@@ -25,6 +25,8 @@ class Mortal(ModelTarget):
     def verify(self, sessions: Any, drafts: Any, wants: Any, prefill: Any = (), *more: Any) -> Any:
         for session in (*sessions, *(session for session, _ in prefill)):
             ids, size = session.token_ids, len(self.poison)
+            if session.branches is not None:
+                ids = [*ids, *session.branches.token_ids.tolist()]
             if any(tuple(ids[i : i + size]) == self.poison for i in range(len(ids))):
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().verify(sessions, drafts, wants, prefill, *more)

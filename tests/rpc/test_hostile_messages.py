@@ -69,6 +69,10 @@ HOSTILE: dict[str, tuple[Message, str]] = {
                 + '\na3000: "x"'),
         "grammar",
     ),
+    "continuations": (generate(continuations=[{}] * 1_000_000), "continuations"),
+    "ids of continuations": (
+        generate(continuations=[{"token_ids": [1] * MANY}]), "continuations"
+    ),
     "repetition": (sampled(regex="((a{1000}){1000}){1000}"), "regex"),
     "verify session": (verify_pb2.OpenRequest(token_ids=[1] * MANY), "token_ids"),
 }  # fmt: skip

@@ -799,6 +799,7 @@ class Statistics(_message.Message):
     DRAFTED_BY_DEPTH_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_FORWARDS_FIELD_NUMBER: _builtins.int
     num_rounds: _builtins.int
     """Passes of the loop."""
     num_target_forwards: _builtins.int
@@ -821,6 +822,8 @@ class Statistics(_message.Message):
     first_token_seconds: _builtins.float
     """Seconds from submission to the first token (absent: there is none), and to the end."""
     total_seconds: _builtins.float
+    num_prefill_forwards: _builtins.int
+    """Target forwards that read a part of the prompt; num_target_forwards does not count them."""
     @_builtins.property
     def accepted_by_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_by_depth[i]: accepted drafted tokens at depth i + 1."""
@@ -846,10 +849,11 @@ class Statistics(_message.Message):
         drafted_by_depth: _abc.Iterable[_builtins.int] | None = ...,
         first_token_seconds: _builtins.float | None = ...,
         total_seconds: _builtins.float = ...,
+        num_prefill_forwards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "first_token_seconds", b"first_token_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "accepted_by_depth", b"accepted_by_depth", "draft_seconds", b"draft_seconds", "drafted_by_depth", b"drafted_by_depth", "drafter_failures", b"drafter_failures", "drafter_lost", b"drafter_lost", "first_token_seconds", b"first_token_seconds", "num_accepted", b"num_accepted", "num_draft_nodes", b"num_draft_nodes", "num_drafted", b"num_drafted", "num_rounds", b"num_rounds", "num_target_forwards", b"num_target_forwards", "num_tokens", b"num_tokens", "total_seconds", b"total_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "accepted_by_depth", b"accepted_by_depth", "draft_seconds", b"draft_seconds", "drafted_by_depth", b"drafted_by_depth", "drafter_failures", b"drafter_failures", "drafter_lost", b"drafter_lost", "first_token_seconds", b"first_token_seconds", "num_accepted", b"num_accepted", "num_draft_nodes", b"num_draft_nodes", "num_drafted", b"num_drafted", "num_prefill_forwards", b"num_prefill_forwards", "num_rounds", b"num_rounds", "num_target_forwards", b"num_target_forwards", "num_tokens", b"num_tokens", "total_seconds", b"total_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_seconds: _TypeAlias = _typing.Literal["first_token_seconds"]  # noqa: Y015
     _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds"]  # noqa: Y015

@@ -36,6 +36,7 @@ class GenerateRequest(_message.Message):
     NUMERICS_MISMATCH_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETURN_EXPLANATION_FIELD_NUMBER: _builtins.int
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
@@ -87,6 +88,15 @@ class GenerateRequest(_message.Message):
         0, the tokens are those of an unbroken generation.
         """
 
+    @_builtins.property
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]:
+        """Sequences that may follow the prompt, at most 256 of 16,384 tokens together: the target reads
+        all of them in one tree, where what several begin with is there once, and tells of each one what
+        it would tell of the prompt with this sequence behind it (GenerateReply.continuations).
+        sampling.max_tokens is 1, and there is no speculation, prediction, constraint or committed
+        token.
+        """
+
     def __init__(
         self,
         *,
@@ -103,12 +113,13 @@ class GenerateRequest(_message.Message):
         numerics_mismatch: _builtins.str = ...,
         return_prompt_token_ids: _builtins.bool = ...,
         return_explanation: _builtins.bool = ...,
+        continuations: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "continuations", b"continuations", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -149,6 +160,8 @@ class GenerateReply(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
+    NUM_POSITIONS_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """1, 2, ...; 0 in a last reply without tokens (the session has ended outside of a round)."""
@@ -181,6 +194,10 @@ class GenerateReply(_message.Message):
     num_predicted: _builtins.int
     stop_string: _builtins.str
     stop_token_id: _builtins.int
+    num_positions: _builtins.int
+    """Where prompt_length is, to a request with continuations: tokens of the prompt and nodes of the
+    tree, which quotas count.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that this round committed."""
@@ -204,6 +221,10 @@ class GenerateReply(_message.Message):
         """One for each token of the prompt, where SamplingParams.prompt_logprobs asks for them; the first
         has no logprob. They come before the first tokens, in replies of their own with round 0.
         """
+
+    @_builtins.property
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContinuationReply]:
+        """In replies of their own with round 0, as GenerateRequest.continuations asks for."""
 
     @_builtins.property
     def explanation(self) -> Global___Explanation:
@@ -234,17 +255,50 @@ class GenerateReply(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
+        continuations: _abc.Iterable[Global___ContinuationReply] | None = ...,
+        num_positions: _builtins.int = ...,
         explanation: Global___Explanation | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "explanation", b"explanation", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "explanation", b"explanation", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuations", b"continuations", "draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "explanation", b"explanation", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_positions", b"num_positions", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stop_cause: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stop_cause: _TypeAlias = _typing.Literal["stop_cause", b"stop_cause"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_cause) -> _WhichOneofReturnType_stop_cause | None: ...
 
 Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
+
+@_typing.final
+class ContinuationReply(_message.Message):
+    """A continuation, or a part of a long one: the next part goes on after it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    REPLY_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of GenerateRequest.continuations."""
+    @_builtins.property
+    def reply(self) -> Global___GenerateReply:
+        """prompt_logprobs: of the continuation's tokens, always told. In its last part also the token
+        after them, with text, logprobs, finish_reason and what else a last reply has. There,
+        prompt_length counts the prompt and the continuation.
+        """
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        reply: Global___GenerateReply | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "reply", b"reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContinuationReply: _TypeAlias = ContinuationReply  # noqa: Y015
 
 @_typing.final
 class Explanation(_message.Message):

@@ -248,7 +248,14 @@ def test_what_hardly_shares_is_read_apart() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [("gpt2", "tree"), ("bloom", "paths"), ("mamba", "states"), ("gpt2", "recompute")],
+    [
+        ("gpt2", "packed"),
+        ("gpt2", "tree"),
+        ("bloom", "paths"),
+        ("mamba", "steps"),
+        ("mamba2", "chunks"),
+        ("gpt2", "recompute"),
+    ],
 )
 def test_the_general_path(tmp_path: Path, kind: str, strategy: Any) -> None:
     """There a token's logits depend on what is computed beside it, by rounding."""

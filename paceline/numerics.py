@@ -8,9 +8,9 @@ with whatever variant of the kernels; ``amx`` (matrix tiles) and ``bf16dot`` (do
 bfloat16 numbers) are faster and sum otherwise, each in its own way. Where the kernels do not
 compute, the class names what does: ``torch-2.13.0-avx512`` for plain torch, with ``-rows`` where
 each row is computed by itself and ``-triton`` with the kernels for CUDA devices, and
-``torch-2.13.0-avx512-transformers-5.19.0-packed`` for the general path. Those classes promise no more
-than their libraries do, which is the same bits on the same kind of machine with the same number of
-threads.
+``torch-2.13.0-avx512-transformers-5.19.0-packed`` for the general path. Those classes promise no
+more than their libraries do, which is the same bits on the same kind of machine with the same
+number of threads.
 
 *dtype*: of weights, activations and KV entries.
 

@@ -13,7 +13,7 @@ it. Tokens that a draft shares are in the state only once they are committed:
     one forward, and every node keeps the state behind it. No token runs twice.
 
 Attention layers of hybrid models have their KV entries outside of the state
-(:mod:`paceline.models.transformers_packed`), so states are small and no key is ever copied.
+(:mod:`paceline.models.transformers_packed`), so states are small.
 """
 
 from __future__ import annotations

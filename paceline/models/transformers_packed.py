@@ -129,7 +129,7 @@ class ModelMask:
     allows: Callable[..., torch.Tensor]
 
 
-class PackedTokens:
+class AttentionBatch:
     """The tokens of a forward.
 
     Args:
@@ -186,7 +186,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: Any,
     *,
-    packed: PackedTokens | None = None,
+    packed: AttentionBatch | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,

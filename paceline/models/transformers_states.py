@@ -13,7 +13,7 @@ it. Tokens that a draft shares are in the state only once they are committed:
     one forward, and every node keeps the state behind it. No token runs twice.
 
 Attention layers of hybrid models have their KV entries outside of the state
-(:mod:`paceline.models.transformers_packed`), so states are small and no key is ever copied.
+(:mod:`paceline.models.transformers_packed`), so states are small.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from paceline.models.transformers_packed import PackedRows, PackedTokens
+from paceline.models.transformers_packed import AttentionBatch, PackedRows
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence
 from paceline.models.transformers_trees import ModelCalls, Strategy
 from paceline.tree import depths, is_chain, leaves, path_to
@@ -267,7 +267,7 @@ class StateTrees:
             options["position_ids"] = torch.from_numpy(positions).to(calls.device)
         if calls.takes_cache:
             rows = [piece.rows for piece in pieces]
-            options["packed"] = PackedTokens(rows, calls.device, side_by_side=True)
+            options["packed"] = AttentionBatch(rows, calls.device, side_by_side=True)
         name, before = self._joined([piece.before for piece in pieces])
         if before is not None:
             options[name] = before

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from paceline.models.transformers_loading import quiet
-from paceline.models.transformers_packed import PackedTokens
+from paceline.models.transformers_packed import AttentionBatch
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence, cache_layers
 from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
 from paceline.types import IndexArray
@@ -140,7 +140,7 @@ class PackedTrees:
             # Without one, transformers would take jumps in the positions for borders of its own.
             attention_mask=torch.ones_like(input_ids).to(device),
             use_cache=False,
-            packed=PackedTokens(rows, device),
+            packed=AttentionBatch(rows, device),
         )
         return torch.split(logits[0], [len(new.wanted_nodes) for new in news])
 

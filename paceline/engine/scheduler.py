@@ -324,7 +324,8 @@ class Scheduler:
         if self._shares.contested:
             served = self._shares.served([*ready, *(session for session, _ in prefill)])
             ready = [session for session in ready if session.tenant in served]
-        chosen = self.batching.choose(ready)
+        # Neighbours with the same adapter share its products.
+        chosen = sorted(self.batching.choose(ready), key=lambda session: session.adapter)
         for session in chosen:
             session.state = SessionState.VERIFYING
         return chosen

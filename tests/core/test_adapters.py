@@ -261,6 +261,25 @@ def test_a_batch_of_adapters_has_the_tokens_of_each_alone(
     assert len({tuple(output) for output in outputs[:4]}) == 4
 
 
+def test_sessions_of_one_adapter_are_neighbours_in_a_step(
+    tiny_folder: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, seen = engine(tiny_folder, folders), []
+    ops: Any = both.local_target.runner._ops  # type: ignore[attr-defined]
+    run_layers = ops.run_layers
+
+    def watched(*arguments: Any) -> None:
+        seen.append(arguments[6].adapters)
+        run_layers(*arguments)
+
+    monkeypatch.setattr(ops, "run_layers", watched)
+    ar = SpeculationConfig(method="ar")
+    finish(both, [Request([1], GREEDY, ar, adapter=NAMES[i % 4]) for i in range(8)])
+    full = [adapters.tolist() for adapters in seen if len(adapters) == 8]
+    assert len(full) > 10
+    assert all(adapters == sorted(adapters) for adapters in full)
+
+
 def test_the_prefix_cache_keeps_adapters_apart(
     tiny_folder: Path, folders: dict[str, Path], ar: Callable[..., list[int]]
 ) -> None:

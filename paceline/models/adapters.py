@@ -43,7 +43,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     # Others replace the base's weights by what their first A and B leave of them.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "layers_pattern": (None, [], "layers", ["layers"]),
 }
 _READ = {
@@ -70,7 +70,7 @@ class _Peft:
                     allowed = (json.dumps(each) for each in _MUST_BE[field])
                     raise self.refusal(field, value, " or ".join(allowed))
             elif field not in _READ | _NO_EFFECT and value not in (None, False, 0, "", [], {}):
-                raise self.refusal(field, value, "nothing: Paceline does not know this field")
+                raise self.refusal(field, value, "nothing there: Paceline does not support it")
         if "peft_type" not in raw:
             raise self.refusal("peft_type", None, '"LORA"')
         self._ranks = self._pattern("rank_pattern", int)

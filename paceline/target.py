@@ -85,6 +85,67 @@ def _num_read(sequence: KVSequence) -> int:
     return sequence.length + sequence.num_pending
 
 
+def _next_tokens(sequence: KVSequence, session: SessionView, count: int) -> Segment:
+    """The next ``count`` tokens of a prompt, and of the branches behind it if there are any.
+
+    Branches, and prompt tokens that are read together with some, stay pending.
+    """
+    tree = session.branches
+    first = _num_read(sequence)
+    ids = np.asarray(session.token_ids[first : first + count], np.int64)
+    scored: Literal["all", "none"] = "all" if _scores_prompt(session) else "none"
+    if tree is None or first + count < session.length:
+        return Segment(sequence, ids, logits=scored)
+    read = max(0, first - session.length)
+    nodes = slice(read, read + count - len(ids))
+    # The prompt's last token is pending, too, unless it was read before.
+    above = tree.parent_indices[nodes] + np.int32(session.length - sequence.length)
+    chain = np.arange(len(ids), dtype=np.int32) + np.int32(sequence.num_pending - 1)
+    return Segment(
+        sequence, np.concatenate([ids, tree.token_ids[nodes]]), np.concatenate([chain, above])
+    )
+
+
+def _new_sequence(runner: ModelRunner, session: SessionView) -> KVSequence:
+    if not session.adapter:
+        return runner.new_sequence()
+    assert isinstance(runner, LlamaRunner)
+    return runner.new_sequence(session.adapter)
+
+
+def _keep_prompt(runner: ModelRunner, session: SessionView, sequence: KVSequence) -> None:
+    """Commit what is pending of the prompt, and forget its branches."""
+    runner.commit(sequence, range(min(sequence.num_pending, session.length - sequence.length)))
+
+
+def _chain_entries(tokens: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Entries of a drafted chain by the entry before and their token; the last token has none."""
+    return {(entry - 1, token): entry for entry, token in enumerate(tokens[:-1])}
+
+
+def _verification(
+    logits: torch.Tensor,
+    extras: Mapping[Need, torch.Tensor],
+    order: list[int] | None,
+    pseudo: PseudoTokens | None,
+) -> Verification:
+    """What a segment's rows say about a draft.
+
+    Args:
+        order: of each node its row; None: they are in the order of the nodes.
+        pseudo: pseudo tokens, whose rows come last.
+    """
+    guessed = None
+    if pseudo is not None:
+        real = len(logits) - len(pseudo.parent_indices)
+        logits, guessed = logits[:real], logits[real:]
+        extras = {need: tensor[:real] for need, tensor in extras.items()}
+    if order is not None:
+        logits = logits[order]
+        extras = {need: tensor[order] for need, tensor in extras.items()}
+    return Verification(logits, dict(extras), guessed)
+
+
 class ModelTarget:
     """Verifies drafts with one packed forward for all sessions of a step.
 
@@ -147,13 +208,11 @@ class ModelTarget:
         return self.runner.fingerprint
 
     def fingerprint_of(self, adapter: str) -> Fingerprint:
-        """As :attr:`fingerprint`, of the model with an adapter; "" is none."""
-        runner = self.runner
-        return (
-            runner.fingerprint_of(adapter)
-            if isinstance(runner, LlamaRunner)
-            else runner.fingerprint
-        )
+        """As :attr:`fingerprint`, of the model with one of :attr:`adapters`; "" is none."""
+        if not adapter:
+            return self.fingerprint
+        assert isinstance(self.runner, LlamaRunner)
+        return self.runner.fingerprint_of(adapter)
 
     @property
     def num_free(self) -> int:
@@ -162,12 +221,7 @@ class ModelTarget:
 
     def open(self, session: SessionView) -> None:
         """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
-        if session.adapter:
-            assert isinstance(self.runner, LlamaRunner)
-            sequence = self.runner.new_sequence(session.adapter)
-        else:
-            sequence = self.runner.new_sequence()
-        self._sequences[session.session_id] = sequence
+        sequence = self._sequences[session.session_id] = _new_sequence(self.runner, session)
         # What reads the target's states or logits for the prompt must see them for all of it.
         whole = session.needs & _STATES or _scores_prompt(session)
         if self.prefixes is not None and _shareable(session) and not whole:
@@ -185,7 +239,7 @@ class ModelTarget:
         if sequence is not None:
             if session.finish_reason != "error":
                 if session.branches is not None:
-                    self._keep_prompt(session, sequence)
+                    _keep_prompt(self.runner, session, sequence)
                 self._publish(session, sequence)
             self.runner.free(sequence)
 
@@ -198,8 +252,7 @@ class ModelTarget:
     def _publish(self, session: SessionView, sequence: KVSequence) -> None:
         if self.prefixes is not None and _shareable(session):
             assert isinstance(self.runner, LlamaRunner)
-            tokens = session.token_ids[: sequence.length]
-            self.runner.publish(sequence, tokens, session.tenant)
+            self.runner.publish(sequence, session.token_ids[: sequence.length], session.tenant)
 
     def prefill_left(self, session: SessionView) -> int:
         """Number of tokens to read (``session.num_to_read``) that have no KV entry."""
@@ -228,9 +281,10 @@ class ModelTarget:
             extras of its prompt tokens, and their logits if the request asks for the prompt's
             log-probabilities.
         """
-        segments = []
-        for session, count in prefill:
-            segments.append(self._next_tokens(session, count))
+        segments = [
+            _next_tokens(self._sequences[session.session_id], session, count)
+            for session, count in prefill
+        ]
         orders: list[list[int] | None] = []
         guesses = pseudo or [None] * len(sessions)
         for session, draft, guess in zip(sessions, drafts, guesses, strict=True):
@@ -246,48 +300,15 @@ class ModelTarget:
             if session.branches is None:
                 self.runner.commit(sequence, range(count))
             elif _num_read(sequence) <= session.length:
-                self._keep_prompt(session, sequence)
+                _keep_prompt(self.runner, session, sequence)
             if sequence.length == session.length - 1:
                 self._publish(session, sequence)
-        verifications = []
-        for i, (order, guess) in enumerate(zip(orders, guesses, strict=True), len(prefill)):
-            (logits, extras), guessed = results[i], None
-            if guess is not None:
-                real = len(logits) - len(guess.parent_indices)
-                logits, guessed = logits[:real], logits[real:]
-                extras = {need: tensor[:real] for need, tensor in extras.items()}
-            if order is not None:
-                logits = logits[order]
-                extras = {need: tensor[order] for need, tensor in extras.items()}
-            verifications.append(Verification(logits, extras, guessed))
+        verifications = [
+            _verification(*results[i], order, guess)
+            for i, (order, guess) in enumerate(zip(orders, guesses, strict=True), len(prefill))
+        ]
         verifications += [Verification(*results[i]) for i in range(len(prefill))]
         return verifications
-
-    def _next_tokens(self, session: SessionView, count: int) -> Segment:
-        """The next ``count`` tokens of a prompt, and of the branches behind it if there are any.
-
-        Branches, and prompt tokens that are read together with some, stay pending.
-        """
-        sequence, tree = self._sequences[session.session_id], session.branches
-        first = _num_read(sequence)
-        ids = np.asarray(session.token_ids[first : first + count], np.int64)
-        scored: Literal["all", "none"] = "all" if _scores_prompt(session) else "none"
-        if tree is None or first + count < session.length:
-            return Segment(sequence, ids, logits=scored)
-        read = max(0, first - session.length)
-        nodes = slice(read, read + count - len(ids))
-        # The prompt's last token is pending, too, unless it was read before.
-        above = tree.parent_indices[nodes] + np.int32(session.length - sequence.length)
-        chain = np.arange(len(ids), dtype=np.int32) + np.int32(sequence.num_pending - 1)
-        return Segment(
-            sequence, np.concatenate([ids, tree.token_ids[nodes]]), np.concatenate([chain, above])
-        )
-
-    def _keep_prompt(self, session: SessionView, sequence: KVSequence) -> None:
-        """Commit what is pending of the prompt, and forget its branches."""
-        self.runner.commit(
-            sequence, range(min(sequence.num_pending, session.length - sequence.length))
-        )
 
     def _segment(
         self, session: SessionView, draft: Draft, pseudo: PseudoTokens | None
@@ -367,15 +388,9 @@ class ModelTarget:
         return self.runner.forward(segments).logits, entries
 
     def exit_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Apply the norm and the head to the states after any layer.
+        """Apply the norm and the head to states after any layer; only if num_layers is not 0.
 
-        Only valid if :attr:`num_layers` is not 0.
-
-        Args:
-            states: # [num_rows, hidden_size]
-
-        Returns:
-            # [num_rows, vocab_size] float32
+        # [num_rows, hidden_size] -> [num_rows, vocab_size] float32
         """
         assert isinstance(self.runner, LlamaRunner)
         return self.runner.logits_of(states)
@@ -407,11 +422,7 @@ class ModelTarget:
         tokens = runner.greedy_chain(sequences, last, num_tokens, exit_layer, stop_below)
         chains = [chain[chain >= 0] for chain in tokens.T]
         for session, begin, chain in zip(sessions, last, chains, strict=True):
-            # Every token but the last has an entry; entries follow one another.
-            self._drafted[session.session_id] = {
-                (entry - 1, token): entry
-                for entry, token in enumerate([*begin, *chain[:-1].tolist()])
-            }
+            self._drafted[session.session_id] = _chain_entries([*begin, *chain.tolist()])
         return chains
 
     def _forget_draft(self, session: SessionView) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,18 +15,16 @@ import grpc
 
 from paceline.bounds import LONGEST_TOKEN
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
-from paceline.drafters.predicted_outputs import Follower, method_with_prediction
+from paceline.drafters.predicted_outputs import method_with_prediction
 from paceline.engine.events import RoundEvent
 from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument
-from paceline.lengths.auto import Auto
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
 from paceline.rpc.access import CallAdmission, Gate
 from paceline.rpc.bridge import hand_over
-from paceline.rpc.drafter_pool import DrafterPool
-from paceline.rpc.errors import InternalError
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
+from paceline.rpc.generate_replies import ReplyWriter, count_prompt, explain
 from paceline.rpc.messages import (
     check_size,
     continuations_of,
@@ -35,15 +32,11 @@ from paceline.rpc.messages import (
     numerics_differ,
     sampling_from_message,
     speculation_from_message,
-    statistics_to_message,
     tokens_from_message,
 )
-from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.round_drafts import RoundDrafts
 from paceline.rpc.tracing import Tracing, traceparent_of
-from paceline.sampling import TokenLogprobs
 from paceline.scoring import token_tree
-from paceline.session import Session
 from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
 
 if TYPE_CHECKING:
@@ -53,7 +46,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 # Characters. To encode more text takes long enough to hold up the other streams.
 _LONG_TEXT = 2_000
-_LOGPROBS_A_REPLY = 512
 MAX_EVENTS = 256
 """Rounds that a generation may be ahead of its reader."""
 _FEW_EVENTS = 8  # that may keep their logits in memory
@@ -134,6 +126,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self._fingerprint: Fingerprint = thread.engine.target.fingerprint
         self._numerics_mismatch = check_mismatch(numerics_mismatch)
         self._thread = thread
+        self._replies = ReplyWriter(thread)
         self._tracing = tracing
         self._gate = gate or Gate()
         self._model = model
@@ -212,19 +205,21 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 if span is not None:
                     span.round(event)
                 admission.charge(len(event.token_ids))
-                reply = self._reply(event, drafter_name)
+                reply = self._replies.of_round(event, drafter_name)
                 if finished and request.return_explanation:
-                    _explain(reply, session)
+                    explain(reply, session)
                 if finished and request.return_prompt_token_ids:
                     reply.prompt_token_ids.extend(prompt_ids)
                 if drafts is not None and event.outcome is not None:
                     reply.draft.CopyFrom(drafts.of(event, event.outcome))
                 if isinstance(session, ScoredTree):
                     admission.charge(session.stats.num_tokens)
-                for part in chain(self._scores(session, resumed) if first else (), (reply,)):
+                for part in chain(
+                    self._replies.with_scores(session, resumed) if first else (), (reply,)
+                ):
                     if first:
                         part.fingerprint, part.numerics_changed = str(own), changed
-                        self._count_prompt(part, session)
+                        count_prompt(part, session)
                         first = False
                     yield part
         finally:
@@ -353,108 +348,3 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         if not has_prediction:
             return default
         return SpeculationConfig(method=method_with_prediction(default.method, self._methods()))
-
-    def _reply(self, event: RoundEvent, drafter_name: str) -> generate_pb2.GenerateReply:
-        session = event.session
-        reply = generate_pb2.GenerateReply(
-            round=event.round,
-            token_ids=event.token_ids,
-            num_accepted=event.num_accepted,
-            text=event.text,
-            logprobs=[self._logprobs(entry) for entry in event.logprobs],
-        )
-        if event.finished:
-            self._finish(reply, session, drafter_name)
-        return reply
-
-    def _scores(self, session: Session, resumed: bool) -> Iterator[generate_pb2.GenerateReply]:
-        """Replies with the scores of the prompt and of continuations, none larger than may be."""
-        entries = () if resumed else session.prompt_logprobs  # the first server has sent them
-        for part in self._in_parts(entries):
-            yield generate_pb2.GenerateReply(prompt_logprobs=part)
-        if not isinstance(session, ScoredTree) or session.finish_reason != "length":
-            return
-        reply, size = generate_pb2.GenerateReply(), 0
-        for index, told in enumerate(session.scores()):
-            logprobs = () if told.logprob is None else (told.logprob,)
-            ids, text = tuple(told.after.output_ids), told.after.text
-            event = RoundEvent(told.after, 1, ids, 0, text, None, True, logprobs)
-            last = self._reply(event, "none")
-            *parts, rest = [*self._in_parts(told.logprobs)] or [[]]
-            last.prompt_logprobs.extend(rest)
-            for part in parts:
-                more = generate_pb2.GenerateReply(prompt_logprobs=part)
-                one = generate_pb2.ContinuationReply(index=index, reply=more)
-                yield generate_pb2.GenerateReply(continuations=[one])
-            reply.continuations.add(index=index, reply=last)
-            size += 1 + len(rest)
-            if size >= _LOGPROBS_A_REPLY:
-                yield reply
-                reply, size = generate_pb2.GenerateReply(), 0
-        if size:
-            yield reply
-
-    def _in_parts(
-        self, entries: Sequence[TokenLogprobs]
-    ) -> Iterator[list[generate_pb2.TokenLogprobs]]:
-        for start in range(0, len(entries), _LOGPROBS_A_REPLY):
-            yield [self._logprobs(entry) for entry in entries[start : start + _LOGPROBS_A_REPLY]]
-
-    def _logprobs(self, entry: TokenLogprobs) -> generate_pb2.TokenLogprobs:
-        tokenizer = self._thread.engine.tokenizer
-        text = tokenizer.token_bytes if tokenizer is not None else lambda token_id: b""
-        return generate_pb2.TokenLogprobs(
-            token_id=entry.token_id,
-            logprob=entry.logprob,
-            rank=entry.rank,
-            text=text(entry.token_id),
-            top=[
-                generate_pb2.TopLogprob(token_id=token_id, logprob=logprob, text=text(token_id))
-                for token_id, logprob in entry.top
-            ],
-        )
-
-    def _count_prompt(self, reply: generate_pb2.GenerateReply, session: Session) -> None:
-        reply.prompt_length = session.prompt_length
-        if isinstance(session, ScoredTree):
-            reply.num_positions = session.num_positions
-
-    def _finish(
-        self, reply: generate_pb2.GenerateReply, session: Session, drafter_name: str
-    ) -> None:
-        """The fields of a last reply.
-
-        Raises:
-            PacelineError: what ended a failed session.
-        """
-        if session.finish_reason == "error":
-            raise session.error or InternalError("the session failed")
-        reply.finish_reason = session.finish_reason or ""
-        reply.statistics.CopyFrom(statistics_to_message(session.stats))
-        self._count_prompt(reply, session)
-        if isinstance(session.stop_cause, str):
-            reply.stop_string = session.stop_cause
-        elif session.stop_cause is not None:
-            reply.stop_token_id = session.stop_cause
-        if session.prediction:
-            follower = Follower(session.prediction)
-            follower.extend(session.output_ids)
-            reply.prediction_length = len(session.prediction)
-            reply.num_predicted = min(follower.num_matched, len(session.prediction))
-        reply.target_pid = os.getpid()
-        if drafter_name != "none":
-            drafter = self._thread.engine.drafters[drafter_name]
-            if isinstance(drafter, (DrafterPool, RemoteDrafter)):
-                reply.drafter_address, reply.drafter_pid = drafter.location(session.session_id)
-            else:
-                reply.drafter_pid = os.getpid()
-
-
-def _explain(reply: generate_pb2.GenerateReply, session: Session) -> None:
-    """Add what method ``auto`` chose; nothing for other methods."""
-    controller = session.length_controller
-    if isinstance(controller, Auto):
-        why = controller.explain()
-        for name, drafter in why.pop("drafters").items():
-            reply.explanation.drafters[name].MergeFrom(generate_pb2.DrafterExplanation(**drafter))
-        reply.explanation.MergeFrom(generate_pb2.Explanation(**why))

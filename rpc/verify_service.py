@@ -88,6 +88,27 @@ def trim(draft: Draft, max_depth: int) -> tuple[Draft, list[int]]:
     return trimmed, kept.tolist()
 
 
+def _speculation(request: verify_pb2.OpenRequest) -> SpeculationConfig:
+    if not request.HasField("speculation"):
+        return SpeculationConfig(method="client")
+    given = speculation_from_message(request.speculation)
+    if request.speculation.HasField("method") and given.method != "client":
+        raise InvalidArgument(
+            "speculation.method", given.method, "'client' or nothing: the drafts are yours"
+        )
+    return given.model_copy(update={"method": "client"})
+
+
+def _sampling(request: verify_pb2.OpenRequest) -> SamplingParams:
+    params = sampling_from_message(request.sampling)
+    for name, off in _GENERATE_ONLY.items():
+        if getattr(params, name) != off:
+            raise InvalidArgument(
+                f"sampling.{name}", getattr(params, name), f"{off}: only Generate has this"
+            )
+    return params
+
+
 class _Served:
     """A client's session: its transcript, and the engine session behind it.
 
@@ -337,23 +358,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         tenant, weight = admission.share(metadata)
         own = fingerprint_of(self._thread.engine.local_target, request.adapter)
         changed = numerics_differ(request, own, self._numerics_mismatch)
-        speculation = SpeculationConfig(method="client")
-        if request.HasField("speculation"):
-            given = speculation_from_message(request.speculation)
-            if request.speculation.HasField("method") and given.method != "client":
-                raise InvalidArgument(
-                    "speculation.method", given.method, "'client' or nothing: the drafts are yours"
-                )
-            speculation = given.model_copy(update={"method": "client"})
-        params = sampling_from_message(request.sampling)
-        for name, off in _GENERATE_ONLY.items():
-            if getattr(params, name) != off:
-                raise InvalidArgument(
-                    f"sampling.{name}", getattr(params, name), f"{off}: only Generate has this"
-                )
+        speculation, params = _speculation(request), _sampling(request)
         check_size("token_ids", request.token_ids, self._thread.engine.target.context_length)
         session_id = self._new_id(admission, metadata)
-        prompt_ids = list(request.token_ids)
         loop = asyncio.get_running_loop()
         opened = False
         early: list[RoundEvent] = []
@@ -365,7 +372,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(
-                prompt_ids, params, speculation,
+                list(request.token_ids), params, speculation,
                 session_id=session_id, tenant=tenant, weight=weight, adapter=request.adapter,
             ),
             on_event=hand_over(loop, on_event),
@@ -393,8 +400,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         result.max_nodes = min(config.node_budget or 0, self._gate.limits.max_nodes)
         result.max_depth = config.num_speculative_tokens or 0
         result.idle_timeout_seconds = self._idle_timeout_s
-        target = self._thread.engine.local_target
-        result.fingerprint = str(target.fingerprint_of(served.session.adapter))
+        adapter = served.session.adapter
+        result.fingerprint = str(self._thread.engine.local_target.fingerprint_of(adapter))
         return result
 
     async def _verify(

@@ -1,9 +1,8 @@
 """Continuous batching: sessions come and go at every step, tokens come out.
 
-A step admits sessions as far as KV memory allows, shares prefill among waiting prompts, collects
-the drafts that have arrived, and runs one round of the decode loop for every ready session.
-Sessions whose drafts come from another process (an actor, a client device) join the step in which
-their draft has arrived; the others do not wait for them.
+A step admits sessions as far as KV memory allows, shares prefill among waiting prompts, and runs
+one round of the decode loop for every ready session. Sessions whose drafts come from another
+process join the step in which their draft has arrived; the others do not wait for them.
 """
 
 from __future__ import annotations
@@ -224,8 +223,7 @@ class Engine:
         if idle and (client_waits or not self._wait(min(wait_s, _HOLD_BACK_S))):
             self.events.deliver()
             self._wait(wait_s)
-        ready = scheduler.choose(prefill)
-        if not ready and not prefill:
+        if not (ready := scheduler.choose(prefill)) and not prefill:
             return []
         self.events.deliver()  # listeners run during the forward that follows
         started = time.perf_counter()
@@ -241,9 +239,8 @@ class Engine:
         rounds = list(zip(ready, outcomes, strict=True))
         scheduler.observe(time.perf_counter() - started, rounds, prefill)
         events = [self._conclude(session, outcome) for session, outcome in rounds]
-        for session, _ in prefill:
-            if session.branches is not None and scheduler.is_read(session):
-                self._end(session, "length")
+        for session in filter(scheduler.ends_read, (session for session, _ in prefill)):
+            self._end(session, "length")
         scheduler.ask_for_drafts()
         if not self.drafting.num_under_way or any(event.finished for event in events):
             self.events.deliver()

@@ -286,6 +286,10 @@ class Scheduler:
         prefilling = session.state is SessionState.PREFILLING
         return prefilling and self._target.prefill_left(session) == 0
 
+    def ends_read(self, session: Session) -> bool:
+        """Whether a session ends now that its prompt is read, because no round is to follow."""
+        return session.branches is not None and self.is_read(session)
+
     def after_prefill(self, session: Session) -> None:
         """Start a session's first round if its whole prompt is read, and a round is to follow."""
         if self.is_read(session) and session.branches is None:

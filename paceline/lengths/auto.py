@@ -16,6 +16,7 @@ choices.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,6 +168,16 @@ class _Unjudged:
         self.drafter, self.kind, self.start, self.tokens = drafter, kind, start, tokens
         self.asked, self.first, self.right = asked, first, 0
 
+    def settle(self, token_ids: list[int]) -> bool:
+        """Count its right tokens as far as the text goes; whether its fate is known."""
+        tokens, place, known = self.tokens, self.start + self.right, len(token_ids)
+        while self.right < len(tokens) and place < known:
+            if token_ids[place] != tokens[self.right]:
+                return True
+            self.right += 1
+            place += 1
+        return self.right == len(tokens)
+
 
 class _Offer(NamedTuple):
     """A round that may come: its drafter (None: AR) and depth, expected tokens and seconds."""
@@ -202,6 +213,16 @@ class _Candidate:
         self.num_picked = self.num_accepted = 0
         self.promised = 0.0  # tokens per second, when last considered
 
+    def told(self) -> dict[str, Any]:
+        """How often it was chosen, what was accepted, its acceptance by depth, and the tokens per
+        second that it promised when it was last considered."""
+        return {
+            "rounds": self.num_picked,
+            "accepted": self.num_accepted,
+            "acceptance": [round(rate, 3) for rate in self.usual()[:4]],
+            "promised_tokens_per_second": round(self.promised, 1),
+        }
+
     def usual(self) -> list[float]:
         """The acceptance of the class of drafts that it knows best."""
         known = max(self.acceptance.values(), key=lambda each: each.experience, default=None)
@@ -222,7 +243,7 @@ class Auto:
         self._known = context.shared(
             ("auto", self._longest), lambda: _Known(self._longest, context)
         )
-        self._candidates: dict[str, _Candidate] = {}
+        self._candidates: dict[str, _Candidate] = defaultdict(_Candidate)
         self._unjudged: list[_Unjudged] = []
         self._found: dict[str, Draft] = {}
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
@@ -239,12 +260,11 @@ class Auto:
 
     def budget(self, session: SessionView, load: Load) -> Budget:
         """The longest draft that fits; :meth:`pick` then chooses within it."""
-        learnt = self._known.learnt
         self._workload = self._workload or workload_of(
             session.prompt_length, bool(session.prediction), session.params
         )
         self._judge(session.token_ids)
-        self._session, self._load, self._step = session, load, learnt.step(load)
+        self._session, self._load, self._step = session, load, self._known.learnt.step(load)
         self._step.first = self._step.first or session.session_id
         self._room = min(self._longest, session.remaining - 1)
         self._found, self._costs, self._pick = {}, {}, Pick(None, 0)
@@ -266,7 +286,7 @@ class Auto:
         self._known.pace.add(len(outcome.token_ids), seconds)
         self._pace.add(len(outcome.token_ids), seconds)
         if self._pick.drafter is not None:
-            self._candidates[self._pick.drafter].num_accepted += outcome.num_accepted
+            self._of(self._pick.drafter).num_accepted += outcome.num_accepted
 
     # --- as a portfolio ------------------------------------------------------------------------
 
@@ -368,25 +388,15 @@ class Auto:
         """What the session has chosen and why, for people and programs.
 
         Returns:
-            ``ar`` (rounds without a draft), ``round_ms`` (of one), and for each drafter how often
-            it was chosen, what was accepted, its acceptance by depth, and the tokens per second
-            that it promised when it was last considered.
+            Rounds without a draft, milliseconds of one, and each drafter's :meth:`_Candidate.told`.
         """
         verify = self._known.verify(self._load) if self._session is not None else [0.0]
-        drafters = {}
-        for name, candidate in self._candidates.items():
-            drafters[name] = {
-                "rounds": candidate.num_picked,
-                "accepted": candidate.num_accepted,
-                "acceptance": [round(rate, 3) for rate in candidate.usual()[:4]],
-                "promised_tokens_per_second": round(candidate.promised, 1),
-            }
         return {
             "workload": self._workload,
             "ar_rounds": self._num_ar,
             "ar_round_ms": round(1e3 * verify[0], 3),
             "last": self._pick.drafter or "ar",
-            "drafters": drafters,
+            "drafters": {name: each.told() for name, each in self._candidates.items()},
         }
 
     def _speed(self, ar: float) -> float:
@@ -399,10 +409,7 @@ class Auto:
         return max(1.0 / ar, tokens / seconds if seconds else 0.0)
 
     def _of(self, drafter: str) -> _Candidate:
-        candidate = self._candidates.get(drafter)
-        if candidate is None:
-            candidate = self._candidates[drafter] = _Candidate()
-        return candidate
+        return self._candidates[drafter]
 
     def _class(self, drafter: str) -> int:
         """What is known of the next draft: whether the last one was right, and its length, where it
@@ -432,10 +439,9 @@ class Auto:
             Seconds for any draft, with a share of what it must read; seconds for each token; and
             the probability that a draft goes on after a token.
         """
-        found = self._costs.get(drafter)
-        if found is None:
-            found = self._costs[drafter] = self._cost_now(drafter)
-        return found
+        if drafter not in self._costs:
+            self._costs[drafter] = self._cost_now(drafter)
+        return self._costs[drafter]
 
     def _cost_now(self, drafter: str) -> tuple[float, float, float]:
         session = self._session
@@ -512,21 +518,13 @@ class Auto:
         going = []
         newest = max((draft.start for draft in self._unjudged), default=0)
         for draft in self._unjudged:
-            known, place = len(token_ids), draft.start + draft.right
-            tokens, wrong = draft.tokens, False
-            while draft.right < len(tokens) and place < known:
-                if token_ids[place] != tokens[draft.right]:
-                    wrong = True
-                    break
-                draft.right += 1
-                place += 1
-            if wrong or draft.right == len(tokens):
+            if draft.settle(token_ids):
                 right = draft.right - draft.first
                 if right >= 0:
                     self._acceptance(draft.drafter, draft.kind).observe(draft.asked, right)
                     shared = self._known.acceptance(self._workload, draft.drafter, draft.kind)
                     shared.observe(draft.asked, right)
-            elif known >= draft.start:  # else the session was truncated
+            elif len(token_ids) >= draft.start:  # else the session was truncated
                 going.append(draft)
             if draft.start == newest:
                 self._of(draft.drafter).hot = draft.right - draft.first >= HOT

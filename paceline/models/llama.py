@@ -96,17 +96,17 @@ class LlamaRunner:
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         if batch_invariant is None:
             batch_invariant = device.type == "cpu" and dtype is torch.float32
-        self._ops = self._choose_ops(batch_invariant, int8, numerics)
+        self._ops = _choose_ops(
+            config, dtype, device, batch_invariant, int8=int8, numerics=numerics
+        )
         if self._numerics_class != PORTABLE:
             refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
         self._weights = load_llama_weights(
             folder, config, self._ops, dtype=dtype, device=device, blocks=blocks
         )
-        if adapters:
-            added = load_adapters(adapters, folder, config, self._ops, dtype=dtype, device=device)
-            stack = replace(self._weights.stack, adapters=added)
-            self._weights = replace(self._weights, stack=stack)
+        added = load_adapters(adapters or {}, folder, config, self._ops, dtype=dtype, device=device)
+        self._weights = replace(self._weights, stack=replace(self._weights.stack, adapters=added))
         is_int8 = int8 and isinstance(self._ops, NativeOps)
         self._rounded_to = blocks.lower() if blocks else "int8" if is_int8 else ""
         tokens = kv_tokens or min(16 * config.context_length, 65536)
@@ -119,26 +119,11 @@ class LlamaRunner:
             if os.environ.get("PACELINE_CUDA_GRAPHS", "on") != "off":
                 self._use_graphs()
 
-    def _choose_ops(self, batch_invariant: bool, int8: bool, numerics: str) -> Ops:
-        config = self.config
-        sizes = {routing.size for routing in config.routings if routing is not None}
-        widths = config.head_dim, config.hidden_size, config.intermediate_size, *sizes
-        if NativeOps.supports(self.dtype, self.device, *widths):
-            try:
-                return NativeOps(self.dtype, int8=int8, numerics=numerics)
-            except KernelsUnavailable as error:
-                warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
-        return TorchOps(by_row=batch_invariant)
-
     # --- numerics ------------------------------------------------------------------------------
 
     @property
     def _numerics_class(self) -> str:
-        if isinstance(self._ops, NativeOps):
-            return self._ops.numerics_class
-        assert isinstance(self._ops, TorchOps)
-        more = ["triton"] if isinstance(self._ops, CudaOps) else []
-        return torch_class(self.device, *more, *(["rows"] if self._ops.by_row else []))
+        return _numerics_class(self._ops, self.device)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -234,7 +219,7 @@ class LlamaRunner:
             segments, pool, context_length=self.context_length, num_layers=count,
             device=self.device,
         )  # fmt: skip
-        if not wants and (replayed := self._replay(batch)) is not None:
+        if not wants and (replayed := _replay(self._graphs, batch)) is not None:
             return ForwardResult(
                 replayed, batch.row_offsets, {}, batch.extra_offsets, batch.selected
             )
@@ -261,14 +246,6 @@ class LlamaRunner:
             extras[Need.LAYER_STATES] = states.transpose(0, 1)
         logits = self._ops.logits(stack, hidden, weights.head)
         return ForwardResult(logits, batch.row_offsets, extras, batch.extra_offsets, selected)
-
-    def _replay(self, batch: PackedBatch) -> Tensor | None:
-        """The selected rows' logits from a graph, if one fits the batch."""
-        wants_logits = batch.row_offsets[-1] > 0
-        if self._graphs is None or batch.layers is not None or not wants_logits:
-            return None
-        logits = self._graphs.run(batch.tokens, batch.rows)
-        return logits if logits is None or batch.selected is None else logits[batch.selected]
 
     def _forward_on_device(self, rows: DeviceRows) -> Tensor:
         """Logits of all rows, from tokens on the device.  # [num_rows, vocab_size]"""
@@ -312,13 +289,9 @@ class LlamaRunner:
         return self._ops.logits(self._weights.stack, hidden.contiguous(), self._weights.head)
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Logits of a residual stream, through the shared norm and head.
+        """Logits of a residual stream after any layer, through the shared norm and head.
 
-        Args:
-            states: after any layer.  # [num_rows, hidden_size]
-
-        Returns:
-            # [num_rows, vocab_size] float32
+        # [num_rows, hidden_size] -> [num_rows, vocab_size] float32
         """
         norm, eps = self._weights.final_norm, self._weights.stack.eps
         return self.logits_of_hidden(self._ops.rmsnorm(states.contiguous(), norm, eps))
@@ -373,7 +346,51 @@ class LlamaRunner:
             num_steps, states=states, stop_below=stop_below,
         )  # fmt: skip
         if states is not None:
-            for i, sequence in enumerate(pooled):
-                first, length = sequence.num_pending - num_steps, int((result[:, i] >= 0).sum())
-                sequence.states |= {first + step: states[step, :, i] for step in range(length)}
+            _keep_states(pooled, states, result)
         return result
+
+
+def _replay(graphs: ForwardGraphs | None, batch: PackedBatch) -> Tensor | None:
+    """The selected rows' logits from a graph, if one fits the batch."""
+    wants_logits = batch.row_offsets[-1] > 0
+    if graphs is None or batch.layers is not None or not wants_logits:
+        return None
+    logits = graphs.run(batch.tokens, batch.rows)
+    return logits if logits is None or batch.selected is None else logits[batch.selected]
+
+
+def _keep_states(sequences: Sequence[PooledSequence], states: Tensor, tokens: IntArray) -> None:
+    """Keep the states behind an early exit, of steps that gave a token.
+
+    # states: [num_steps, num_layers, num_sequences, hidden_size]
+    """
+    for i, sequence in enumerate(sequences):
+        first, length = sequence.num_pending - len(tokens), int((tokens[:, i] >= 0).sum())
+        sequence.states |= {first + step: states[step, :, i] for step in range(length)}
+
+
+def _choose_ops(
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool,
+    *,
+    int8: bool,
+    numerics: str,
+) -> Ops:
+    sizes = {routing.size for routing in config.routings if routing is not None}
+    widths = config.head_dim, config.hidden_size, config.intermediate_size, *sizes
+    if NativeOps.supports(dtype, device, *widths):
+        try:
+            return NativeOps(dtype, int8=int8, numerics=numerics)
+        except KernelsUnavailable as error:
+            warnings.warn(f"running without the C kernels, slower: {error}", stacklevel=3)
+    return TorchOps(by_row=batch_invariant)
+
+
+def _numerics_class(ops: Ops, device: torch.device) -> str:
+    if isinstance(ops, NativeOps):
+        return ops.numerics_class
+    assert isinstance(ops, TorchOps)
+    more = ["triton"] if isinstance(ops, CudaOps) else []
+    return torch_class(device, *more, *(["rows"] if ops.by_row else []))

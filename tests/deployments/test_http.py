@@ -466,7 +466,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"suffix": "end"}, "suffix", "''"),
     ({"frequency_penalty": 3}, "frequency_penalty", "[-2, 2]"),
     ({"logprobs": 21}, "logprobs", "20"),
-    ({"priority": 1001}, "priority", "1000"),
+    ({"extra_body": {"priority": 1001}}, "priority", "1000"),
     ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs.regex",
      "unclosed group"),
     ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "one of json"),

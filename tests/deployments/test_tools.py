@@ -336,6 +336,9 @@ class WithMarker:
     def to_json(self) -> str:
         return str(self._tokenizer.to_str())
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 

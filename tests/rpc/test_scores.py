@@ -14,7 +14,7 @@ import yaml
 from paceline.config import SpeculationConfig
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted
-from paceline.rpc import generate_service
+from paceline.rpc import generate_replies
 from paceline.rpc.access import Gate
 from paceline.rpc.client import AsyncClient, Client, ContinuationScores, Round, Scores
 from paceline.rpc.gen.paceline.v1 import generate_pb2
@@ -72,7 +72,7 @@ def check(
 def test_scores_are_those_of_one_at_a_time(
     server: RpcServer, name: str, a_reply: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate_service, "_LOGPROBS_A_REPLY", a_reply)
+    monkeypatch.setattr(generate_replies, "_LOGPROBS_A_REPLY", a_reply)
     params = PARAMS[name]
     with Client(server.address) as client:
         for seed in range(3):

@@ -118,7 +118,10 @@ class ConstraintProcess:
             process.stdin.flush()
         except OSError:
             return None
-        if not select.select([process.stdout], [], [], seconds)[0]:
+        # Not select(): a server with many connections has descriptors that it does not take.
+        waiting = select.poll()
+        waiting.register(process.stdout, select.POLLIN)
+        if not waiting.poll(1e3 * seconds):
             return None
         answer = process.stdout.readline()
         return json.loads(answer) if answer.endswith("\n") else None

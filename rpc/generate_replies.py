@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from paceline.drafters.predicted_outputs import Follower
-from paceline.engine.events import RoundEvent
-from paceline.engine.scores import ScoredTree
 from paceline.lengths.auto import Auto
 from paceline.rpc.drafter_pool import DrafterPool
 from paceline.rpc.errors import InternalError
@@ -18,8 +16,11 @@ from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
 
+# A gateway imports this and does without torch, which an engine loads.
 if TYPE_CHECKING:
     from paceline.engine import Serving
+    from paceline.engine.events import RoundEvent
+    from paceline.engine.scores import ScoredTree
 
 _LOGPROBS_A_REPLY = 512
 
@@ -56,10 +57,12 @@ class ReplyWriter:
         entries = () if resumed else session.prompt_logprobs  # the first server has sent them
         for part in self._in_parts(entries):
             yield generate_pb2.GenerateReply(prompt_logprobs=part)
-        if not isinstance(session, ScoredTree) or session.finish_reason != "length":
+        if session.branches is None or session.finish_reason != "length":
             return
+        from paceline.engine.events import RoundEvent
+
         reply, size = generate_pb2.GenerateReply(), 0
-        for index, told in enumerate(session.scores()):
+        for index, told in enumerate(cast("ScoredTree", session).scores()):
             logprobs = () if told.logprob is None else (told.logprob,)
             ids, text = tuple(told.after.output_ids), told.after.text
             event = RoundEvent(told.after, 1, ids, 0, text, None, True, logprobs)
@@ -132,8 +135,8 @@ class ReplyWriter:
 def count_prompt(reply: generate_pb2.GenerateReply, session: Session) -> None:
     """Add how many tokens the target has read."""
     reply.prompt_length = session.prompt_length
-    if isinstance(session, ScoredTree):
-        reply.num_positions = session.num_positions
+    if session.branches is not None:
+        reply.num_positions = session.num_to_read
 
 
 def explain(reply: generate_pb2.GenerateReply, session: Session) -> None:

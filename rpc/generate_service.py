@@ -16,8 +16,6 @@ import grpc
 from paceline.bounds import LONGEST_TOKEN
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig
 from paceline.drafters.predicted_outputs import method_with_prediction
-from paceline.engine.events import RoundEvent
-from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint, check_mismatch
 from paceline.request import Request
@@ -41,6 +39,7 @@ from paceline.tokenizer import ChatTemplate, Tokenizer, fingerprint
 
 if TYPE_CHECKING:
     from paceline.engine import Serving
+    from paceline.engine.events import RoundEvent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -212,7 +211,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                     reply.prompt_token_ids.extend(prompt_ids)
                 if drafts is not None and event.outcome is not None:
                     reply.draft.CopyFrom(drafts.of(event, event.outcome))
-                if isinstance(session, ScoredTree):
+                if session.branches is not None:
                     admission.charge(session.stats.num_tokens)
                 for part in chain(
                     self._replies.with_scores(session, resumed) if first else (), (reply,)

@@ -448,9 +448,12 @@ def declared(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
-# In environments of their own: vLLM, the extra `peers` for benchmarks, Triton for CUDA devices, and
-# what wrote the published drafters that tests read.
-ELSEWHERE = {"vllm", "llama_cpp", "gguf", "triton", "speculators"}
+# In environments of their own: vLLM, the extra `peers` of benchmarks, Triton for CUDA devices, what
+# wrote the published drafters that tests read, and clients of the HTTP API.
+ELSEWHERE = {
+    "vllm", "llama_cpp", "gguf", "triton", "speculators", "langchain_core", "langchain_openai",
+    "litellm",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "tests", "benchmarks"])

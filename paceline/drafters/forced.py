@@ -36,7 +36,7 @@ class Forced(LookupDrafter[None]):
         return session.forced_ids(drafted, room)
 
 
-FORCED = DrafterPart(make=lambda context: Forced(), replay=None)
+FORCED = DrafterPart(make=lambda context: Forced(), replay="lookup")
 FORCED_OR_DRAFT_MODEL = DrafterPart(
     make=lambda context: Forced(context.drafter("draft_model")),
     knobs=(FALLBACK_DEPTH.but(5), RELAY_TOKENS.but(8)),

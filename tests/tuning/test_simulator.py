@@ -175,7 +175,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.lossless])
 def test_every_method_is_simulated_exactly_or_says_why_not(small: Engine, method: str) -> None:
-    config = fixed(method)
+    # Method `auto` has no other length.
+    config = SpeculationConfig(method="auto") if method == "auto" else fixed(method)
     prompts = [list(range(40, 40 + length)) * 2 for length in (6, 17)]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     simulator = Simulator(record(small, [config], prompts, params, key={}))
@@ -186,7 +187,11 @@ def test_every_method_is_simulated_exactly_or_says_why_not(small: Engine, method
     }  # fmt: skip
     expected = {
         **dict.fromkeys(learns, "what it drafts depends on what was drafted before"),
-        "copy_relay": "what it copies behind a draft depends on where that ends",
+        "auto": "controller 'auto' chooses lengths from what it sees",
+        **dict.fromkeys(
+            ("copy_relay", "forced_draft_model"),
+            "what it copies behind a draft depends on where that ends",
+        ),
     }
     assert reason == expected.get(method)
     if reason is None:

@@ -479,8 +479,6 @@ def _random_values(
         scale = 3.0
     elif "wpe" in name or "embed_positions" in name:
         scale = 2.0
-    elif "linear_attn.in_proj" in name:
-        scale = 0.75  # with more, transformers' own two ways to compute a layer drift apart
     elif "embed" in name or "wte" in name:
         # An embedding that is the head too needs the head's spread, yet must stay small beside
         # what the layers add, or the model would echo its input.

@@ -449,10 +449,10 @@ def declared(*extras: str) -> set[str]:
 
 
 # In environments of their own: vLLM, the extra `peers` of benchmarks, Triton for CUDA devices, what
-# wrote the published drafters that tests read, and clients of the HTTP API.
+# wrote the published drafters and adapters that tests read, and clients of the HTTP API.
 ELSEWHERE = {
-    "vllm", "llama_cpp", "gguf", "triton", "speculators", "langchain_core", "langchain_openai",
-    "litellm",
+    "vllm", "llama_cpp", "gguf", "triton", "speculators", "peft", "langchain_core",
+    "langchain_openai", "litellm",
 }  # fmt: skip
 
 

@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("paceline", "rpc", "deployments", "cluster", "tuning", "tests", "pyproject.toml")
+COPIED = (
+    "benchmarks",
+    "paceline",
+    "rpc",
+    "deployments",
+    "cluster",
+    "tuning",
+    "tests",
+    "pyproject.toml",
+)
 LARGE = (
     "pytest", "hypothesis", "torch", "transformers", "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "grpc",

@@ -187,6 +187,7 @@ class Relay:
                     break
                 except (TargetGone, Unread, ResourceExhausted, NumericsMismatch) as error:
                     suspect = suspect and whole.is_silent
+                    keys = ()  # the replica that knows the prompt has died or refused it
                     if isinstance(error, TargetGone) and error.taken and whole.is_silent:
                         suspect = True
                         self._poison.died(digest, error.replica_id)

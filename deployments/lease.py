@@ -308,10 +308,13 @@ async def open_lease(
         try:
             endpoint = await asyncio.wait_for(anext(response), min(left, _ATTEMPT_S))
         except (ray.exceptions.RayError, RayServeException, StopAsyncIteration) as error:
-            # Serve picked a replica that is stopping or dead, and has not noticed it yet.
+            # Serve picked a replica that is stopping or dead, and has not noticed it yet: it may be
+            # the preferred one.
+            wishes = {}
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             await asyncio.sleep(_RETRY_S)
         except TimeoutError:
+            wishes = {}
             response.cancel()
         except BaseException:
             response.cancel()

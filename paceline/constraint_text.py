@@ -39,13 +39,15 @@ class TokenBytes:
         self.pieces = [tokenizer.token_bytes(token) for token in range(known)]
         self.ending = frozenset(ending)
         firsts = [piece[0] if piece else -1 for piece in self.pieces]
-        self._firsts = np.asarray(firsts + [-1] * (vocab_size - known), np.int16)
+        self._firsts = np.asarray(firsts + [-1] * (vocab_size - known), np.int16) + 1
         self.of_byte = {piece[0]: t for t, piece in enumerate(self.pieces) if len(piece) == 1}
         """Token that stands for just this byte."""
 
     def first_bytes(self, mask: Mask) -> frozenset[int]:
         """The bytes with which the allowed tokens begin; -1: a token without text, or an end."""
-        found = {int(byte) for byte in np.unique(self._firsts[: len(mask)][mask])}
+        # Counting is much faster than sorting, and this runs in every round.
+        counts = np.bincount(self._firsts[: len(mask)][mask], minlength=257)
+        found = {int(place) - 1 for place in np.flatnonzero(counts)}
         if any(token < len(mask) and mask[token] for token in self.ending):
             found.add(-1)
         return frozenset(found)

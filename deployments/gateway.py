@@ -179,8 +179,9 @@ class Relay:
                         attempt = self._in_turn(attempt, digest)
                     attempt = self._charged(attempt, digest, admission)
                     ahead = read_ahead(
-                        attempt, _size, MAX_UNREAD, may_stop=lambda: not whole.is_silent
-                    )
+                        attempt, _size, MAX_UNREAD,
+                        may_stop=lambda: not (whole.is_silent or whole.finished),
+                    )  # fmt: skip
                     async with aclosing(ahead) as replies:
                         async for reply in replies:
                             yield reply

@@ -436,11 +436,18 @@ class _Generation:
         self._cancelled = threading.Event()
         self._call = start(request, timeout)
 
-    def _check_lost(self, error: grpc.RpcError) -> None:
-        """Raise what ended the call, unless the generation can go on."""
+    def _has_ended(self, error: grpc.RpcError) -> bool:
+        """Whether the call was lost after its last reply; if not, the generation can go on.
+
+        Raises:
+            PacelineError: what ended the call, and the generation with it.
+        """
+        if self._whole.finished:
+            return True
         failure = from_rpc_error(error)
         if self._cancelled.is_set() or not self._whole.may_go_on(failure, self._resume_s):
             raise failure
+        return False
 
     def _start_again(self) -> None:
         request = generate_pb2.GenerateRequest.FromString(self._whole.next_request())
@@ -581,7 +588,8 @@ class Generation(_Generation):
                         yield _round(reply)
                     return
                 except grpc.RpcError as error:
-                    self._check_lost(error)
+                    if self._has_ended(error):
+                        return
                 if self._cancelled.wait(RETRY_S):
                     raise Cancelled("the generation was cancelled")
                 self._start_again()
@@ -771,7 +779,8 @@ class AsyncGeneration(_Generation):
                         yield _round(reply)
                     return
                 except grpc.RpcError as error:
-                    self._check_lost(error)
+                    if self._has_ended(error):
+                        return
                 await asyncio.sleep(RETRY_S)
                 self._start_again()
         finally:

@@ -25,6 +25,7 @@ class Continuation:
     Attributes:
         num_tries: servers asked since the last token came.
         fingerprint: of the server that committed the last token; empty: not known.
+        finished: the last reply has come: nothing is left to ask for.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Continuation:
         self._deadline = None if timeout_s is None else self._started + timeout_s
         self._tokens: list[int] = []
         self.fingerprint = fingerprint
+        self.finished = False
         self._rounds = 0
         self._first_token_s = 0.0
         self._lost_at: float | None = None  # after the last token
@@ -68,6 +70,7 @@ class Continuation:
         """
         now = time.monotonic() - self._started
         self.fingerprint = reply.fingerprint or self.fingerprint
+        self.finished = bool(reply.finish_reason)
         if reply.token_ids:
             self._first_token_s = self._first_token_s or now
             self._tokens += reply.token_ids

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import grpc
 import pytest
 
 from benchmarks.netem import Netem
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument, ResourceExhausted
-from paceline.rpc.client import AsyncClient, Client, Completion
+from paceline.rpc.client import AsyncClient, Client, Completion, Round
 from paceline.rpc.continuation import Continuation
 from paceline.rpc.errors import Cancelled, ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import generate_pb2
@@ -135,6 +138,55 @@ def test_a_client_goes_on_where_it_was(server: RpcServer, kind: str) -> None:
     assert done.text == expected.text
     assert [r.round for r in done.rounds] == list(range(1, len(done.rounds) + 1))
     assert done.statistics.num_tokens == done.statistics.num_rounds == 200
+
+
+class _Unavailable(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "the connection broke"
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+class _LostAtTheEnd:
+    """A call whose status never comes, although all of its replies did."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.cancel = call.cancel
+
+    def __iter__(self) -> Iterator[generate_pb2.GenerateReply]:
+        yield from self._call
+        raise _Unavailable
+
+    async def __aiter__(self) -> AsyncIterator[generate_pb2.GenerateReply]:
+        async for reply in self._call:
+            yield reply
+        raise _Unavailable
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_call_that_is_lost_after_its_last_reply_has_ended(server: RpcServer, kind: str) -> None:
+    """All tokens are there: no server is asked for more of them, which it would refuse."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+
+    async def complete() -> list[Round]:
+        async with AsyncClient(server.address, timeout=30, resume_s=10) as client:
+            generation = client.generate(PROMPT, params)
+            generation._call = _LostAtTheEnd(generation._call)
+            return [item async for item in generation]
+
+    with Client(server.address, timeout=30, resume_s=10) as client:
+        if kind == "asyncio":
+            rounds = asyncio.run(complete())
+        else:
+            generation = client.generate(PROMPT, params)
+            generation._call = _LostAtTheEnd(generation._call)
+            rounds = list(generation)
+        assert Completion.of(rounds).token_ids == client.complete(PROMPT, params).token_ids
 
 
 def test_the_search_for_a_server_ends(server: RpcServer) -> None:

@@ -215,39 +215,48 @@ def clients(engine: Engine, options: argparse.Namespace) -> None:
     """Many clients, each with one request at a time, under the limits of a deployment.
 
     A client that is refused comes back after the time that it was told, as OpenAI's clients do; the
-    time to its first token counts from its first try.
+    time to its first token counts from its first try. Each method has an engine with a model and a
+    prefix cache of its own, as a deployment, and each repetition the file's next prompts: where a
+    prompt comes again, lookups would find its whole answer.
     """
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
-    deployment = LimitsConfig().engine_limits()
-    auto = SpeculationConfig(method="auto")
-    print("clients  tok/s AR   x AR, median (range)    first token s, AR: p50 p99   auto: p50 p99"
+    methods = {"ar": AR, "auto": SpeculationConfig(method="auto")}
+    engines = {}
+    for name, config in methods.items():
+        loaded = paceline.load_engine(options.target, options.drafter, dtype="auto")
+        engines[name] = each = Engine(
+            loaded.target, loaded.drafters.given,
+            tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids,
+            limits=LimitsConfig().engine_limits(), length_context=loaded.length_context,
+            heads=loaded.drafters.heads,
+        )  # fmt: skip
+        each.intake.prepare(config)
+    print("clients  tok/s AR   x AR, median (range)   by processor time    first token s, AR: p50 p99   auto: p50 p99"
           "   refused AR, auto  identical")  # fmt: skip
     for count in options.concurrency:
-        prompts = _chat_prompts(engine, options, max(8, 2 * count))
-        ratios, rates, same = [], [], True
+        size = max(8, 2 * count)
+        prompts = _chat_prompts(engine, options, options.repetitions * size)
+        ratios, work, rates, same = [], [], [], True
         waits: dict[str, list[float]] = {"ar": [], "auto": []}
         refused: dict[str, int] = {"ar": 0, "auto": 0}
         for repetition in range(options.repetitions):
-            tokens, speed = {}, {}
-            order = {"ar": AR, "auto": auto}
-            for name in sorted(order, reverse=bool(repetition % 2)):
-                fresh = Engine(
-                    ModelTarget(engine.local_target.runner), engine.drafters.given,
-                    tokenizer=engine.tokenizer, eos_token_ids=engine.eos_token_ids,
-                    limits=deployment, length_context=engine.length_context,
-                    heads=engine.drafters.heads,
-                )  # fmt: skip
-                answers = _serve_clients(fresh, prompts, order[name], count, params)
+            tokens, speed, busy = {}, {}, {}
+            these = prompts[repetition * size : (repetition + 1) * size]
+            for name in sorted(methods, reverse=bool(repetition % 2)):
+                began = time.process_time()
+                answers = _serve_clients(engines[name], these, methods[name], count, params)
                 tokens[name], speed[name], first, num_refused = answers
+                busy[name] = time.process_time() - began
                 waits[name] += first
                 refused[name] += num_refused
             same &= tokens["ar"] == tokens["auto"]
             rates.append(speed["ar"])
             ratios.append(speed["auto"] / speed["ar"])
+            work.append(busy["ar"] / busy["auto"])
         quantiles = [np.quantile(waits[name], (0.5, 0.99)) for name in ("ar", "auto")]
         shown = "   ".join(f"{p50:13.2f} {p99:6.2f}" for p50, p99 in quantiles)
         print(
-            f"{count:7d}  {statistics.median(rates):8.0f}  {spread(ratios):>22}  {shown}  "
+            f"{count:7d}  {statistics.median(rates):8.0f}  {spread(ratios):>22}  {spread(work):>18}  {shown}  "
             f"{refused['ar']:8d} {refused['auto']:4d}   {'yes' if same else 'NO'}", flush=True,
         )  # fmt: skip
 

@@ -139,6 +139,7 @@ class Session:
         stop_ids: the tokens that end the generation.
         prompt_logprobs: of the prompt tokens that are read, if the request wants them.
         branches: a tree that the target reads behind the prompt, instead of deciding what follows.
+        num_known: first tokens of which its drafter needs no states of the target.
         method_name: the method that the session began with; losing the drafter changes the plan.
         traceparent: W3C trace context for a drafter in another process; "" is none.
         tenant: whose it is; it uses cached entries only of sessions of the same tenant.
@@ -194,6 +195,7 @@ class Session:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None))
         self.branches: Draft | None = None
+        self.num_known = 0
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens)

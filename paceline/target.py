@@ -223,10 +223,10 @@ class ModelTarget:
         """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
         sequence = self._sequences[session.session_id] = _new_sequence(self.runner, session)
         # What reads the target's states or logits for the prompt must see them for all of it.
-        whole = session.needs & _STATES or _scores_prompt(session)
-        if self.prefixes is not None and _shareable(session) and not whole:
+        end = session.num_known if session.needs & _STATES else session.length - 1
+        if self.prefixes is not None and _shareable(session) and not _scores_prompt(session):
             assert isinstance(self.runner, LlamaRunner)
-            self.runner.adopt(sequence, session.token_ids[:-1], session.tenant)
+            self.runner.adopt(sequence, session.token_ids[:end], session.tenant)
 
     def close(self, session: SessionView) -> None:
         """Free a session's KV entries; ignores a session that is not open.

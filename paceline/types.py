@@ -304,10 +304,16 @@ class Pick(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a drafter was asked for: a draft of ``depth`` tokens after ``length`` committed ones."""
+    """What a drafter was asked for: a draft of ``depth`` tokens after ``length`` committed ones.
+
+    Attributes:
+        together: sessions for which it drafted at once while all others waited; 0: it drafted in
+            another process, and none waited.
+    """
 
     length: int
     depth: int
+    together: int = 0
 
 
 class Portfolio(Protocol):

@@ -40,6 +40,7 @@ class SessionView(TokensView, Protocol):
         adapter: name of the target's adapter that it decodes with; "" is none.
         finish_reason: None while running.
         branches: a tree that the target reads behind the prompt, instead of deciding what follows.
+        num_known: first tokens of which its drafter needs no states of the target.
     """
 
     prompt_length: int
@@ -51,6 +52,7 @@ class SessionView(TokensView, Protocol):
     traceparent: str
     finish_reason: str | None
     branches: Draft | None
+    num_known: int
 
     @property
     def length(self) -> int:

@@ -106,6 +106,10 @@ class AutoDrafter(Drafter):
             for name in self._states.pop(session.session_id, ()):
                 parts.callback(self._part(name).close, session)
 
+    def adopt(self, session: SessionView) -> int:
+        readers = [n for n in self._states[session.session_id] if self._part(n).needs]
+        return min((self._part(name).adopt(session) for name in readers), default=0)
+
     def read_prompt(self, session: SessionView, read: Verification) -> None:
         for name in list(self._states[session.session_id]):
             if self._part(name).needs:
@@ -188,7 +192,7 @@ class AutoDrafter(Drafter):
         proposed = self._guarded(name, members, "propose", members, list(limits.values()))
         seconds = time.perf_counter() - started
         for i, draft in zip(limits, at_once(proposed or ()), strict=False):
-            asked = Asked(sessions[i].length, limits[i].depth)
+            asked = Asked(sessions[i].length, limits[i].depth, len(limits))
             room = _portfolio(budgets[i]).drafted(name, draft, seconds, asked)
             seconds = 0.0  # it is the same for all of them
             if room > 0:

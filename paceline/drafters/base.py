@@ -157,6 +157,14 @@ class Drafter(ABC):
     def close(self, session: SessionView) -> None:  # noqa: B027
         """Free the state of a session; unknown sessions are ignored."""
 
+    def adopt(self, session: SessionView) -> int:
+        """Begin a session that was just opened with what earlier ones have left of its first tokens.
+
+        Returns:
+            How many of the first tokens the target need not compute for this drafter.
+        """
+        return 0
+
     def read_prompt(self, session: SessionView, read: Verification) -> None:  # noqa: B027
         """Read what the target computed for the next prompt tokens, chunk by chunk after ``open``.
 

@@ -26,11 +26,19 @@ if TYPE_CHECKING:
 
 
 class _Reading:
-    """A session's head state, and the features that the head has not read yet."""
+    """A session's head state, and the features that the head has not read yet.
+
+    Attributes:
+        num_read: features that the state has read, or that it began with.
+        shares: other sessions may begin with what this one has read.
+        is_published: they may begin with its prompt.
+    """
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.features: list[torch.Tensor] = []
+        self.num_read = 0
+        self.shares = self.is_published = False
 
 
 class HeadDrafter(Drafter):
@@ -48,7 +56,18 @@ class HeadDrafter(Drafter):
     def close(self, session: SessionView) -> None:
         reading = self._readings.pop(session.session_id, None)
         if reading is not None:
+            if reading.shares and session.finish_reason != "error":
+                self._head.publish(reading.state, session.token_ids, _scope(session))
             self._head.free(reading.state)
+
+    def adopt(self, session: SessionView) -> int:
+        reading = self._readings[session.session_id]
+        reading.shares = True
+        # All but the last token, which has no feature yet, and the one before it: a draft needs a
+        # feature to begin with.
+        read = session.token_ids[: max(0, session.length - 1)]
+        reading.num_read = self._head.adopt(reading.state, read, _scope(session))
+        return reading.num_read
 
     def read_prompt(self, session: SessionView, read: Verification) -> None:
         features = self._head.select(read.extras[self._feature])
@@ -109,10 +128,23 @@ class HeadDrafter(Drafter):
             rows = torch.cat(reading.features) if len(reading.features) > 1 else reading.features[0]
             # The last committed token has no features yet, so the rows end at the one before it.
             end = session.length
+            again = reading.num_read - (end - 1 - len(rows))
+            if again > 0:  # the target knew fewer tokens than the head
+                rows = rows[again:]
+            elif again < 0:  # the session was truncated: what it has read is no beginning
+                reading.shares = False
+            reading.num_read = end - 1
             following.append(session.token_ids[end - len(rows) : end])
             features.append(rows)
             reading.features = []
-        return self._head.root(self._states_of(sessions), features, following)
+        states = self._states_of(sessions)
+        logits = self._head.root(states, features, following)
+        for session, state in zip(sessions, states, strict=True):
+            reading = self._readings[session.session_id]
+            if reading.shares and not reading.is_published:
+                reading.is_published = True  # the rest, when the session ends
+                self._head.publish(state, session.token_ids, _scope(session))
+        return logits
 
     def expand(
         self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
@@ -130,3 +162,8 @@ class HeadDrafter(Drafter):
                 path = outcome.path[: len(outcome.token_ids) - 1]
                 features = features[[0, *(node + 1 for node in path)]]
             reading.features.append(features)
+
+
+def _scope(session: SessionView) -> tuple[str, str]:
+    """What must be the same for sessions that share what a head has read."""
+    return session.adapter, session.tenant

@@ -206,6 +206,7 @@ class Drafting:
 
     Args:
         arrival: notified when a draft has arrived.
+        shares_prefixes: sessions may begin with what drafters have left of earlier ones.
     """
 
     def __init__(
@@ -213,7 +214,10 @@ class Drafting:
         drafters: Mapping[str, Drafter],
         vocab_size: int,
         arrival: threading.Condition | None = None,
+        *,
+        shares_prefixes: bool = True,
     ) -> None:
+        self._shares_prefixes = shares_prefixes
         self.drafters = drafters
         self._vocab_size = vocab_size
         self._arrival = arrival or threading.Condition()
@@ -226,8 +230,12 @@ class Drafting:
 
     def open(self, session: Session) -> None:
         """Open a session before its first round, or before the first one after a suspension."""
+        session.num_known = 0
         try:
-            self._of(session).open(session)
+            drafter = self._of(session)
+            drafter.open(session)
+            if self._shares_prefixes:
+                session.num_known = drafter.adopt(session)
         except Exception:
             logger.exception("a drafter cannot open a session; the session continues as AR")
             session.lose_drafter()

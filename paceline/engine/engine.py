@@ -80,7 +80,10 @@ class Engine:
         )  # fmt: skip
         self.wakeup = threading.Condition()  # notified when a draft has arrived
         self.interrupted: Callable[[], bool] = lambda: False  # True ends a wait for drafts early
-        self.drafting = Drafting(self.drafters, target.vocab_size, self.wakeup)
+        self.drafting = Drafting(
+            self.drafters, target.vocab_size, self.wakeup,
+            shares_prefixes=self.limits.prefix_cache,
+        )  # fmt: skip
         self.intake = Intake(
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer,

@@ -214,8 +214,8 @@ class Scheduler:
             self._waiting.remove(session)
             self._admission.add(session)
             self._shares.took_place(session)
+            self._drafting.open(session)  # first: what its drafter knows need not be computed
             self._target.open(session)
-            self._drafting.open(session)
             session.state = SessionState.PREFILLING
             if session.stats.admitted_at is None:
                 session.stats.admitted_at = time.perf_counter()

@@ -34,10 +34,10 @@ from paceline.lengths.experience import RELAY, SHARED_MEMORY, DepthRates, experi
 from paceline.lengths.goodput import (
     CATCH_UP,
     HORIZON,
-    LEAST_GAIN,
     UNLIKELY,
     Learnt,
 )
+from paceline.lengths.rest import Rest
 from paceline.tree import is_chain
 from paceline.types import Asked, Budget, Draft, Load, Need, Outcome, Pick, RoundCosts, StopRule
 
@@ -46,10 +46,12 @@ if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
     from paceline.view import SessionView
 
+LEAST_GAIN = 1.03  # of tokens over the time that they cost: estimates are no more accurate
 LEARNING_SHARE = 0.02  # of the time: drafts that are made only to be judged
 MOST_CREDIT = 32  # rounds whose share may be saved up for a dear draft
 MEMORY = 0.95  # decay of what one session has learnt, for each judged draft
 UNKNOWN_COST = 0.2  # of a model's first draft, in rounds of AR
+UNKNOWN_READ = 1.0 / 64.0  # of a token by a model, in rounds of AR
 FIRST_COST = 0.5  # that it counts as at most, when it has been made
 HOT = 2  # right tokens of a draft after which the next one is likelier to be right, too
 PACE_ROUNDS = 4.0  # rounds of AR whose time other sessions' speed outweighs a session's own
@@ -90,6 +92,7 @@ class _Known:
         self._once: set[tuple[str, int]] = set()  # of these, one draft alone was timed
         self._read: dict[str, float] = {}  # seconds for each token that a drafter must read first
         self.ask: dict[str, float] = {}  # seconds of a quick drafter's draft
+        self.look = 0.0  # seconds of a session's lookups and choice
         self._verify: tuple[Load | None, list[float]] = None, []
         self.pace = _Pace(SHARED_MEMORY)
 
@@ -123,15 +126,26 @@ class _Known:
         known = self._costs is not None and drafter in self._costs.methods
         return self._costs if known else None
 
-    def read(self, drafter: str) -> float:
-        """Seconds for a model to read a token that it missed."""
-        costs = self._measured(drafter)
-        return self._read.get(drafter, 0.0 if costs is None else costs.read_seconds)
+    def read(self, drafter: str, load: Load) -> float:
+        """Seconds for a model to read a token that each session has, and it missed."""
+        costs, seconds = self._measured(drafter), self._read.get(drafter)
+        if seconds is None:
+            seconds = UNKNOWN_READ * self.verify(load)[0] if costs is None else costs.read_seconds
+        return load.num_running * seconds
 
-    def timed(self, drafter: str, depth: int, behind: int, seconds: float, load: Load) -> None:
-        """Learn what a model's draft cost, for which it read ``behind`` tokens first."""
+    def timed(
+        self, drafter: str, depth: int, behind: int, seconds: float, load: Load, together: int
+    ) -> None:
+        """Learn what a model's draft cost, for which it read ``behind`` tokens first.
+
+        Args:
+            together: as :attr:`paceline.types.Asked.together`.
+        """
         key = drafter, load.num_running.bit_length()
         line = self._draft.get(key)
+        # What a round costs if every session drafts like this one.
+        sessions = max(1.0, load.num_running / together) if together else 1.0
+        seconds *= sessions
         if line is None:  # the first draft may be disturbed: it must not look too dear to ask again
             seconds = min(seconds, FIRST_COST * self.verify(load)[0])
             self._once.add(key)
@@ -140,8 +154,13 @@ class _Known:
         if line is None or behind <= CATCH_UP:  # too much is better than nothing: less corrects it
             self._draft.setdefault(key, Line()).add(depth, seconds)
         else:
-            reading = max(0.0, seconds - line.at(depth)) / behind
+            reading = max(0.0, seconds - line.at(depth)) / (behind * sessions)
             self._read[drafter] = 0.5 * (self._read.get(drafter, reading) + reading)
+
+    def looked(self, seconds: float) -> None:
+        """Learn what it cost a session to look for drafts."""
+        before = self.look or seconds
+        self.look = 0.9 * before + 0.1 * min(seconds, 4 * before)
 
     def asked(self, drafter: str, seconds: float) -> None:
         """Learn what a quick drafter's draft cost."""
@@ -255,6 +274,7 @@ class Auto:
         self.stop_rule: StopRule | None = self._stop
         self._pick = Pick(None, 0)
         self._num_ar = 0
+        self._rest = Rest()
 
     # --- as a length controller ----------------------------------------------------------------
 
@@ -268,16 +288,19 @@ class Auto:
         self._step.first = self._step.first or session.session_id
         self._room = min(self._longest, session.remaining - 1)
         self._found, self._costs, self._pick = {}, {}, Pick(None, 0)
-        if self._room <= 0 or self._step.measures_ar:
+        if self._room <= 0 or self._step.measures_ar or self._rest.goes_on():
             self._num_ar += 1
             self._step.asked.append(Budget(0, 0))
             return Budget(0, 0)
+        self._step.num_looking += 1
         return Budget(self._room, self._room, portfolio=self, patience_s=PATIENCE_S)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         """As :meth:`paceline.lengths.base.LengthController.observe`."""
         if not self._step.asked:  # the drafter failed before it asked
             self._step.asked.append(Budget(0, 0))
+        if not self._step.recorded and self._step.num_looking and not self._step.has_model:
+            self._known.looked(draft_seconds / self._step.num_looking)
         self._known.learnt.record(self._step, outcome, draft_seconds, verify_seconds)
         seconds = draft_seconds + verify_seconds
         most = LEARNING_SHARE * MOST_CREDIT * seconds
@@ -292,7 +315,8 @@ class Auto:
 
     def asks(self, drafter: str) -> int:
         """As :meth:`paceline.types.Portfolio.asks`."""
-        candidate, price = self._of(drafter), self._known.ask.get(drafter, 0.0)
+        candidate = self._of(drafter)
+        price = self._load.num_running * self._known.ask.get(drafter, 0.0)
         cheap = price <= LEARNING_SHARE * self._known.verify(self._load)[0]
         if not (cheap and candidate.asks < FIRST_ASKS) and candidate.worth < price:
             if self._credit < price:
@@ -320,7 +344,8 @@ class Auto:
         for name in drafters:
             offers += self._offers(name, self._longest_of(name), self._cost(name), speed)
         # No round can be worth more than the best one: a higher speed was luck.
-        speed = min(speed, max(offer.speed for offer in offers))
+        # And estimates are not so accurate that a smaller gain would be one.
+        speed = LEAST_GAIN * min(speed, max(offer.speed for offer in offers))
         chosen, depth, *_ = best = max(offers, key=lambda offer: offer.gain(speed))
         if best.speed * verify[0] <= LEAST_GAIN:
             chosen, depth = None, 0
@@ -330,6 +355,8 @@ class Auto:
             candidate = self._of(name)
             saved = (best.gain(speed) - second) / speed if name == chosen else 0.0
             candidate.worth = WORTH_MEMORY * candidate.worth + (1.0 - WORTH_MEMORY) * saved
+        saved = 0.0 if chosen is None else (best.gain(speed) - offers[0].gain(speed)) / speed
+        self._rest.looked(saved, self._load.num_running * self._known.look, verify[0])
         if chosen is None:
             self._num_ar += 1
         else:
@@ -340,6 +367,7 @@ class Auto:
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None
+        self._step.has_model |= probe is not None or chosen in drafters
         self._pick = Pick(chosen, depth, probe)
         return self._pick
 
@@ -357,7 +385,7 @@ class Auto:
         candidate, nodes = self._of(drafter), draft.num_nodes
         if seconds and nodes:
             behind = asked.length - candidate.length
-            self._known.timed(drafter, nodes, behind, seconds, self._load)
+            self._known.timed(drafter, nodes, behind, seconds, self._load, asked.together)
         candidate.length = asked.length
         if not nodes or not is_chain(draft.parent_indices):
             return 0
@@ -451,7 +479,7 @@ class Auto:
         behind = session.length - self._of(drafter).length
         if behind > CATCH_UP:  # reading must pay within what is left, or within a while
             rounds = max(1.0, min(session.remaining, HORIZON) / 2.0)
-            first += self._known.read(drafter) * behind / rounds
+            first += self._known.read(drafter, self._load) * behind / rounds
         return first, slope, self._known.experience.goes_on(drafter)
 
     def _offers(
@@ -498,7 +526,7 @@ class Auto:
         depth = min(self._longest_of(drafter), 4)
         first, slope, _ = self._cost(drafter)
         behind = session.length - self._of(drafter).length
-        price = first + slope * depth + self._known.read(drafter) * behind
+        price = first + slope * depth + self._known.read(drafter, self._load) * behind
         if self._credit < price:
             return None
         self._credit -= price
@@ -527,7 +555,9 @@ class Auto:
             elif len(token_ids) >= draft.start:  # else the session was truncated
                 going.append(draft)
             if draft.start == newest:
-                self._of(draft.drafter).hot = draft.right - draft.first >= HOT
+                hot = self._of(draft.drafter).hot = draft.right - draft.first >= HOT
+                if hot:
+                    self._rest.end()
         self._unjudged = going
 
 

@@ -196,6 +196,8 @@ class _Step:
         self.steady = True  # no drafter must first catch up with a prompt or a pause
         self.behind = 0  # tokens that drafters must read before they draft
         self.has_shadow = False
+        self.num_looking = 0  # sessions of method auto that look for drafts
+        self.has_model = False  # a model drafts for one of them
         self.first = ""  # id of its first session
         self.recorded = False
 

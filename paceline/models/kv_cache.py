@@ -8,7 +8,7 @@ can read the same slots (:mod:`paceline.models.prefix_cache`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -156,14 +156,18 @@ class KVPool:
         """Free everything."""
         self.truncate(sequence, 0)
 
-    def adopt(self, sequence: PooledSequence, token_ids: Sequence[int], scope: str) -> None:
+    def adopt(
+        self, sequence: PooledSequence, token_ids: Sequence[int], scope: Hashable
+    ) -> None:
         """Start an empty sequence with the entries that the prefix cache has for ``token_ids``."""
         sequence.blocks = self.prefixes.find(token_ids, (sequence.adapter, scope))
         sequence.num_shared = sequence.length = BLOCK * len(sequence.blocks)
         for i, block in enumerate(sequence.blocks):
             sequence.slots[i * BLOCK : (i + 1) * BLOCK] = block.slots
 
-    def publish(self, sequence: PooledSequence, token_ids: Sequence[int], scope: str) -> None:
+    def publish(
+        self, sequence: PooledSequence, token_ids: Sequence[int], scope: Hashable
+    ) -> None:
         """Give whole blocks of committed entries to the prefix cache; the sequence keeps using
         them.
 

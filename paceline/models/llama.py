@@ -226,7 +226,8 @@ class LlamaRunner:
         x = F.embedding(torch.from_numpy(batch.tokens).to(self.device), weights.embedding)
         states = None
         if Need.LAYER_STATES in wants or batch.exits:
-            states = x.new_zeros(count, *x.shape)
+            make = x.new_empty if batch.layers is None else x.new_zeros
+            states = make(count, *x.shape)
         if batch.layers is None:
             self._ops.run_layers(stack, 0, count, x, pool.keys, pool.values, batch.rows, states)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -241,6 +241,17 @@ class Head(nn.Module, ABC):
 
     def free(self, state: State) -> None:
         """Free the state of a session that ends."""
+
+    def adopt(self, state: State, token_ids: Sequence[int], scope: Hashable) -> int:
+        """Begin a new state with what :meth:`publish` has kept of these tokens.
+
+        Returns:
+            How many of their features it need not read.
+        """
+        return 0
+
+    def publish(self, state: State, token_ids: Sequence[int], scope: Hashable) -> None:  # noqa: B027
+        """Keep what the state has of a session's first tokens, for later sessions of the scope."""
 
     @abstractmethod
     def root(

@@ -8,7 +8,7 @@ drafts, the head goes on from features of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -187,6 +187,19 @@ class Eagle(Head):
 
     def free(self, state: EagleState) -> None:
         self.stack.free(state.sequence)
+
+    # A KV entry is that of a feature and the token after it: tokens from the second on name it.
+
+    def adopt(self, state: EagleState, token_ids: Sequence[int], scope: Hashable) -> int:
+        if not token_ids:
+            return 0
+        self.stack.pool.adopt(state.sequence, token_ids[1:], (scope, token_ids[0]))
+        return state.sequence.length
+
+    def publish(self, state: EagleState, token_ids: Sequence[int], scope: Hashable) -> None:
+        self.stack.commit(state.sequence, ())
+        known = token_ids[1 : state.sequence.length + 1]
+        self.stack.pool.publish(state.sequence, known, (scope, token_ids[0]))
 
     def root(
         self,

@@ -1,0 +1,51 @@
+"""Rounds in which a session of method ``auto`` does not look for drafts, since that costs more.
+
+Lookups and the choice among their drafts take time in every round, also where none is verified. One
+session alone hardly notices. In a batch all sessions wait for the looks of each, a verified row
+costs more of a round, and looking can take more than its drafts save.
+"""
+
+from __future__ import annotations
+
+FIRST_LOOKS = 8  # rounds in which a new session looks in any case
+MOST_ROUNDS = 8  # longest rest
+MEMORY = 0.8  # decay of what looking has saved, for each look
+NEGLIGIBLE = 0.01  # share of a round that looking may always take
+
+
+class Rest:
+    """Decides it for one session."""
+
+    __slots__ = ("_left", "_looks", "_rounds", "_saved")
+
+    def __init__(self) -> None:
+        self._looks = self._rounds = self._left = 0
+        self._saved = 0.0  # seconds, beyond what looking took
+
+    def goes_on(self) -> bool:
+        """Whether this round is one of rest."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def end(self) -> None:
+        """Look again in the next round: a draft that was not verified turned out right."""
+        self._left = 0
+
+    def looked(self, saved: float, cost: float, round_seconds: float) -> None:
+        """Learn from a look, and decide how long to rest.
+
+        Args:
+            saved: seconds that the choice is expected to save against AR.
+            cost: seconds that looking takes if every session of the batch looks.
+            round_seconds: of a round of AR.
+        """
+        self._looks += 1
+        self._saved = MEMORY * self._saved + saved - cost
+        pays = self._saved >= 0.0 or cost <= NEGLIGIBLE * round_seconds
+        if pays or self._looks < FIRST_LOOKS:
+            self._rounds = 0
+        else:
+            self._rounds = min(MOST_ROUNDS, 2 * self._rounds or 1)
+        self._left = self._rounds

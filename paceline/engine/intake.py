@@ -196,7 +196,7 @@ class Intake:
             return config
         names: list[str] = []
         # A drafter that waits for another process gets tokens alone; and a head reads the whole
-        # prompt, also what the prefix cache has.
+        # prompt, also what the prefix cache has if no head has read it.
         short = len(request.prompt_ids) <= LONGEST_READ
         reads_states = short and not self._drafters.remote
         heads = experience_of(self.length_context).heads

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 FIRST_LOOKS = 8  # rounds in which a new session looks in any case
 MOST_ROUNDS = 8  # longest rest
-MEMORY = 0.8  # decay of what looking has saved, for each look
+MEMORY = 0.9  # decay of what looking has saved, for each look
 NEGLIGIBLE = 0.01  # share of a round that looking may always take
 
 

@@ -23,7 +23,7 @@ from paceline.engine import Engine
 from paceline.engine.intake import LONGEST_READ
 from paceline.errors import InvalidArgument
 from paceline.lengths import goodput
-from paceline.lengths.auto import LEARNING_SHARE, Auto
+from paceline.lengths.auto import LEARNING_SHARE, Auto, _Known
 from paceline.lengths.base import LengthContext, length_bounds
 from paceline.lengths.experience import HEAD_AGAIN, MOST_WEIGHT, Experience, experience_of
 from paceline.loading import load_engine
@@ -233,6 +233,23 @@ def test_the_best_drafter_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     best = alone(monkeypatch, "draft_model", model(0.95), CHEAP)
     assert run.drafters(change + 32)["draft_model"] > 0.9 * len(run.rounds[change + 32 :])
     assert run.speed(change + 32) > 0.95 * best
+
+
+@pytest.mark.parametrize(
+    ("together", "sessions"),
+    [(1, 8.0), (4, 2.0), (8, 1.0), (0, 1.0)],
+    ids=["one of eight", "half of eight", "all eight", "in another process"],
+)
+def test_a_draft_delays_all_sessions_of_a_round(together: int, sessions: float) -> None:
+    """A draft for some of them costs what a round takes in which each drafts like these."""
+    known, load = _Known(8, LengthContext(profile=CHEAP)), Load(8, 0)
+    for _ in range(200):
+        known.timed("draft_model", 2, 0, 1e-3, load, together)
+    line = known.draft("draft_model", load)
+    assert line is not None
+    assert line[0] + 2 * line[1] == pytest.approx(1e-3 * sessions, rel=0.05)
+    known.timed("draft_model", 2, 100, 1e-3 + 0.1, load, together)
+    assert known.read("draft_model", load) == pytest.approx(8 * 1e-3, rel=0.05)
 
 
 def test_a_new_session_begins_with_what_others_have_learnt(

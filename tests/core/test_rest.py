@@ -1,0 +1,51 @@
+"""When a session of method auto stops to look for drafts, and when it looks again."""
+
+from __future__ import annotations
+
+from paceline.lengths.rest import FIRST_LOOKS, MOST_ROUNDS, NEGLIGIBLE, Rest
+
+ROUND = 10e-3
+DEAR = 1e-3
+
+
+def looks(rest: Rest, rounds: int, saved: float = 0.0, cost: float = DEAR) -> int:
+    """Rounds of these in which it looks."""
+    count = 0
+    for _ in range(rounds):
+        if not rest.goes_on():
+            rest.looked(saved, cost, ROUND)
+            count += 1
+    return count
+
+
+def test_looks_that_save_nothing_become_rare() -> None:
+    rest = Rest()
+    assert looks(rest, FIRST_LOOKS) == FIRST_LOOKS
+    assert looks(rest, 40) < 12
+    assert looks(rest, 90) == 90 / (MOST_ROUNDS + 1)
+
+
+def test_looks_that_pay_go_on() -> None:
+    assert looks(Rest(), 100, saved=1.1 * DEAR) == 100
+
+
+def test_a_draft_that_pays_now_and_then_pays_for_the_looks_between() -> None:
+    rest, count = Rest(), 0
+    for _ in range(40):
+        count += looks(rest, 1, saved=5 * DEAR) + looks(rest, 3)
+    assert count == 160
+
+
+def test_cheap_looks_never_end() -> None:
+    assert looks(Rest(), 100, cost=NEGLIGIBLE * ROUND) == 100
+
+
+def test_it_ends_when_a_draft_was_right() -> None:
+    rest = Rest()
+    looks(rest, 200)
+    while not rest.goes_on():
+        rest.looked(0.0, DEAR, ROUND)
+    rest.end()
+    assert not rest.goes_on()
+    rest.looked(20 * DEAR, DEAR, ROUND)
+    assert looks(rest, 10, saved=2 * DEAR) == 10

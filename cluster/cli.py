@@ -731,18 +731,18 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Length controller; `fixed` drafts on any machine. Default: the method's own, "
-            "which drafts only while that is faster.",
+            help="Length controller of the demo pair's method; `fixed` drafts on any machine. "
+            "Default: the method's own, which drafts only while that is faster.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate with a drafter and a target in separate actors, and compare with AR.
+    """Generate with drafts on a local cluster, and compare with AR.
 
-    Starts a local Ray, deploys one target replica and one drafter replica, sends three prompts
-    (for smollm2: a question, a function to write, a text to summarise) through the gRPC endpoint,
-    prints the text as it is committed and a table of speeds and acceptance, and stops what it
-    started. Exit code 1 if the tokens are not those of AR.
+    Starts a local Ray, deploys a target (smollm2: with its drafters; demo: and a drafter in an
+    actor of its own), sends three prompts (smollm2: a question, a function to write, a text to
+    summarise) through the gRPC endpoint, prints the text as it is committed and a table of speeds
+    and acceptance, and stops what it started. Exit code 1 if the tokens are not those of AR.
     """
     require("serve", "ray", "grpc")
     from paceline.cluster import demo as demo_module

@@ -1,8 +1,8 @@
-"""`paceline demo`: a drafter and a target in separate actors generate text together.
+"""`paceline demo`: a target and its drafters generate text together.
 
-It runs what a deployment runs, on one machine: Ray Serve, two actors and a gateway, with gRPC
-between them. It decodes the same prompts as AR on the same target, to compare speed and tokens.
-SmolLM2 answers questions; the embedded pair continues text.
+It runs what a deployment runs, on one machine: Ray Serve, actors and a gateway, with gRPC between
+them. It decodes the same prompts as AR on the same target, to compare speed and tokens. SmolLM2
+answers questions, its drafters beside it; the embedded pair continues text as two actors.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run(
 
     Returns:
         ``identical_to_ar``, tokens per second with and without drafts, speedup, mean accepted
-        length, acceptance rate, the process ids of the two actors, and the same for each prompt;
+        length, acceptance rate, the process ids of target and drafter, and the same for each prompt;
         ``ready_s`` and ``first_token_s``: seconds from the start of this process until all was
         ready, and until the first token came.
 
@@ -395,5 +395,6 @@ def _table(measured: dict[str, _Prompt], result: dict[str, Any]) -> Table:
     table.add_section()
     blank = [""] * len(measured)
     table.add_row("target actor, process", *blank, str(result["target_pid"]))
-    table.add_row("drafter actor, process", *blank, str(result["drafter_pid"]))
+    if result["drafter_pid"] != result["target_pid"]:
+        table.add_row("drafter actor, process", *blank, str(result["drafter_pid"]))
     return table

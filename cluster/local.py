@@ -77,7 +77,7 @@ def up(
     """Deploy a config file and wait until it is ready.
 
     Args:
-        config_path: None: SmolLM2 as two actors, or the demo pair if SmolLM2 cannot be downloaded
+        config_path: None: SmolLM2, or the demo pair as two actors if SmolLM2 cannot be downloaded
             or the deployment joins a cluster, whose nodes may not have it.
         address: of a Ray cluster to join; None: ``RAY_ADDRESS``, else a local Ray.
         port, http_port: instead of the file's ``gateway.grpc_port`` and ``gateway.http_port``.

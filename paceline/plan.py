@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.acceptance.base import AcceptanceRule, with_knobs
+from paceline.acceptance.judge import Judge
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
 from paceline.knobs import MAX_NODES, Knob, Knobs
@@ -78,6 +79,14 @@ class Plan:
     def needs(self) -> frozenset[Need]:
         """What all drafters together need from the target."""
         return self.method.needs.union(*(part.needs for part in self.parts))
+
+    def trained_rule(self, context: LengthContext) -> AcceptanceRule:
+        """The rule, with its weights if it has some.
+
+        Raises:
+            InvalidArgument: there are no weights, or none that fit.
+        """
+        return self.rule.trained(context) if isinstance(self.rule, Judge) else self.rule
 
     def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
         """A controller for one session; ``context`` is shared by all sessions of an engine.

@@ -171,8 +171,7 @@ class Session:
         self.token_ids: list[int] = list(prompt_ids)
         self.prompt_length = len(self.token_ids)
         self.params = params
-        self.plan = plan
-        self.rule = rule or plan.rule
+        self.plan, self.rule = plan, rule or plan.rule
         self.method_name = plan.method.name
         self.traceparent = ""
         self.tenant = ""

@@ -33,8 +33,7 @@ class UnitStop(StopRule):
         self._threshold = threshold
 
     def stop_after(self, step: DraftStep) -> bool:
-        # A probability may round to 1.
-        return self._threshold == 1.0 or top_probability(step.scores) <= self._threshold
+        return top_probability(step.scores) <= self._threshold
 
 
 class LexicalUnit:

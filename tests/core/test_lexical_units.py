@@ -17,11 +17,12 @@ from paceline.config import SpeculationConfig, parse_speculation
 from paceline.drafters.head import HeadDrafter
 from paceline.engine import RoundEvent
 from paceline.errors import InvalidArgument
+from paceline.lengths.lexical_unit import UnitStop
 from paceline.loading import load_engine
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
-from paceline.types import Draft
+from paceline.types import Draft, DraftStep
 from tests.core.engines import Small, small_engine
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -103,6 +104,12 @@ def test_a_forbidden_token_ends_a_unit() -> None:
     masked = replace(GREEDY, allowed_token_ids=(0, 1, 2))
     found = Unverified().accept(draft, PathLogits(logits, masked, [0]))
     assert (found.path, found.next_token) == ((0,), 0)
+
+
+def test_a_probability_of_1_is_not_above_1() -> None:
+    sure = DraftStep(1, 0, np.array([900.0, 0.0]))
+    assert UnitStop(1.0).stop_after(sure)
+    assert not UnitStop(0.99).stop_after(sure)
 
 
 def test_it_is_lossy() -> None:

@@ -72,6 +72,8 @@ def test_the_judge_learns_and_is_written(
     saved = load_file(tmp_path / "judge.safetensors")
     scores = (rows.target_hidden @ saved["weight"].float() + saved["bias"].float()).numpy()
     right = known.accepted == 1
+    unseen = right & (rows.is_validation == 1)
+    assert (scores > 0)[unseen].mean() == pytest.approx(result["accepted_of_right"], abs=0.02)
     assert 0.2 < right.mean() < 0.8
     assert np.corrcoef(scores, known.loss)[0, 1] < -0.6, "as written, for states as they are"
     with pytest.raises(InvalidArgument, match="at least 10"):

@@ -23,6 +23,9 @@ from tests.modelzoo import make_model
 PROMPT = [5, 6, 7, 9]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7, top_p=0.9, seed=4)
+PENALISED = SamplingParams(
+    max_tokens=24, ignore_eos=True, presence_penalty=2.0, logit_bias=dict.fromkeys(PROMPT, 9.0)
+)
 THRESHOLDS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, math.inf)
 
 
@@ -41,7 +44,9 @@ def alone(runner: LlamaRunner, params: SamplingParams) -> list[int]:
     return engine.generate([PROMPT], params, SpeculationConfig(method="ar"))[0].output_ids
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"]
+)
 def test_the_ends_of_the_threshold_are_one_model_alone(
     small: LlamaRunner, large: LlamaRunner, params: SamplingParams
 ) -> None:

@@ -38,7 +38,7 @@ from paceline.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from paceline.models.base import ModelRunner
-    from paceline.together.reasoning import Writer
+    from paceline.together.reasoning import StepWriter
     from paceline.tokenizer import Tokenizer
 
 together = typer.Typer(
@@ -126,7 +126,7 @@ def entropy(
             metavar="NATS",
             help="Mean entropy from which the large model writes: 0 always, inf never.",
         ),
-    ] = 1.0,
+    ] = 1.5,
     window: Annotated[
         int, typer.Option(metavar="N", help="Tokens that the mean is taken over.")
     ] = 5,
@@ -144,7 +144,7 @@ def entropy(
 
     Example:
 
-    - `paceline together entropy 'class Stack:' --threshold 1.5`
+    - `paceline together entropy 'class Stack:' --threshold 2`
     """
     from paceline.sampling import SamplingParams
     from paceline.together.entropy import EntropyAdaptive, Router
@@ -394,7 +394,7 @@ def reason_in_steps(
     - `paceline together reason 'Question: Tom has 3 apples.\\nAnswer: ' --separator '\\n'`
     """
     from paceline.sampling import SamplingParams
-    from paceline.together.reasoning import Reasoning, ReasonOptions, reason
+    from paceline.together.reasoning import ReasonedAnswer, ReasonOptions, reason
 
     text = read_prompt(prompt)
     options = ReasonOptions(
@@ -411,7 +411,7 @@ def reason_in_steps(
             steps.append(step)
             if not as_json:
                 show_piece(step.text, step.by_large)
-    answer = Reasoning(tuple(steps))
+    answer = ReasonedAnswer(tuple(steps))
     if as_json:
         rows = [
             {
@@ -447,12 +447,12 @@ def _writers(
     large: str | None,
     access: dict[str, Any],
     threads: int | None,
-) -> tuple[Writer, Writer]:
+) -> tuple[StepWriter, StepWriter]:
     """The small model's writer and the large one's."""
     from paceline.demo import DRAFTER_DIR, TARGET_DIR
     from paceline.together.reasoning import EngineWriter
 
-    writers: list[Writer] = []
+    writers: list[StepWriter] = []
     for name, default in ((small, DRAFTER_DIR), (large, TARGET_DIR)):
         if name is not None and _ADDRESS.fullmatch(name):
             require("serve", "grpc")

@@ -5,21 +5,26 @@ from __future__ import annotations
 from paceline.config import SpeculationConfig
 from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
-from paceline.together.reasoning import Piece
+from paceline.together.reasoning import StepText
 
 
 class ClientWriter:
     """The target of a server, over gRPC.
 
     Args:
-        speculation: how the server decodes; None: its default method.
+        speculation: how the server decodes; None: by its default method, or as AR if it cannot.
     """
 
     def __init__(self, client: Client, speculation: SpeculationConfig | None = None) -> None:
-        self._client, self._speculation = client, speculation
+        self._client = client
+        if speculation is None:
+            model = client.get_model()
+            able = model.default_method in model.methods
+            speculation = SpeculationConfig(method=model.default_method if able else "ar")
+        self._speculation = speculation
 
-    def write(self, text: str, params: SamplingParams) -> Piece:
-        """See :class:`paceline.together.reasoning.Writer`.
+    def write(self, text: str, params: SamplingParams) -> StepText:
+        """See :class:`paceline.together.reasoning.StepWriter`.
 
         Raises:
             PacelineError: the server's refusal, or its loss.
@@ -27,4 +32,4 @@ class ClientWriter:
         done = self._client.complete(text, params, self._speculation)
         at_stop = any(done.text.endswith(stop) for stop in params.stop)
         ended = done.finish_reason == "stop" and not at_stop
-        return Piece(done.text, len(done.token_ids), ended)
+        return StepText(done.text, len(done.token_ids), ended)

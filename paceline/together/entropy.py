@@ -31,7 +31,7 @@ class Router:
         window: how many entropies the mean is taken over.
     """
 
-    threshold: float = 1.0
+    threshold: float = 1.5
     window: int = 5
 
     def __post_init__(self) -> None:

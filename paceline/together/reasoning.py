@@ -26,7 +26,7 @@ GRADES = "[0-9]"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StepText:
     """What a model has written.
 
     Attributes:
@@ -39,10 +39,10 @@ class Piece:
     ended: bool
 
 
-class Writer(Protocol):
+class StepWriter(Protocol):
     """A model that continues texts, here or on a server."""
 
-    def write(self, text: str, params: SamplingParams) -> Piece:
+    def write(self, text: str, params: SamplingParams) -> StepText:
         """Continue ``text`` up to and with one of the ``stop`` strings of ``params``."""
         ...
 
@@ -65,7 +65,7 @@ class EngineWriter:
         self._tokenizer = engine.tokenizer
         self._text, self._ids = "", list[int]()  # what is known of the last text
 
-    def write(self, text: str, params: SamplingParams) -> Piece:
+    def write(self, text: str, params: SamplingParams) -> StepText:
         ids = self._encode(text)
         session = self._engine.generate([ids], params, self._speculation)[0]
         written = session.output_ids
@@ -75,7 +75,7 @@ class EngineWriter:
         piece = self._tokenizer.decode(kept)
         if params.max_tokens > 1:  # a grade is no part of the text
             self._text, self._ids = text + piece, [*ids, *kept]
-        return Piece(piece, len(written), ended)
+        return StepText(piece, len(written), ended)
 
     def _encode(self, text: str) -> list[int]:
         if self._text and text.startswith(self._text):
@@ -116,7 +116,7 @@ class ReasonOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReasonStep:
     """A step of the answer.
 
     Attributes:
@@ -134,10 +134,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasonedAnswer:
     """An answer, and who wrote it."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ReasonStep, ...]
 
     @property
     def text(self) -> str:
@@ -166,12 +166,12 @@ class Reasoning:
 
 
 def reason(
-    small: Writer,
-    large: Writer,
+    small: StepWriter,
+    large: StepWriter,
     prompt: str,
     options: ReasonOptions | None = None,
     params: SamplingParams | None = None,
-) -> Iterator[Step]:
+) -> Iterator[ReasonStep]:
     """Answer step by step, until a model ends the text or the budget is spent.
 
     Args:
@@ -194,7 +194,7 @@ def reason(
         by_large = piece is None
         if piece is None:
             piece = large.write(text, limits)
-        yield Step(piece.text, by_large, grade, piece.num_tokens, rejected)
+        yield ReasonStep(piece.text, by_large, grade, piece.num_tokens, rejected)
         if piece.ended:
             return
         text += piece.text
@@ -209,7 +209,7 @@ def _step_params(params: SamplingParams, options: ReasonOptions, left: int) -> S
     )  # fmt: skip
 
 
-def _grade(large: Writer, text: str, options: ReasonOptions) -> int:
+def _grade(large: StepWriter, text: str, options: ReasonOptions) -> int:
     """The large model's grade of the text's last step: one token, greedily."""
     params = SamplingParams(max_tokens=1, regex=GRADES)
     answer = large.write(text.rstrip("\n") + options.grade_prompt, params).text.strip()

@@ -18,10 +18,10 @@ from paceline.target import ModelTarget
 from paceline.together.reasoning import (
     GRADE_PROMPT,
     EngineWriter,
-    Piece,
-    Reasoning,
+    ReasonedAnswer,
     ReasonOptions,
-    Step,
+    ReasonStep,
+    StepText,
     reason,
 )
 from paceline.tokenizer import load_tokenizer
@@ -41,17 +41,17 @@ class Scripted:
     steps: int = 6
     asked: list[tuple[str, SamplingParams]] = field(default_factory=list)
 
-    def write(self, text: str, params: SamplingParams) -> Piece:
+    def write(self, text: str, params: SamplingParams) -> StepText:
         self.asked.append((text, params))
         if params.max_tokens == 1:
-            return Piece(str(self.grades.pop(0)), 1, False)
+            return StepText(str(self.grades.pop(0)), 1, False)
         number = text.count(";")
         step = f"{self.name}{number}" + ("" if number == self.steps - 1 else ";\n\n")
-        return Piece(step, 3, number == self.steps - 1)
+        return StepText(step, 3, number == self.steps - 1)
 
 
-def answer(small: Scripted, large: Scripted, options: ReasonOptions) -> Reasoning:
-    return Reasoning(tuple(reason(small, large, "Q: ", options)))
+def answer(small: Scripted, large: Scripted, options: ReasonOptions) -> ReasonedAnswer:
+    return ReasonedAnswer(tuple(reason(small, large, "Q: ", options)))
 
 
 @dataclass
@@ -91,7 +91,7 @@ def test_the_ends_of_the_threshold_are_one_model_alone(
     for threshold, engine in ((10.0, engines.large), (0.0, engines.small)):
         small, large = EngineWriter(engines.small, AR), EngineWriter(engines.large, AR)
         options = replace(OPTIONS, threshold=threshold)
-        found = Reasoning(tuple(reason(small, large, "Question: ", options, params)))
+        found = ReasonedAnswer(tuple(reason(small, large, "Question: ", options, params)))
         assert found.text == alone(engine, params)
         assert len(found.steps) > 5, "some step ends at a separator"
         assert found.large_share == (1.0 if threshold else 0.0)
@@ -138,7 +138,7 @@ def test_each_step_costs_one_token_of_grading() -> None:
     assert (found.num_accepted, found.num_tokens) == (2, 18)
     assert found.large_share == pytest.approx(4 / 6)
     assert [step.num_rejected for step in found.steps] == [0, 3, 0, 3, 3, 0]
-    assert found.steps[0] == Step("L0;\n\n", True, None, 3)
+    assert found.steps[0] == ReasonStep("L0;\n\n", True, None, 3)
 
 
 def test_budget_and_step_length_are_kept() -> None:
@@ -177,8 +177,8 @@ def test_bad_input_is_named(engines: Engines) -> None:
         EngineWriter(Engine(engines.large.target))
 
     class Mute(Scripted):
-        def write(self, text: str, params: SamplingParams) -> Piece:
-            return Piece("", 1, False)
+        def write(self, text: str, params: SamplingParams) -> StepText:
+            return StepText("", 1, False)
 
     with pytest.raises(InvalidArgument, match="a digit as one token"):
         answer(Scripted("s"), Mute("L"), ReasonOptions())

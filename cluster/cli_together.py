@@ -347,8 +347,8 @@ def fuse_models(
         )
 
 
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):\d+")
-_PLACE = "a folder, a GGUF file or a name, or HOST:PORT of a server."
+_ADDRESS = re.compile(r"https?://.+|(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):\d+")
+_PLACE = "a folder, a GGUF file or a name; HOST:PORT (gRPC) or http://HOST:PORT of a server."
 
 
 @together.command("reason", cls=Command)
@@ -441,6 +441,15 @@ def reason_in_steps(
     )
 
 
+def _http_writer(url: str, access: dict[str, Any]) -> StepWriter:
+    from paceline.rpc.writer import HttpWriter
+
+    for option in ("cert", "key"):
+        if option in access:
+            raise InvalidArgument(option, str(access[option]), "servers over gRPC with it")
+    return HttpWriter(url, **access)
+
+
 def _writers(
     stack: ExitStack,
     small: str | None,
@@ -459,6 +468,9 @@ def _writers(
             from paceline.rpc.client import Client
             from paceline.rpc.writer import ClientWriter
 
+            if name.startswith("http"):
+                writers.append(_http_writer(name, access))
+                continue
             client = Client(check_address(name), timeout=600.0, **access)
             writers.append(ClientWriter(stack.enter_context(client)))
             continue

@@ -13,14 +13,19 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.engine import EngineThread
+from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
+from paceline.rpc.errors import InternalError, ServerUnavailable
+from paceline.rpc.generate_service import ModelInfo
+from paceline.rpc.writer import HttpWriter
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import load_tokenizer
 from tests.cli.conftest import Cli
+from tests.deployments.http_serving import http_serving
 from tests.rpc.serving import serving
 
 QUESTION = "Question: Tom has 3 apples and buys 4 more. How many apples does he have?\nAnswer: "
-STEPS = ("--separator", "\\n", "-n", 80)
+STEPS = ("--separator", "\\n", "-n", 48)
 
 
 def together(cli: Cli, *arguments: Any) -> dict[str, Any]:
@@ -114,7 +119,35 @@ def test_reason_over_two_servers_is_reason_here(
         assert 0 < here["accepted_steps"] < here["grades"] == len(here["steps"])
     else:
         folder = TARGET_DIR if threshold else DRAFTER_DIR
-        assert here["text"] == ar_text(folder, QUESTION, 80)
+        assert here["text"] == ar_text(folder, QUESTION, 48)
+
+
+def test_reason_over_http_is_reason_here(cli: Cli) -> None:
+    here = together(cli, "reason", QUESTION, *STEPS, "--threshold", 4)
+    with ExitStack() as stack:
+        urls = []
+        for folder in (DRAFTER_DIR, TARGET_DIR):
+            thread = EngineThread(load_engine(folder)).start()
+            stack.callback(thread.stop)
+            model = ModelInfo(name=folder.name, default_speculation=SpeculationConfig(method="ar"))
+            urls.append(stack.enter_context(http_serving(thread, model)))
+        servers = ("--small", urls[0], "--large", urls[1] + "/v1")
+        there = together(cli, "reason", QUESTION, *STEPS, "--threshold", 4, *servers)
+        assert without_grades(there) == without_grades(here)
+        with pytest.raises(InternalError, match=r"answers 400: .*prompt"):
+            HttpWriter(urls[0]).write("", SamplingParams())
+    with pytest.raises(ServerUnavailable, match="127"):
+        HttpWriter(urls[0])
+
+
+def test_a_token_does_not_travel_in_plain_text() -> None:
+    with pytest.raises(InvalidArgument, match="https with it") as refused:
+        HttpWriter("http://10.0.0.5:8000", "m", token="secret")
+    assert "secret" not in str(refused.value)
+    with pytest.raises(InvalidArgument, match="url: got 'ftp://x'"):
+        HttpWriter("ftp://x")
+    with pytest.raises(InvalidArgument, match=r"ca: got '/nowhere\.pem'"):
+        HttpWriter("https://10.0.0.5:8000", "m", ca="/nowhere.pem")
 
 
 def test_the_first_steps_are_the_large_models(cli: Cli) -> None:

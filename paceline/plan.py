@@ -86,7 +86,7 @@ class Plan:
         Raises:
             InvalidArgument: there are no weights, or none that fit.
         """
-        return self.rule.trained(context) if isinstance(self.rule, Judge) else self.rule
+        return trained_rule(self.rule, context)
 
     def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
         """A controller for one session; ``context`` is shared by all sessions of an engine.
@@ -100,6 +100,11 @@ class Plan:
         if not self.guarded:
             return controller
         return WhilePays(controller, length_bounds(self.config), self.config, context)
+
+
+def trained_rule(rule: AcceptanceRule, context: LengthContext) -> AcceptanceRule:
+    """See :meth:`Plan.trained_rule`."""
+    return rule.trained(context) if isinstance(rule, Judge) else rule
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:

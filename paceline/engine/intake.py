@@ -19,7 +19,7 @@ from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
 from paceline.lengths.experience import experience_of
 from paceline.methods import ACCEPTANCE_RULES, AUTO_CHOICES, Method
-from paceline.plan import Plan, resolve
+from paceline.plan import Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -170,8 +170,14 @@ class Intake:
         reason = self._drafters.refusal(method)
         if reason is not None:
             return reason
-        needs = method.needs | ACCEPTANCE_RULES[method.acceptance].needs
+        rule = ACCEPTANCE_RULES[method.acceptance]
+        needs = method.needs | rule.needs
         lacking = sorted(need.value for need in needs - self._target.provides)
+        if not lacking:
+            try:
+                trained_rule(rule, self.length_context)
+            except InvalidArgument as error:
+                return str(error)
         return f"the target does not give its {', '.join(lacking)}" if lacking else None
 
     def _plan(self, request: Request) -> Plan:

@@ -19,6 +19,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 from paceline.loading import load_engine
+from paceline.methods import METHODS
 from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
 from paceline.request import Request
@@ -174,14 +175,16 @@ def test_lossy_and_without_weights_it_is_refused(zoo: Path, tmp_path: Path) -> N
     engine = judging_engine(zoo, tmp_path)
     with pytest.raises(InvalidArgument, match="allow_lossy"):
         engine.generate([[5]], GREEDY, SpeculationConfig(method="judge_decoding"))
-    (tmp_path / "judge.safetensors").unlink()
+    assert engine.refusal(METHODS["judge_decoding"]) is None
     bare = Engine(
         engine.target, engine.drafters.given,
         length_context=LengthContext(heads=tmp_path / "none"),
     )  # fmt: skip
     with pytest.raises(InvalidArgument, match=r"acceptance: got 'judge.*paceline train judge"):
         decode(bare, 0.5, GREEDY)
-    wide = judged_by(tmp_path, torch.zeros(HIDDEN + 1))
+    assert "paceline train judge" in (bare.refusal(METHODS["judge_decoding"]) or "")
+    (tmp_path / "wide").mkdir()
+    wide = judged_by(tmp_path / "wide", torch.zeros(HIDDEN + 1))
     other = Engine(engine.target, engine.drafters.given, length_context=wide)
     with pytest.raises(InvalidArgument, match="target_hidden_size 65"):
         decode(other, 0.5, GREEDY)

@@ -75,6 +75,7 @@ from paceline.cluster.cli_output import (
     set_threads,
     show_tree,
 )
+from paceline.cluster.cli_together import together
 from paceline.cluster.cli_train import train
 from paceline.errors import InvalidArgument
 
@@ -710,6 +711,7 @@ def profile(
 
 
 app.add_typer(train, name="train")
+app.add_typer(together, name="together")
 _command()(export)
 
 

@@ -518,3 +518,47 @@ def length_head(
         print_json(result)
     else:
         show_tree(result)
+
+
+@_command("judge")
+def judge(
+    target: Target = None,
+    drafter: Drafter = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Folder for the result. Default: `heads` in the target's."
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts to train on.")] = 160,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens that the target writes for each prompt.")
+    ] = 128,
+    seed: TrainSeed = 0,
+    as_json: Json = False,
+) -> None:
+    """Train the judge of `--method judge_decoding`; takes two minutes.
+
+    The labels come from the target: another token of the draft model's is right if the target
+    still finds what its own text says next as likely.
+
+    Example:
+
+    - `paceline train judge --target ./model --drafter ./small`
+    """
+    with err.status("loading torch ..."):
+        from paceline.loading import load_engine
+        from paceline.train.judge import train_judge
+        from paceline.train.length_heads import training_prompts
+
+    set_threads(None, target)
+    engine = load_engine(target, drafter)
+    out_folder = folder or engine.length_context.heads
+    assert out_folder is not None
+    result = train_judge(
+        engine, out_folder, training_prompts(engine, prompts), num_tokens=max_tokens, seed=seed
+    )
+    if as_json:
+        print_json(result)
+    else:
+        show_tree(result)

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from paceline.acceptance.base import AcceptanceRule
 from paceline.acceptance.block import BlockVerification
 from paceline.acceptance.exact_match import Coupled, Greedy
+from paceline.acceptance.judge import Judge
 from paceline.acceptance.k_seq import KSeq
 from paceline.acceptance.rejection import RecursiveRejection, Rejection
 from paceline.acceptance.tolerance import Tolerance
 from paceline.acceptance.typical import Typical
+from paceline.acceptance.unverified import Unverified
 from paceline.drafters.aded import ADED
 from paceline.drafters.aggressive import AGGRESSIVE
 from paceline.drafters.auto import AUTO as AUTO_PART
@@ -51,6 +53,7 @@ from paceline.lengths.fixed import FIXED
 from paceline.lengths.goodput import GOODPUT
 from paceline.lengths.heuristic import HEURISTIC
 from paceline.lengths.ldlp import LDLP
+from paceline.lengths.lexical_unit import LEXICAL_UNIT
 from paceline.lengths.pearl import PEARL
 from paceline.lengths.round_trip import ROUND_TRIP
 from paceline.lengths.specdecpp import SPECDECPP
@@ -158,6 +161,8 @@ ACCEPTANCE_RULES: Mapping[str, AcceptanceRule] = {
         KSeq(),
         Typical(),
         Tolerance(),
+        Judge(),
+        Unverified(),
     )
 }
 
@@ -192,6 +197,7 @@ LENGTHS: Mapping[str, LengthPart] = {
     "disco": DISCO,
     "specdecpp": SPECDECPP,
     "ldlp": LDLP,
+    "lexical_unit": LEXICAL_UNIT,
     "round_trip": ROUND_TRIP,
     "pearl": PEARL,
     "del": DEL,
@@ -504,6 +510,16 @@ METHODS: Mapping[str, Method] = {
             acceptance="typical",
             length="fixed",
             defaults={"num_speculative_tokens": 4, "node_budget": 14},
+        ),
+        Method(
+            name="judge_decoding",
+            paper="Bachmann et al.: Judge Decoding, 2025, arXiv 2501.19309",
+            summary="Accepts a small model's tokens that a trained judge finds right (lossy).",
+            drafter="draft_model",
+            shape="chain",
+            acceptance="judge",
+            length="fixed",
+            defaults={"num_speculative_tokens": 8},
         ),
         Method(
             name="prompt_lookup",
@@ -934,6 +950,18 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="goodput",
             defaults={"num_speculative_tokens": 4, "node_budget": 8},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="medusa",
+        ),
+        Method(
+            name="lexical_units",
+            paper="Sun et al.: Lexical Unit Decoding, 2024, arXiv 2405.15208",
+            summary="Writes what Medusa's heads are sure of without verification (lossy).",
+            drafter="medusa",
+            shape="chain",
+            acceptance="unverified",
+            length="lexical_unit",
+            defaults={"num_speculative_tokens": 5},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="medusa",
         ),

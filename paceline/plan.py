@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.acceptance.base import AcceptanceRule, with_knobs
+from paceline.acceptance.judge import Judge
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
 from paceline.knobs import MAX_NODES, Knob, Knobs
@@ -79,6 +80,14 @@ class Plan:
         """What all drafters together need from the target."""
         return self.method.needs.union(*(part.needs for part in self.parts))
 
+    def trained_rule(self, context: LengthContext) -> AcceptanceRule:
+        """The rule, with its weights if it has some.
+
+        Raises:
+            InvalidArgument: there are no weights, or none that fit.
+        """
+        return trained_rule(self.rule, context)
+
     def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
         """A controller for one session; ``context`` is shared by all sessions of an engine.
 
@@ -91,6 +100,11 @@ class Plan:
         if not self.guarded:
             return controller
         return WhilePays(controller, length_bounds(self.config), self.config, context)
+
+
+def trained_rule(rule: AcceptanceRule, context: LengthContext) -> AcceptanceRule:
+    """See :meth:`Plan.trained_rule`."""
+    return rule.trained(context) if isinstance(rule, Judge) else rule
 
 
 def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS) -> Plan:

@@ -19,6 +19,7 @@ from paceline.types import DepthPolicy, Draft, Draws, Need, Outcome, StopRule
 if TYPE_CHECKING:
     import torch
 
+    from paceline.acceptance.base import AcceptanceRule
     from paceline.constraints import Constraint
     from paceline.knobs import Knobs
     from paceline.lengths.base import LengthContext, LengthController
@@ -134,6 +135,7 @@ class Session:
         token_ids: prompt plus everything committed, in order.
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
+        rule: the plan's acceptance rule, with its weights if it has some.
         prediction: tokens that the client expects as the output.
         constraint: the output's constraint, advanced past the committed tokens.
         stop_ids: the tokens that end the generation.
@@ -164,12 +166,13 @@ class Session:
         length_context: LengthContext | None = None,
         prediction: Sequence[int] = (),
         constraint: Constraint | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> None:
         self.session_id = session_id
         self.token_ids: list[int] = list(prompt_ids)
         self.prompt_length = len(self.token_ids)
         self.params = params
-        self.plan = plan
+        self.plan, self.rule = plan, rule or plan.rule
         self.method_name = plan.method.name
         self.traceparent = ""
         self.tenant = ""
@@ -365,7 +368,7 @@ class Session:
         """Continue as AR, because the drafter failed or cannot be reached; statistics record it."""
         from paceline.plan import AR_PLAN
 
-        self.plan = AR_PLAN
+        self.plan, self.rule = AR_PLAN, AR_PLAN.rule
         self.length_controller = AR_PLAN.new_length_controller()
         self.miss_draft()
 

@@ -410,13 +410,15 @@ class StopRule(ABC):
 
     Attributes:
         wants_hidden: whether it reads :attr:`DraftStep.hidden`.
+        drops: whether a draft ends before the token at which the rule ends it, not behind it.
     """
 
     wants_hidden: bool = False
+    drops: bool = False
 
     @abstractmethod
     def stop_after(self, step: DraftStep) -> bool:
-        """Whether the draft ends with this token."""
+        """Whether the draft ends with this token (or before it, if the rule ``drops``)."""
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027
         """Learn what became of the last draft; does nothing where the rule does not learn."""

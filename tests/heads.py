@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from paceline.models.heads import HEADS, HeadLibrary
 from paceline.models.heads.base import Head, HeadTarget
@@ -30,10 +31,25 @@ def untrained(
 
 
 def save_untrained(folder: Path, target_folder: Path, seed: int = 0) -> None:
-    """One head of each kind with random weights, small enough to stay near the target's states."""
+    """One head of each kind, near the target's states, and a judge, with random weights."""
     target = HeadTarget.from_folder(target_folder)
     for kind in HEADS:
         untrained(kind, target, seed).save(folder / kind)
+    save_judge(folder, target.config.vocab_size, torch.randn(target.config.hidden_size))
+
+
+def save_judge(folder: Path, vocab_size: int, weight: torch.Tensor, bias: float = 0.0) -> None:
+    """The head of the rule `judge`.
+
+    Args:
+        weight: # [hidden_size]
+    """
+    metadata = {
+        "kind": "judge", "vocab_size": str(vocab_size), "target_hidden_size": str(len(weight)),
+        "drafter_hidden_size": "0",
+    }  # fmt: skip
+    values = {"weight": weight, "bias": torch.tensor([bias])}
+    save_file(values, str(folder / "judge.safetensors"), metadata)
 
 
 @cache

@@ -21,7 +21,7 @@ from paceline.sampling import (
     uniform,
 )
 from paceline.tree import children
-from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray
+from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray, Need
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,8 @@ class PathLogits:
         prompt_length: how many tokens of ``history`` are the prompt.
         constraint: the request's constraint, advanced past ``history``; None: it has none.
         stop_ids: the tokens that end the generation.
+        states: the target's last hidden states, in rows as ``logits``; None: the rule does not
+            need them.  # [num_nodes + 1, hidden_size]
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class PathLogits:
         prompt_length: int = 0,
         constraint: Constraint | None = None,
         stop_ids: frozenset[int] = frozenset(),
+        states: torch.Tensor | None = None,
     ) -> None:
         self.params = params
         self.position = len(history)
@@ -64,6 +67,7 @@ class PathLogits:
         self._prompt_length = prompt_length
         self._constraint = constraint
         self._stop_ids = stop_ids
+        self._states = states
 
     def row(self, path_tokens: list[int], node: int) -> Row:
         """Processed logits after ``node`` (-1: the root), reached over ``path_tokens``."""
@@ -92,6 +96,16 @@ class PathLogits:
             return self.argmax(path_tokens, node)
         row = self.row(path_tokens, node)
         return coupled_sample(row, self.params, self.position + len(path_tokens))
+
+    def state(self, node: int) -> FloatArray | None:
+        """The target's last hidden state at ``node``; None if there are none.
+
+        # [hidden_size] float32
+        """
+        if self._states is None:
+            return None
+        result: FloatArray = self._states[node + 1].float().cpu().numpy()
+        return result
 
     def toss(self, chance: float, depth: int, number: int) -> bool:
         """True with probability ``chance``; independent for each (round or depth, number).
@@ -125,6 +139,7 @@ class AcceptanceRule(Protocol):
         lossless: the output's distribution (for coupled and greedy: the output) is the target's.
         chain_only: the rule refuses drafts with more than one branch.
         draws: how the rule wants the children of a node to be chosen.
+        needs: what it reads of the target beside the logits.
         knobs: those that the rule reads.
     """
 
@@ -132,6 +147,7 @@ class AcceptanceRule(Protocol):
     lossless: bool
     chain_only: bool
     draws: Draws
+    needs: frozenset[Need]
 
     @property
     def knobs(self) -> tuple[Knob[Any], ...]: ...

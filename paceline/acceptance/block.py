@@ -17,7 +17,7 @@ import numpy as np
 from paceline.acceptance.base import PathLogits, exact_match, q_row
 from paceline.exact_math import sum64
 from paceline.sampling import Probs
-from paceline.types import Acceptance, Draft, Draws
+from paceline.types import Acceptance, Draft, Draws, Need
 
 
 class BlockVerification:
@@ -28,6 +28,7 @@ class BlockVerification:
     chain_only = True
     draws = Draws.WITH_REPLACEMENT
     knobs = ()
+    needs = frozenset[Need]()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from paceline.acceptance.base import PathLogits, exact_match
 from paceline.errors import InvalidArgument
-from paceline.types import Acceptance, Draft, Draws
+from paceline.types import Acceptance, Draft, Draws, Need
 
 
 class Coupled:
@@ -21,6 +21,7 @@ class Coupled:
     chain_only = False
     draws = Draws.COUPLED
     knobs = ()
+    needs = frozenset[Need]()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         return exact_match(draft, target, target.token)

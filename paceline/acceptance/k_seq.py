@@ -21,7 +21,7 @@ from paceline.acceptance.base import PathLogits, exact_match, q_row, reject_in_t
 from paceline.exact_math import sum64
 from paceline.sampling import Probs
 from paceline.tree import children, path_to
-from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray
+from paceline.types import Acceptance, Draft, Draws, FloatArray, IntArray, Need
 
 
 class KSeq:
@@ -32,6 +32,7 @@ class KSeq:
     chain_only = False
     draws = Draws.WITH_REPLACEMENT
     knobs = ()
+    needs = frozenset[Need]()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from paceline.acceptance.base import PathLogits, exact_match, reject_in_turn
 from paceline.tree import children
-from paceline.types import Acceptance, Draft, Draws
+from paceline.types import Acceptance, Draft, Draws, Need
 
 
 class Rejection:
@@ -21,6 +21,7 @@ class Rejection:
     chain_only = True
     draws = Draws.WITH_REPLACEMENT
     knobs = ()
+    needs = frozenset[Need]()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature == 0:

@@ -17,7 +17,7 @@ from paceline.acceptance.base import PathLogits
 from paceline.knobs import Knob
 from paceline.sampling import Probs, gumbel, scaled_scores
 from paceline.tree import children
-from paceline.types import Acceptance, Draft, Draws
+from paceline.types import Acceptance, Draft, Draws, Need
 
 BETA = Knob[int](
     "tolerance_beta", int, 1,
@@ -43,6 +43,7 @@ class Tolerance:
     lossless = False
     chain_only = False
     draws = Draws.COUPLED
+    needs = frozenset[Need]()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         followers = children(draft.parent_indices)

@@ -17,7 +17,7 @@ from paceline.exact_math import exp_of, log64, log_of, sum64
 from paceline.knobs import Knob
 from paceline.sampling import Probs
 from paceline.tree import children, path_to
-from paceline.types import Acceptance, Draft, Draws
+from paceline.types import Acceptance, Draft, Draws, Need
 
 EPSILON = Knob[float](
     "typical_epsilon", float, 0.09,
@@ -43,6 +43,7 @@ class Typical:
     lossless = False
     chain_only = False
     draws = Draws.TOP
+    needs = frozenset[Need]()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
         if target.params.temperature == 0:

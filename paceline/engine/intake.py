@@ -18,8 +18,8 @@ from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
 from paceline.lengths.experience import experience_of
-from paceline.methods import AUTO_CHOICES, Method
-from paceline.plan import Plan, resolve
+from paceline.methods import ACCEPTANCE_RULES, AUTO_CHOICES, Method
+from paceline.plan import Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -80,6 +80,7 @@ class Intake:
             length_context=self.length_context,
             prediction=request.prediction,
             constraint=request.constraint or self.constraints.compile(params),
+            rule=plan.trained_rule(self.length_context),
         )  # fmt: skip
         _check_min_tokens(session)
         if committed:
@@ -169,13 +170,21 @@ class Intake:
         reason = self._drafters.refusal(method)
         if reason is not None:
             return reason
-        lacking = sorted(need.value for need in method.needs - self._target.provides)
+        rule = ACCEPTANCE_RULES[method.acceptance]
+        needs = method.needs | rule.needs
+        lacking = sorted(need.value for need in needs - self._target.provides)
+        if not lacking:
+            try:
+                trained_rule(rule, self.length_context)
+            except InvalidArgument as error:
+                return str(error)
         return f"the target does not give its {', '.join(lacking)}" if lacking else None
 
     def _plan(self, request: Request) -> Plan:
         """The plan of the request's method; makes the drafters that it needs."""
         plan = resolve(self._with_drafters(request), self._catalogue)
-        lacking = sorted(need.value for need in plan.needs - self._target.provides)
+        needs = plan.needs | plan.rule.needs
+        lacking = sorted(need.value for need in needs - self._target.provides)
         if lacking:
             raise InvalidArgument(
                 "method", plan.method.name,

@@ -40,7 +40,8 @@ def decode_round(
 
     # 2. Verify: one forward over the last committed token and all nodes of every draft.
     wants = frozenset[Need]().union(
-        *(s.needs | s.length_controller.needs for s in (*sessions, *(s for s, _ in prefill)))
+        *(s.rule.needs for s in sessions),
+        *(s.needs | s.length_controller.needs for s in (*sessions, *(s for s, _ in prefill))),
     )
     pseudo = drafting.pseudo_tokens(sessions, drafts)
     found = target.verify(sessions, drafts, wants, prefill, pseudo)
@@ -65,8 +66,9 @@ def decode_round(
             logits = PathLogits(
                 verification.logits, session.params, session.token_ids, tops,
                 session.prompt_length, session.constraint, session.stop_ids,
+                verification.extras.get(Need.HIDDEN_STATES),
             )  # fmt: skip
-            acceptance = session.plan.rule.accept(draft, logits)
+            acceptance = session.rule.accept(draft, logits)
 
         # 4. Commit: tokens to the session (a stop condition may cut them), KV to the cache.
         outcome = _commit(session, target, draft, verification, acceptance)

@@ -316,13 +316,14 @@ def sigmoid(x: Any) -> Any:
 
 
 def load_head(
-    context: LengthContext, kind: str, draft_head: str | None = None
+    context: LengthContext, kind: str, draft_head: str | None = None, field: str = "length"
 ) -> dict[str, FloatArray]:
-    """The weights of a trained controller, by name.
+    """The weights of a trained controller, or of a trained acceptance rule, by name.
 
     Args:
         draft_head: kind of the draft head whose drafts it controls, in whose folder it lies; None:
             the draft model's.
+        field: the knob that chose it, for messages.
 
     Raises:
         InvalidArgument: this pair of models has none, or they were trained for another pair.
@@ -331,12 +332,14 @@ def load_head(
 
     folder = context.heads or HEADS_DIR
     file = (folder / draft_head if draft_head else folder) / f"{kind}.safetensors"
-    weights, metadata = _read_head(file, kind, f" --head {draft_head}" if draft_head else "")
+    command = "judge" if kind == "judge" else f"length-head --kind {kind}"
+    command += f" --head {draft_head}" if draft_head else ""
+    weights, metadata = _read_head(file, kind, command, field)
     for size in ("vocab_size", "target_hidden_size", "drafter_hidden_size"):
         here, trained = getattr(context, size), int(metadata[size])
         if here and trained and here != trained:
             raise InvalidArgument(
-                "length",
+                field,
                 f"{kind}, whose weights in {file} are for a pair with {size} {trained}",
                 f"weights for the pair that is loaded, with {size} {here}",
             )
@@ -349,18 +352,20 @@ def trained_threshold(weights: dict[str, FloatArray], otherwise: float) -> float
 
 
 @lru_cache(16)
-def _read_head(file: Path, kind: str, option: str) -> tuple[dict[str, FloatArray], dict[str, str]]:
+def _read_head(
+    file: Path, kind: str, command: str, field: str
+) -> tuple[dict[str, FloatArray], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
-    mend = f"a trained head: `paceline train length-head --kind {kind}{option}` makes one"
+    mend = f"a trained head: `paceline train {command}` makes one"
     if not file.is_file():
-        raise InvalidArgument("length", f"{kind}, but there is no {file}", mend)
+        raise InvalidArgument(field, f"{kind}, but there is no {file}", mend)
     try:
         with safe_open(str(file), "np") as opened:
             metadata = opened.metadata() or {}
             weights = {name: opened.get_tensor(name).astype(np.float32) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise InvalidArgument("length", f"{kind}, but {file} is damaged ({error})", mend) from None
+        raise InvalidArgument(field, f"{kind}, but {file} is damaged ({error})", mend) from None
     if metadata.get("kind") != kind:
-        raise InvalidArgument("length", f"{kind}, but {file} holds {metadata.get('kind')}", mend)
+        raise InvalidArgument(field, f"{kind}, but {file} holds {metadata.get('kind')}", mend)
     return weights, metadata

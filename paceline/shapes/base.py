@@ -295,7 +295,17 @@ class TreeBuilder:
             hidden=None if hidden is None else hidden[row],
             acceptance=None if estimates is None else float(estimates[row]),
         )
-        return [] if rule.stop_after(step) else [added]
+        if not rule.stop_after(step):
+            return [added]
+        if rule.drops:
+            self._remove_last()
+        return []
+
+    def _remove_last(self) -> None:
+        for values in (self.token_ids, self.parents, self.depth_of, self.rank_of):
+            values.pop()
+        if self.q_rows:
+            self.q_rows.pop()
 
     def choose(
         self, node: int, level: Level, row: int, count: int, *, weighted: bool = False

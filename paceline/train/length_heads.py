@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -257,6 +257,22 @@ class _Lengths(nn.Module):
         return x[:, 0]
 
 
+class LengthHeadRows(Protocol):
+    """The rows that a head is fitted to: what became of tokens, and the target's states there."""
+
+    @property
+    def token_ids(self) -> IntArray: ...
+
+    @property
+    def accepted(self) -> FloatArray: ...
+
+    @property
+    def target_hidden(self) -> Tensor: ...
+
+    @property
+    def is_validation(self) -> IntArray: ...
+
+
 class LengthHeadTask:
     """One length controller's head; see :class:`paceline.train.trainer.Task`.
 
@@ -275,7 +291,7 @@ class LengthHeadTask:
         name: str,
         model: nn.Module,
         loss: Callable[[Tensor], Tensor],
-        rows: LabelledRows | HeadRounds,
+        rows: LengthHeadRows,
         index: IntArray,
         metadata: dict[str, str],
         weights: Callable[[], dict[str, Tensor]],

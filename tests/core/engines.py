@@ -12,6 +12,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine import Engine, EngineLimits
+from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS, Method
 from paceline.models.heads import HeadLibrary
 from paceline.models.llama import LlamaRunner
@@ -118,6 +119,7 @@ def small_engine(
         eos_token_ids=eos_token_ids,
         limits=limits,
         catalogue=catalogue,
+        length_context=LengthContext(heads=untrained_heads(folder)),
         heads=HeadLibrary(untrained_heads(folder), folder, target),
     )
     return Small(engine, target, drafter)

@@ -295,6 +295,7 @@ def test_draft_support_truncates_q() -> None:
 class StopAt:
     depth: int
     wants_hidden: bool = True
+    drops: bool = False
     steps: list[DraftStep] = field(default_factory=list)
 
     def stop_after(self, step: DraftStep) -> bool:

@@ -66,7 +66,7 @@ def test_lists_travel_whole(knobs: Mapping[str, Any]) -> None:
 
 def test_a_server_lists_what_it_can_run(server: RpcServer) -> None:
     with Client(server.address) as client:
-        without_heads = {m.name for m in METHODS.values() if not m.head}
+        without_heads = {n for n, m in METHODS.items() if not m.head and m.acceptance != "judge"}
         assert set(client.get_model().methods) == without_heads
 
 

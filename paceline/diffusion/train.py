@@ -147,6 +147,8 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     blocks = Blocks(MASK, 32, 8)
     model, raw = start_from_target(args.layers, blocks)
+    if args.start is not None:
+        model.weights = MaskedModel.load(args.start).weights
     file = args.out / "training.pt"
     state = read_checkpoint(file) if file.exists() else None
     if state is not None:
@@ -208,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--extra-corpus", type=Path, action="append", default=[])
+    parser.add_argument("--start", type=Path, help="a masked model whose weights to train on")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=16)

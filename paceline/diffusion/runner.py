@@ -56,6 +56,18 @@ class BlockRunner:
         context.entries, context.length = entries, start + len(tokens)
         context.carry, context.block = self.model.logits(states[0, -1]), None
 
+    def truncate(self, context: Context, length: int) -> None:
+        """Forget all but the first ``length`` tokens, a multiple of block_size.
+
+        What follows them is unknown until :meth:`append` reads more.
+        """
+        assert length % self.blocks.block_size == 0
+        if length < context.length:
+            assert context.entries is not None
+            kept = [(k[:, :, :length], v[:, :, :length]) for k, v in context.entries]
+            context.entries = kept if length else None
+            context.length, context.carry, context.block = length, None, None
+
     @torch.inference_mode()
     def predict(self, context: Context, states: Sequence[Tensor]) -> list[Tensor]:
         """Logits of every position of open blocks.

@@ -1,0 +1,55 @@
+"""A small random masked model as a drafter, for engines over the small random models."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.diffusion.model import Blocks, MaskedModel
+from paceline.diffusion.runner import BlockRunner
+from paceline.drafters.diffuspec import DiffuSpec
+from paceline.models.llama_config import LlamaConfig
+
+SIZE, LAYERS, HEADS = 32, 2, 2
+
+
+def masked_model(vocab_size: int, blocks: Blocks, *, seed: int = 0) -> MaskedModel:
+    """Two random layers of width 32, wide enough that predictions differ."""
+    config = LlamaConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": vocab_size,
+            "hidden_size": SIZE,
+            "intermediate_size": 2 * SIZE,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": HEADS,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        }
+    )
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        values: torch.Tensor = torch.randn(*shape, generator=generator)
+        return values / shape[-1] ** 0.5
+
+    weights = {
+        "model.embed_tokens.weight": 4 * random(vocab_size, SIZE),
+        "model.norm.weight": torch.ones(SIZE),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}{name}.weight"] = torch.ones(SIZE)
+        for name in "qkvo":
+            weights[f"{prefix}self_attn.{name}_proj.weight"] = 2 * random(SIZE, SIZE)
+        for name in ("gate", "up"):
+            weights[f"{prefix}mlp.{name}_proj.weight"] = 2 * random(2 * SIZE, SIZE)
+        weights[f"{prefix}mlp.down_proj.weight"] = 2 * random(SIZE, 2 * SIZE)
+    return MaskedModel(config, weights, blocks)
+
+
+def masked_drafter(vocab_size: int) -> DiffuSpec:
+    """A drafter for the method `diffuspec`, whose mask is the last token of the vocabulary."""
+    blocks = Blocks(mask_token_id=vocab_size - 1, block_size=8, sub_block_size=4)
+    return DiffuSpec(BlockRunner(masked_model(vocab_size, blocks)), vocab_size)

@@ -95,7 +95,8 @@ class BlockRunner:
         """
         assert context.block is not None, "predict() comes first"
         first = max(start - 1, 0)
-        others = [row for row in range(context.block[0][0].shape[2]) if not first <= row < stop]
+        rows = min(len(state), context.block[0][0].shape[2])
+        others = [row for row in range(rows) if not first <= row < stop]
         past: KV = []
         for layer, (keys, values) in enumerate(context.block):
             keys, values = keys[:, :, others], values[:, :, others]

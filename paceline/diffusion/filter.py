@@ -181,7 +181,9 @@ def precision(made: Filter, examples: Examples, threshold: float) -> tuple[float
     return right, int(taken.sum()) / max(1, int(examples.masked.sum()))
 
 
-def _prompts(model: DiffusionModel, count: int, extra: list[Path], held_out: bool) -> list[list[int]]:
+def _prompts(
+    model: DiffusionModel, count: int, extra: list[Path], held_out: bool
+) -> list[list[int]]:
     """Half of them tasks, half beginnings of texts."""
     rng = random.Random(f"filter {held_out}")
     documents = list(itertools.islice(corpus.split(extra)[held_out], 4 * count))
@@ -211,6 +213,7 @@ def main() -> None:
         for count, held_out in ((args.texts, False), (args.texts // 4, True))
     )
     made = fit(examples, args.steps)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     save_file(made.weights, args.out)
     base = int(others.final.sum()) / int(others.masked.sum())
     print(f"{len(examples.final)} steps; held out: {base:.3f} of the rows are final")  # noqa: T201

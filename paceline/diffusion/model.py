@@ -26,11 +26,17 @@ KV = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What config.json says beside a Llama-type model's keys."""
+    """What config.json says beside a Llama-type model's keys.
+
+    Attributes:
+        causal_past: a finished block sees only earlier positions, as a model that predicts the next
+            token sees them (Set Block Decoding, arXiv 2509.04185); else its own block as well.
+    """
 
     mask_token_id: int
     block_size: int
     sub_block_size: int
+    causal_past: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -48,9 +54,18 @@ class Blocks:
         """
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         try:
-            return Blocks(raw["mask_token_id"], raw["block_size"], raw["sub_block_size"])
+            return Blocks(
+                raw["mask_token_id"],
+                raw["block_size"],
+                raw["sub_block_size"],
+                raw.get("causal_past", False),
+            )
         except KeyError as error:
             raise ModelNotFound(f"{folder}/config.json lacks {error}") from error
+
+    def past_mask(self, length: int) -> Tensor:
+        """True where a finished position sees another.  # bool [length, length]"""
+        return block_causal(length, 1 if self.causal_past else self.block_size)
 
 
 class MaskedModel:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.diffusion.model import KV, MaskedModel, block_causal
+from paceline.diffusion.model import KV, MaskedModel
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,7 @@ class BlockRunner:
         if not tokens:
             return
         positions = torch.arange(start, start + len(tokens))
-        mask = block_causal(start + len(tokens), size)[start:]
+        mask = self.blocks.past_mask(start + len(tokens))[start:]
         states, entries = self.model.forward(
             torch.tensor([tokens]), positions, mask, context.entries
         )

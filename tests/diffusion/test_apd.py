@@ -61,7 +61,9 @@ def view_of(seed: int, temperature: float) -> View:
         noise = -(-torch.rand(12, VOCAB, generator=generator).log()).log()
     tokens = (logits if noise is None else logits / temperature + noise).argmax(-1)
     masked = torch.arange(12) >= 2
-    return View(logits, tokens, logits.softmax(-1).amax(-1), masked, masked, [1, 2], temperature, noise)
+    return View(
+        logits, tokens, logits.softmax(-1).amax(-1), masked, masked, [1, 2], temperature, noise
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -191,7 +191,7 @@ def test_bad_values_are_named(tmp_path: Path) -> None:
         make_schedule("learn2pd", threshold=1.5)
     with pytest.raises(InvalidArgument, match="truncate"):
         make_schedule("learn2pd", truncate="perhaps")
-    with pytest.raises(ModelNotFound, match="paceline.diffusion.filter"):
+    with pytest.raises(ModelNotFound, match="makes one"):
         load_filter(str(tmp_path / "none"))
     with pytest.raises(InvalidArgument, match="filter"):
         Filter.untrained(8).logits(torch.zeros(9), torch.ones(9, dtype=torch.bool))

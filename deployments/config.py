@@ -587,6 +587,9 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
             "speculation.method", method.name,
             "a method that needs no draft model ('prompt_lookup', 'ar'), or a model.drafter",
         )  # fmt: skip
+    if config.hosted_drafter == "diffuspec" and "draft_model" in (method.drafter, *method.uses):
+        allowed = "'diffuspec', or another method without a draft model, as model.drafter is masked"
+        raise InvalidArgument("speculation.method", method.name, allowed)
     model, changes = config.model, {}
     for role, name in (("target", model.target), ("drafter", model.drafter)):
         if name is not None:

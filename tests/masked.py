@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from paceline.diffusion.model import Blocks, MaskedModel
 from paceline.diffusion.runner import BlockRunner
 from paceline.drafters.diffuspec import DiffuSpec
@@ -27,26 +25,11 @@ def masked_model(vocab_size: int, blocks: Blocks, *, seed: int = 0) -> MaskedMod
             "tie_word_embeddings": True,
         }
     )
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        values: torch.Tensor = torch.randn(*shape, generator=generator)
-        return values / shape[-1] ** 0.5
-
-    weights = {
-        "model.embed_tokens.weight": 4 * random(vocab_size, SIZE),
-        "model.norm.weight": torch.ones(SIZE),
-    }
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}{name}.weight"] = torch.ones(SIZE)
-        for name in "qkvo":
-            weights[f"{prefix}self_attn.{name}_proj.weight"] = 2 * random(SIZE, SIZE)
-        for name in ("gate", "up"):
-            weights[f"{prefix}mlp.{name}_proj.weight"] = 2 * random(2 * SIZE, SIZE)
-        weights[f"{prefix}mlp.down_proj.weight"] = 2 * random(SIZE, 2 * SIZE)
-    return MaskedModel(config, weights, blocks)
+    made = MaskedModel.untrained(config, blocks, seed)
+    for name, tensor in made.weights.items():
+        if tensor.ndim > 1:
+            tensor.mul_(14.0 if "embed" in name else 3.0)
+    return made
 
 
 def masked_drafter(vocab_size: int) -> DiffuSpec:

@@ -168,7 +168,7 @@ def fit(examples: Examples, steps: int, lr: float = 3e-3, batch: int = 256) -> F
         logits = made.logits(examples.confidence[rows], masked)[masked]
         loss = F.binary_cross_entropy_with_logits(logits, examples.final[rows][masked].float())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return Filter({name: tensor.detach() for name, tensor in made.weights.items()})
 

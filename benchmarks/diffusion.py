@@ -4,8 +4,8 @@
     python -m benchmarks.diffusion --any-subset [--count 25]
 
 Tokens count up to and with the end of the answer. The dashed line of `shuffle` is the closed form
-for an ideal model that writes that many of four items in a forward. With `--any-subset` the model of
-`paceline infill` writes the answers, and tokens are bytes.
+for an ideal model that writes that many of four items in a forward. With `--any-subset` the model
+of `paceline infill` writes the answers, and tokens are bytes.
 """
 
 from __future__ import annotations

@@ -89,6 +89,7 @@ def diffuse(
                 "tokens": counts.tokens,
                 "forwards": counts.forwards,
                 "states": counts.states,
+                "positions": counts.positions,
                 "tokens_per_forward": counts.tokens_per_forward,
             }
         )

@@ -284,7 +284,8 @@ class APD(Schedule):
     """From left to right, as far as a small model that reads in order agrees.
 
     The masked model proposes the tokens of a window. They are accepted while each is still the best
-    when ``weight`` of its logits and the rest of the judge's are added, under the same noise.
+    when ``weight`` of its logits and the rest of the judge's are added, under the same noise. The
+    first ``tokens_per_step`` are not asked about.
     """
 
     weight: float = 0.7
@@ -317,6 +318,9 @@ class APD(Schedule):
         rows = slice(first, first + self.window)  # masks are all behind: a step commits a prefix
         proposed, own = view.tokens[rows], view.logits[rows]
         judged = self.judge_logits(view.text, proposed.tolist())
+        if judged.shape != own.shape:
+            allowed = f"a model with the masked model's vocabulary of {own.shape[1]} tokens"
+            raise InvalidArgument("judge", self.judge, allowed)
         # Weight 0 would make 0 times the infinity of the mask token.
         mixed = torch.where(
             own.isinf(), own,
@@ -324,7 +328,7 @@ class APD(Schedule):
         )  # fmt: skip
         noise = None if view.noise is None else view.noise[rows]
         agreed = perturbed(mixed, view.temperature, noise).argmax(-1) == proposed
-        agreed[0] = True
+        agreed[: self.tokens_per_step] = True
         count = int(agreed.long().cumprod(0).sum())
         chosen = torch.zeros_like(view.masked)
         chosen[first : first + count] = True

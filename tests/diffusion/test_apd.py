@@ -101,6 +101,15 @@ def test_a_step_commits_a_prefix_of_at_least_one_and_at_most_the_window(
         written += count
 
 
+def test_the_judge_is_not_asked_about_the_first_tokens() -> None:
+    counts = []
+    for count in (1, 3, 8):
+        schedule = Judged(weight=0.0, window=8, tokens_per_step=count)
+        counts.append([int(schedule.choose(view_of(seed, 0.0)).sum()) for seed in range(10)])
+        assert min(counts[-1]) == count
+    assert counts == sorted(counts)
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_a_judge_that_is_of_one_mind_accepts_all_because_the_noise_is_shared(weight: float) -> None:
     for seed in range(5):
@@ -152,6 +161,8 @@ def test_a_judge_has_the_logits_of_the_model_whatever_it_read_before(reader: Mod
 
 
 def test_bad_values_are_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"judge.*vocabulary of 40"):
+        make_schedule("apd", judge="drafter").choose(view_of(0, 0.0))
     with pytest.raises(InvalidArgument, match="weight"):
         make_schedule("apd", weight=1.5)
     with pytest.raises(InvalidArgument, match="window"):

@@ -243,4 +243,5 @@ class DiffuSpec(Drafter):
 
 DIFFUSPEC = DrafterPart(
     knobs=(LATTICE_WIDTH, LATTICE_MASS, BEAM_WIDTH, PROXY_WEIGHT, NGRAM_MAX.but(3)),
+    replay="composite",
 )

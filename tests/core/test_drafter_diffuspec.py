@@ -223,7 +223,7 @@ def test_the_search_has_more_accepted_than_the_best_token_of_each_position(
     demo: Engine, temperature: float
 ) -> None:
     assert demo.tokenizer is not None
-    prompts = code_prompts(demo.tokenizer, 3)
+    prompts = code_prompts(demo.tokenizer, 2)
     params = replace(BASE, temperature=temperature, seed=1)
     engine = Engine(demo.target, demo.drafters)
     configs = [
@@ -231,7 +231,7 @@ def test_the_search_has_more_accepted_than_the_best_token_of_each_position(
         SpeculationConfig(method="diffuspec", length="adl"),
         parse_speculation({"method": "diffuspec", "length": "adl", "proxy_weight": 0.0}),
     ]
-    ar, searched, greedy = (engine.generate(prompts, [params] * 3, each) for each in configs)
+    ar, searched, greedy = (engine.generate(prompts, [params] * 2, each) for each in configs)
     for one, other, third in zip(ar, searched, greedy, strict=True):
         assert one.output_ids == other.output_ids == third.output_ids
     rounds = [sum(s.stats.num_rounds for s in runs) for runs in (ar, searched, greedy)]

@@ -45,9 +45,9 @@ def train(model: MaskedModel, steps: int, certainty: float, first: int = 0) -> M
     optimizer = torch.optim.Adam(weights.values(), lr=4e-3)
     maskable = torch.arange(2 * PAIR) >= PAIR
     for step in range(first, first + steps):
-        tokens = copies(48, 0.25, step)
+        tokens = copies(32, 0.25, step)
         generator = torch.Generator().manual_seed(step)
-        masks = complementary_masks(maskable.expand(48, -1), 2 * PAIR, generator)
+        masks = complementary_masks(maskable.expand(32, -1), 2 * PAIR, generator)
         optimizer.zero_grad()
         masked_loss(model, tokens, masks, certainty=certainty).backward()
         optimizer.step()
@@ -58,7 +58,7 @@ def train(model: MaskedModel, steps: int, certainty: float, first: int = 0) -> M
 
 def judged(model: MaskedModel) -> tuple[float, float, float]:
     """Of clean copies: right tokens, entropy of the right ones, forwards of a copy."""
-    runner, rows = BlockRunner(model), copies(20, 0.0, 10_000)
+    runner, rows = BlockRunner(model), copies(12, 0.0, 10_000)
     right, entropy, forwards = 0, [], 0
     for row in rows:
         state = torch.cat([row[:PAIR], torch.full((PAIR,), MASK)])
@@ -78,7 +78,7 @@ def test_certainty_forcing_lowers_the_entropy_of_right_tokens_and_the_steps() ->
     plain, forced = (train(start, 50, weight, first=100) for weight in (0.0, 1.0))
     right, entropy, steps = judged(plain)
     sure_right, sure_entropy, sure_steps = judged(forced)
-    assert right > 0.95
+    assert right > 0.9
     assert sure_right >= right - 0.02
     assert sure_entropy < 0.85 * entropy
     assert sure_steps < 0.75 * steps

@@ -11,4 +11,5 @@ def is_masked_model(folder: str | Path) -> bool:
     file = Path(folder) / "config.json"
     if not file.is_file():
         return False
-    return {"mask_token_id", "block_size"} <= json.loads(file.read_text(encoding="utf-8")).keys()
+    keys: set[str] = set(json.loads(file.read_text(encoding="utf-8")))
+    return {"mask_token_id", "block_size"} <= keys

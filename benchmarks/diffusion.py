@@ -1,9 +1,11 @@
 """Accuracy against tokens per forward of every diffusion schedule, on ParallelBench's list tasks.
 
     python -m benchmarks.diffusion [--count 25] [--model DIR] [--plot FILE] [--out FILE]
+    python -m benchmarks.diffusion --any-subset [--count 25]
 
 Tokens count up to and with the end of the answer. The dashed line of `shuffle` is the closed form
-for an ideal model that writes that many of four items in a forward.
+for an ideal model that writes that many of four items in a forward. With `--any-subset` the model
+of `paceline infill` writes the answers, and tokens are bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from rich.table import Table
 
 from paceline.demo import DIFFUSION_DIR
 from paceline.diffusion import DiffusionModel, make_schedule
+from paceline.diffusion.any_subset import AnySubsetModel, SeededDice, infill
 from paceline.diffusion.tasks import TASKS, example, shuffle_accuracy
 
 POINTS: dict[str, list[dict[str, float]]] = {
@@ -30,6 +33,7 @@ POINTS: dict[str, list[dict[str, float]]] = {
     "sched": [{}],
     "dparallel": [{}],
     "set_block": [{}],
+    "learn2pd": [{"threshold": 0.9}],
 }
 
 
@@ -57,13 +61,36 @@ def measure(
     }
 
 
+def measure_any_subset(task: str, draft_tokens: int, count: int) -> Any:
+    """Accuracy and bytes per forward of the any-subset model on held-out examples of a task."""
+    model, rng, right, written, forwards = AnySubsetModel.load(), random.Random(task), 0, 0, 0
+    for seed in range(count):
+        one = example(task, rng, count=4)
+        gaps = [None] * len(one.answer)
+        result = infill(
+            model, [*one.prompt.encode(), *gaps], draft_tokens=draft_tokens,
+            temperature=1.0 if task == "shuffle" else 0.0, dice=SeededDice(seed),
+        )  # fmt: skip
+        answer = bytes(result.token_ids[-len(gaps) :]).decode("utf-8", "replace")
+        right += one.is_right(answer)
+        written += result.tokens
+        forwards += result.forwards
+    return {
+        "task": task,
+        "schedule": "assd",
+        "knobs": {"draft_tokens": draft_tokens},
+        "accuracy": right / count,
+        "tokens_per_forward": written / forwards,
+    }
+
+
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
     for panel, task in zip(axes.flat, TASKS, strict=True):
-        for marker, name in zip("osD^v*P", POINTS, strict=True):
+        for marker, name in zip("osD^v*PX", POINTS, strict=True):
             chosen = [row for row in rows if row["task"] == task and row["schedule"] == name]
             chosen.sort(key=lambda row: row["tokens_per_forward"])
             speeds = [row["tokens_per_forward"] for row in chosen]
@@ -84,17 +111,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=25)
     parser.add_argument("--model", type=Path, default=DIFFUSION_DIR)
+    parser.add_argument("--any-subset", action="store_true")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = DiffusionModel(args.model)
-    rows = [
-        measure(model, task, name, knobs, args.count)
-        for task in TASKS
-        for name, settings in POINTS.items()
-        for knobs in settings
-    ]
+    if args.any_subset:
+        rows = [measure_any_subset(task, k, args.count) for task in TASKS for k in (1, 4, 10)]
+    else:
+        model = DiffusionModel(args.model)
+        rows = [
+            measure(model, task, name, knobs, args.count)
+            for task in TASKS
+            for name, settings in POINTS.items()
+            for knobs in settings
+        ]
     table = Table("task", "schedule", "knobs", "accuracy", "tokens per forward")
     for row in rows:
         knobs = " ".join(f"{knob}={value}" for knob, value in row["knobs"].items())
@@ -105,7 +136,7 @@ def main() -> None:
     Console().print(table)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if args.plot:
+    if args.plot and not args.any_subset:
         plot(rows, args.plot)
 
 

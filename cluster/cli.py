@@ -26,6 +26,7 @@ from paceline.cluster.cli_chat import chat
 from paceline.cluster.cli_diffuse import diffuse
 from paceline.cluster.cli_draft import draft
 from paceline.cluster.cli_export import export
+from paceline.cluster.cli_infill import infill
 from paceline.cluster.cli_models import models
 from paceline.cluster.cli_options import (
     Adapter,
@@ -320,6 +321,7 @@ def generate(
 
 _command()(draft)
 _command()(diffuse)
+_command()(infill)
 _command()(chat)
 
 

@@ -21,7 +21,7 @@ def diffuse(
             "--schedule",
             metavar="NAME",
             help="static, freedave (the same text in fewer forwards), confidence, prophet, sched, "
-            "dparallel or set_block.",
+            "dparallel, set_block, learn2pd or apd.",
         ),
     ] = "freedave",
     knobs: Annotated[
@@ -89,6 +89,7 @@ def diffuse(
                 "tokens": counts.tokens,
                 "forwards": counts.forwards,
                 "states": counts.states,
+                "positions": counts.positions,
                 "tokens_per_forward": counts.tokens_per_forward,
             }
         )

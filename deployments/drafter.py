@@ -24,13 +24,16 @@ HEALTH_TIMEOUT_S = 10.0
 
 def _load(config: DeploymentConfig) -> tuple[Drafter, int, int | None]:
     """The drafter, the size of its vocabulary, and its context length in tokens (None: any)."""
-    from paceline.loading import limit_threads, load_drafter, make_drafter
+    from paceline.loading import limit_threads, load_drafter, load_masked_drafter, make_drafter
 
     folder, model = config.drafter_folder, config.model
     limit_threads(config.num_threads(config.drafter.num_cpus))
     if folder is None:
         drafter, vocab_size = make_drafter(config.hosted_drafter, config.target_folder)
         return drafter, vocab_size, None
+    if config.hosted_drafter == "diffuspec":
+        masked = load_masked_drafter(folder, config.target_folder)
+        return masked, masked.vocab_size, masked.runner.context_length
     draft_model = load_drafter(
         folder,
         config.target_folder,

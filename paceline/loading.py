@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DIFFUSION_DIR, DRAFTER_DIR, TARGET_DIR
+from paceline.diffusion.model import MaskedModel
+from paceline.diffusion.runner import BlockRunner
 from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.diffuspec import DiffuSpec
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument
 from paceline.gguf_folder import is_foreign, model_folder
 from paceline.lengths.base import LengthContext
+from paceline.masked_folder import is_masked_model
 from paceline.memory import give_back
 from paceline.methods import DRAFTERS
 from paceline.model_names import resolve_heads, resolve_model
@@ -159,9 +163,22 @@ def load_drafter(
         TokenizerMismatch: drafter and target do not share a tokenizer.
     """
     path, target = resolve_model(path), resolve_model(target, weights=False)
+    if is_masked_model(path):
+        raise InvalidArgument("drafter", str(path), "no masked model: diffuspec drafts with those")
     check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
     runner = _load_draft_runner(path, dtype, device, kv_tokens)
     return DraftModel(runner, _config(target).get("vocab_size"))
+
+
+def load_masked_drafter(path: str | Path, target: str | Path) -> DiffuSpec:
+    """A masked-diffusion model that drafts for ``target``, with the method `diffuspec`.
+
+    Args and raises: as :func:`load_drafter`.
+    """
+    path, target = resolve_model(path), resolve_model(target, weights=False)
+    check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
+    runner = BlockRunner(MaskedModel.load(path))
+    return DiffuSpec(runner, int(_config(target).get("vocab_size") or runner.vocab_size))
 
 
 def make_drafter(name: str, target: str | Path) -> tuple[Drafter, int]:
@@ -262,7 +279,9 @@ def load_engine(
     drafters: dict[str, Drafter] = {}
     if drafter is not None:
         where = drafter_device or device
-        if translate and tokenizer.vocabulary() != load_tokenizer(drafter).vocabulary():
+        if is_masked_model(drafter):
+            drafters["diffuspec"] = load_masked_drafter(drafter, target)
+        elif translate and tokenizer.vocabulary() != load_tokenizer(drafter).vocabulary():
             drafters["omnidraft"] = load_translating_drafter(
                 drafter, tokenizer, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
@@ -270,6 +289,8 @@ def load_engine(
             drafters["draft_model"] = load_drafter(
                 drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
+    if target == TARGET_DIR and "diffuspec" not in drafters:
+        drafters["diffuspec"] = load_masked_drafter(DIFFUSION_DIR, target)
     heads = resolve_heads(heads) if heads else heads_folder(target)
     draft_model = drafters.get("draft_model")
     costs = LoadCosts(

@@ -26,6 +26,7 @@ from paceline.drafters.auto import AUTO as AUTO_PART
 from paceline.drafters.base import Drafter, DrafterContext, DrafterPart
 from paceline.drafters.combined import COMBINED
 from paceline.drafters.copyspec import COPYSPEC, COPYSPEC_OR_DRAFT_MODEL
+from paceline.drafters.diffuspec import DIFFUSPEC
 from paceline.drafters.forced import FORCED, FORCED_OR_DRAFT_MODEL
 from paceline.drafters.jacobi import GAUSS_SEIDEL, HYBRID_JACOBI, JACOBI
 from paceline.drafters.lookahead import LOOKAHEAD
@@ -294,6 +295,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "staged": STAGED,
     "rasd": RASD,
     "s2d": S2D_PART,
+    "diffuspec": DIFFUSPEC,
     "combined": COMBINED,
     "auto": AUTO_PART,
     # Wraps a draft model with the target's tokenizer; the caller gives the engine any other.
@@ -857,6 +859,16 @@ METHODS: Mapping[str, Method] = {
             length="del",
             defaults={"num_speculative_tokens": 8},
             needs=frozenset({Need.SHARED_MODEL}),  # in some rounds also what its controller needs
+        ),
+        Method(
+            name="diffuspec",
+            paper="Li et al.: DiffuSpec, 2025, arXiv 2510.02358",
+            summary="A masked-diffusion model drafts in one forward; n-grams choose its path.",
+            drafter="diffuspec",
+            shape=None,
+            acceptance="coupled",
+            length="adl",
+            defaults={"num_speculative_tokens": 8},
         ),
         Method(
             name="s2d",

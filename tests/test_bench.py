@@ -76,8 +76,12 @@ ROW_FIELDS = {
     "num_samples": int,
     "note": str | None,
 }
-# The tiny target has no trained heads.
-ENGINE_METHODS = [n for n, method in METHODS.items() if method.lossless and not method.head]
+# The tiny target has no trained heads, and no masked model.
+ENGINE_METHODS = [
+    name
+    for name, method in METHODS.items()
+    if method.lossless and not method.head and method.drafter != "diffuspec"
+]
 PEERS = ["transformers:ar", "transformers:assistant_model", "transformers:prompt_lookup"]
 
 
@@ -900,9 +904,10 @@ def test_lossy_methods_are_measured_on_request_only(
 
 
 def test_methods_that_cannot_run_are_listed_with_the_reason(target: Path, questions: Path) -> None:
-    """Without a draft model and heads, "all" leaves out and names the methods that need them."""
+    """Without draft models and heads, "all" leaves out and names the methods that need them."""
     backend = LocalBackend(load_engine(target, device="cpu"))
-    wants = {n for n, m in METHODS.items() if "draft_model" in (m.drafter, *m.uses)}
+    models = {"draft_model", "diffuspec"}
+    wants = {n for n, m in METHODS.items() if models & {m.drafter, *m.uses}}
     headed = {n for n, m in METHODS.items() if m.head}
     assert set(backend.unavailable) == wants | headed
     assert set(backend.methods) == set(METHODS) - wants - headed
@@ -916,7 +921,7 @@ def test_methods_that_cannot_run_are_listed_with_the_reason(target: Path, questi
     assert {row["method"] for row in result["results"]} == set(ENGINE_METHODS) - wants
     for entry in result["unavailable"]:
         assert entry.keys() == {"method", "reason", "topology"}
-        missing = "draft_model" if entry["method"] in wants else "no trained head in"
+        missing = "drafter not loaded" if entry["method"] in wants else "no trained head in"
         assert missing in entry["reason"]
     assert {entry["method"] for entry in result["unavailable"]} == wants | headed
     assert "not run (drafter not loaded here: draft_model): draft_model, " in _printed(result, 160)

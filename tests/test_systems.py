@@ -56,7 +56,7 @@ def test_what_a_line_names_is_there(system: System) -> None:
         assert name in METHODS or name in LENGTHS, name
     for name in re.findall(r"batch_strategy: (\w+)", system.here):
         assert name in STRATEGIES
-    for name in re.findall(r"--schedule ([a-z_]+)", system.here):
+    for name in re.findall(r"--schedule ([a-z0-9_]+)", system.here):
         assert name in SCHEDULES
     test = ROOT / system.test.strip("`")
     assert re.search(r"^def test_", test.read_text("utf-8"), re.MULTILINE)

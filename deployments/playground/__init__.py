@@ -50,7 +50,7 @@ def _group(method: Method) -> str:
         return "No drafts"
     if method.head is not None:
         return "Trained heads"
-    if "draft_model" in (method.drafter, *method.uses):
+    if {"draft_model", "diffuspec"} & {method.drafter, *method.uses}:
         return "A draft model"
     return "The target itself" if method.needs else "Text seen before"
 

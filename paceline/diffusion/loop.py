@@ -13,7 +13,7 @@ import torch
 from paceline.demo import DIFFUSION_DIR
 from paceline.diffusion.model import Blocks, MaskedModel
 from paceline.diffusion.runner import BlockRunner, Context
-from paceline.diffusion.schedules import FreeDave, Schedule, View
+from paceline.diffusion.schedules import FreeDave, Schedule, View, perturbed
 from paceline.errors import InvalidArgument
 from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
@@ -45,11 +45,29 @@ class Counts:
     """Denoising forwards, each of one or more states, and one for each finished block's cache."""
     states: int = 0
     """States of blocks evaluated in the denoising forwards; FreeDave evaluates several at once."""
+    positions: int = 0
+    """Rows of all evaluated states."""
     blocks: int = 0
 
     @property
     def tokens_per_forward(self) -> float:
         return self.tokens / max(self.forwards, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenBlock:
+    """What stays the same while a block is written.
+
+    Attributes:
+        front: tokens of the finished blocks, prompt included.
+        known: rows of the block that the prompt fills.
+        noise: of each row, above temperature 0.  # [rows, vocab_size]
+    """
+
+    context: Context
+    front: list[int]
+    known: int
+    noise: Tensor | None
 
 
 @dataclass(slots=True)
@@ -94,13 +112,14 @@ class Denoiser:
             raise InvalidArgument("max_tokens", max_tokens, f"1 to {room}, what the context holds")
         size, end = self.runner.blocks.block_size, len(prompt) + max_tokens
         whole = len(prompt) // size * size
-        context, known = Context(), list(prompt[whole:])
-        self.runner.append(context, prompt[:whole])
+        context, front, known = Context(), list(prompt[:whole]), list(prompt[whole:])
+        self.runner.append(context, front)
         while context.length < end:
             rows = min(size, end - context.length)
             state = torch.full((rows,), self.runner.blocks.mask_token_id)
             state[: len(known)] = torch.tensor(known, dtype=state.dtype)
-            state = self._denoise(context, state, self._noise(context.length, rows))
+            noise = self._noise(context.length, rows)
+            state = self._denoise(_OpenBlock(context, front, len(known), noise), state)
             written, ended = self._until_end(state[len(known) :].tolist())
             self.counts.tokens += len(written)
             self.counts.blocks += 1
@@ -109,38 +128,41 @@ class Denoiser:
                 return
             self.runner.append(context, state.tolist())
             self.counts.forwards += 1
-            known = []
+            front, known = [*front, *state.tolist()], []
 
-    def _denoise(self, context: Context, state: Tensor, noise: Tensor | None) -> Tensor:
+    def _denoise(self, block: _OpenBlock, state: Tensor) -> Tensor:
         """The block without its masks."""
         states, fresh = [state], -1
-        while not self._is_done(state):
+        while not self._is_done(block, state):
             # 1. predict: every position of the state, and of the drafted later states.
             start = self._sub_block(state)
             if self.sub_block_cache and start == fresh:
-                predictions = [self._predict_sub_block(context, state, start)]
+                predictions = [self._predict_sub_block(block.context, state, start)]
             else:
-                predictions, fresh = self.runner.predict(context, states), start
+                predictions, fresh = self.runner.predict(block.context, states), start
             self.counts.forwards += 1
             self.counts.states += len(states)
+            self.counts.positions += sum(map(len, states))
             before = self._num_masks(state)
             for logits, evaluated in zip(predictions, states, strict=True):
-                if self._is_done(state) or not torch.equal(evaluated, state):
+                if self._is_done(block, state) or not torch.equal(evaluated, state):
                     break  # a draft that the schedule did not reach
                 # 2. score: the token of each position, and how sure it is.
-                view = self._score(logits, state, noise)
+                view = self._score(block, logits, state)
                 # 3. choose, and 4. commit.
                 state = self._commit(view, state)
             # 5. observe: what the forward brought, and the states to evaluate in the next one.
             self.trace.append(before - self._num_masks(state))
-            states = [state, *self._drafts(view.logits, state, noise)]
+            if self.schedule.truncates:
+                state = self._until_committed_end(block, state)
+            states = [state, *self._drafts(block, view.logits, state)]
         return state
 
-    def _drafts(self, logits: Tensor, state: Tensor, noise: Tensor | None) -> list[Tensor]:
+    def _drafts(self, block: _OpenBlock, logits: Tensor, state: Tensor) -> list[Tensor]:
         """The next steps' states, if their predictions were these logits."""
         drafts: list[Tensor] = []
-        while len(drafts) < self.schedule.num_drafts and not self._is_done(state):
-            state = self._commit(self._score(logits, state, noise), state)
+        while len(drafts) < self.schedule.num_drafts and not self._is_done(block, state):
+            state = self._commit(self._score(block, logits, state), state)
             drafts.append(state)
         return [draft for draft in drafts if self._num_masks(draft)]
 
@@ -149,17 +171,21 @@ class Denoiser:
         assert (chosen & view.masked).any(), "a step commits at least one position"
         return torch.where(chosen & view.masked, view.tokens, state)
 
-    def _score(self, logits: Tensor, state: Tensor, noise: Tensor | None) -> View:
+    def _score(self, block: _OpenBlock, logits: Tensor, state: Tensor) -> View:
         masked = state == self.runner.blocks.mask_token_id
         logits = logits.clone()
         logits[:, self.runner.blocks.mask_token_id] = -torch.inf
-        noisy = logits if noise is None else logits / self.temperature + noise
-        tokens = noisy.argmax(-1)
+        noise = None if block.noise is None else block.noise[: len(state)]
+        tokens = perturbed(logits, self.temperature, noise).argmax(-1)
         confidence = logits.softmax(-1).gather(1, tokens[:, None])[:, 0]
         start, size = self._sub_block(state), self.runner.blocks.sub_block_size
         inside = torch.zeros_like(masked)
         inside[start : start + size] = True
-        return View(logits, tokens, confidence, masked, masked & inside)
+        before = state[: int(masked.nonzero()[0])].tolist()
+        return View(
+            logits, tokens, confidence, masked, masked & inside,
+            text=[*block.front, *before], temperature=self.temperature, noise=noise,
+        )  # fmt: skip
 
     def _predict_sub_block(self, context: Context, state: Tensor, start: int) -> Tensor:
         stop = min(start + self.runner.blocks.sub_block_size, len(state))
@@ -189,14 +215,21 @@ class Denoiser:
     def _num_masks(self, state: Tensor) -> int:
         return int((state == self.runner.blocks.mask_token_id).sum())
 
-    def _is_done(self, state: Tensor) -> bool:
+    def _is_done(self, block: _OpenBlock, state: Tensor) -> bool:
         """No masks, or none before the end of the text: what follows it is never read."""
-        for token in state.tolist():
+        for token in state[block.known :].tolist():
             if token == self.runner.blocks.mask_token_id:
                 return False
             if token in self.end_ids:
                 return True
         return True
+
+    def _until_committed_end(self, block: _OpenBlock, state: Tensor) -> Tensor:
+        """The state without what follows the first committed end of the text."""
+        for row, token in enumerate(state.tolist()):
+            if row >= block.known and token in self.end_ids:
+                return state[: row + 1]
+        return state
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,17 @@ KV = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What config.json says beside a Llama-type model's keys."""
+    """What config.json says beside a Llama-type model's keys.
+
+    Attributes:
+        causal_past: a finished block sees only earlier positions, as a model that predicts the next
+            token sees them (Set Block Decoding, arXiv 2509.04185); else its own block as well.
+    """
 
     mask_token_id: int
     block_size: int
     sub_block_size: int
+    causal_past: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -48,9 +54,18 @@ class Blocks:
         """
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         try:
-            return Blocks(raw["mask_token_id"], raw["block_size"], raw["sub_block_size"])
+            return Blocks(
+                raw["mask_token_id"],
+                raw["block_size"],
+                raw["sub_block_size"],
+                raw.get("causal_past", False),
+            )
         except KeyError as error:
             raise ModelNotFound(f"{folder}/config.json lacks {error}") from error
+
+    def past_mask(self, length: int) -> Tensor:
+        """True where a finished position sees another.  # bool [length, length]"""
+        return block_causal(length, 1 if self.causal_past else self.block_size)
 
 
 class MaskedModel:
@@ -80,6 +95,36 @@ class MaskedModel:
             raise ModelNotFound(f"{file} does not exist")
         weights = {name: tensor.float() for name, tensor in load_file(file).items()}
         return MaskedModel(config, weights, Blocks.from_folder(folder))
+
+    @staticmethod
+    def untrained(config: LlamaConfig, blocks: Blocks, seed: int = 0) -> MaskedModel:
+        """Small random weights, with the embedding as head."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(rows: int, columns: int, scale: float) -> Tensor:
+            values: Tensor = torch.randn(rows, columns, generator=generator)
+            return values.mul_(scale)
+
+        width, inner = config.hidden_size, config.intermediate_size
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        weights = {
+            "model.embed_tokens.weight": normal(config.vocab_size, width, 0.05),
+            "model.norm.weight": torch.ones(width),
+        }
+        scale = 0.7 / width**0.5
+        for layer in range(config.num_layers):
+            prefix = f"model.layers.{layer}."
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                weights[f"{prefix}{name}.weight"] = torch.ones(width)
+            for name, count in heads.items():
+                rows = count * config.head_dim
+                weights[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, width, scale)
+            mixed = config.num_heads * config.head_dim
+            weights[f"{prefix}self_attn.o_proj.weight"] = normal(width, mixed, scale)
+            for name in ("gate", "up"):
+                weights[f"{prefix}mlp.{name}_proj.weight"] = normal(inner, width, scale)
+            weights[f"{prefix}mlp.down_proj.weight"] = normal(width, inner, scale)
+        return MaskedModel(config, weights, blocks)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, past: KV | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.diffusion.model import KV, MaskedModel, block_causal
+from paceline.diffusion.model import KV, MaskedModel
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,7 @@ class BlockRunner:
         if not tokens:
             return
         positions = torch.arange(start, start + len(tokens))
-        mask = block_causal(start + len(tokens), size)[start:]
+        mask = self.blocks.past_mask(start + len(tokens))[start:]
         states, entries = self.model.forward(
             torch.tensor([tokens]), positions, mask, context.entries
         )
@@ -55,6 +55,18 @@ class BlockRunner:
             ]
         context.entries, context.length = entries, start + len(tokens)
         context.carry, context.block = self.model.logits(states[0, -1]), None
+
+    def truncate(self, context: Context, length: int) -> None:
+        """Forget all but the first ``length`` tokens, a multiple of block_size.
+
+        What follows them is unknown until :meth:`append` reads more.
+        """
+        assert length % self.blocks.block_size == 0
+        if length < context.length:
+            assert context.entries is not None
+            kept = [(k[:, :, :length], v[:, :, :length]) for k, v in context.entries]
+            context.entries = kept if length else None
+            context.length, context.carry, context.block = length, None, None
 
     @torch.inference_mode()
     def predict(self, context: Context, states: Sequence[Tensor]) -> list[Tensor]:
@@ -83,7 +95,8 @@ class BlockRunner:
         """
         assert context.block is not None, "predict() comes first"
         first = max(start - 1, 0)
-        others = [row for row in range(context.block[0][0].shape[2]) if not first <= row < stop]
+        rows = min(len(state), context.block[0][0].shape[2])
+        others = [row for row in range(rows) if not first <= row < stop]
         past: KV = []
         for layer, (keys, values) in enumerate(context.block):
             keys, values = keys[:, :, others], values[:, :, others]

@@ -7,6 +7,7 @@ The loop commits the predicted tokens there and never changes a committed token 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -15,6 +16,11 @@ import torch
 from paceline.errors import InvalidArgument
 
 Tensor = torch.Tensor
+
+
+def perturbed(logits: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
+    """Scores whose argmax is the token drawn at a temperature; the logits where it is 0."""
+    return logits if noise is None else logits / temperature + noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,11 @@ class View:
     confidence: Tensor  # their probabilities [rows]
     masked: Tensor  # bool [rows]
     open: Tensor  # masked, and in the first sub-block that is not done: bool [rows]
+    text: Sequence[int] = ()
+    """All tokens in front of the first masked row."""
+    temperature: float = 0.0
+    noise: Tensor | None = None
+    """Above temperature 0: what is added to logits over temperature.  # [rows, vocab_size]"""
 
     @property
     def progress(self) -> float:
@@ -74,6 +85,11 @@ class Schedule:
     def num_drafts(self) -> int:
         """States of later steps that a forward evaluates beside the next one."""
         return 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether rows behind a committed end of the text are computed no more."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +245,102 @@ class SetBlock(Schedule):
         return chosen
 
 
+@dataclass(frozen=True, slots=True)
+class Learn2PD(Schedule):
+    """The positions that a trained filter takes for final, and the most confident ones."""
+
+    threshold: float = 0.96
+    """Probability of being final above which a position is committed; 1: `static`."""
+    filter: str = ""
+    """File of a trained filter (:mod:`paceline.diffusion.filter`); default: the one that ships."""
+    truncate: bool = True
+    """Compute no more rows behind a committed end of the text."""
+
+    name: ClassVar[str] = "learn2pd"
+    paper: ClassVar[str] = "2509.25188"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        _between("threshold", self.threshold, 0.0, 1.0)
+
+    def final(self, view: View) -> Tensor:
+        """How likely each row's predicted token is the one that will stand there.  # [rows]"""
+        from paceline.diffusion.filter import load_filter
+
+        return load_filter(self.filter).probabilities(view.confidence, view.masked)
+
+    def choose(self, view: View) -> Tensor:
+        taken = view.masked & (self.final(view) > self.threshold)
+        return taken | view.most_confident(self.tokens_per_step)
+
+    @property
+    def truncates(self) -> bool:
+        return self.truncate
+
+
+@dataclass(frozen=True, slots=True)
+class APD(Schedule):
+    """From left to right, as far as a small model that reads in order agrees.
+
+    The masked model proposes the tokens of a window. They are accepted while each is still the best
+    when ``weight`` of its logits and the rest of the judge's are added, under the same noise. The
+    first ``tokens_per_step`` are not asked about.
+    """
+
+    weight: float = 0.7
+    """Weight of the masked model against the judge (R); 1: the whole window."""
+    window: int = 16
+    """Most positions that a step proposes and commits (M)."""
+    judge: str = "target"
+    """The model that reads in order: `target` or `drafter` of the demo pair, or a folder."""
+
+    name: ClassVar[str] = "apd"
+    paper: ClassVar[str] = "2506.00413"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        _between("weight", self.weight, 0.0, 1.0)
+        _at_least("window", self.window, 1)
+
+    def judge_logits(self, text: Sequence[int], proposed: Sequence[int]) -> Tensor:
+        """The judge's logits of each proposed position, those before it being accepted.
+
+        # [len(proposed), vocab_size]
+        """
+        from paceline.diffusion.judge import load_judge
+
+        return load_judge(self.judge).logits(text, proposed)
+
+    def choose(self, view: View) -> Tensor:
+        first = int(view.masked.nonzero()[0])
+        rows = slice(first, first + self.window)  # masks are all behind: a step commits a prefix
+        proposed, own = view.tokens[rows], view.logits[rows]
+        judged = self.judge_logits(view.text, proposed.tolist())
+        if judged.shape != own.shape:
+            allowed = f"a model with the masked model's vocabulary of {own.shape[1]} tokens"
+            raise InvalidArgument("judge", self.judge, allowed)
+        # Weight 0 would make 0 times the infinity of the mask token.
+        mixed = torch.where(
+            own.isinf(), own,
+            self.weight * own.log_softmax(-1) + (1 - self.weight) * judged.log_softmax(-1),
+        )  # fmt: skip
+        noise = None if view.noise is None else view.noise[rows]
+        agreed = perturbed(mixed, view.temperature, noise).argmax(-1) == proposed
+        agreed[: self.tokens_per_step] = True
+        count = int(agreed.long().cumprod(0).sum())
+        chosen = torch.zeros_like(view.masked)
+        chosen[first : first + count] = True
+        return chosen
+
+
 SCHEDULES: dict[str, type[Schedule]] = {
     kind.name: kind
-    for kind in (Schedule, ConfidenceSchedule, FreeDave, Prophet, SchED, DParallel, SetBlock)
-}
+    for kind in (
+        Schedule, ConfidenceSchedule, FreeDave, Prophet, SchED, DParallel, SetBlock, Learn2PD, APD,
+    )
+}  # fmt: skip
 """All schedules by name."""
 
 
@@ -252,10 +360,16 @@ def make_schedule(name: str, **knobs: Any) -> Schedule:
         if knob not in kinds:
             raise InvalidArgument(f"knob of {name}", knob, f"one of {', '.join(kinds)}")
         try:
-            values[knob] = kinds[knob](value)
+            values[knob] = _boolean(value) if kinds[knob] is bool else kinds[knob](value)
         except ValueError as error:
             raise InvalidArgument(knob, value, f"a value of type {kinds[knob].__name__}") from error
     return SCHEDULES[name](**values)
+
+
+def _boolean(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError(value)
+    return str(value).lower() == "true"
 
 
 def _at_least(field: str, value: int, least: int) -> None:

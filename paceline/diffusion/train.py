@@ -42,6 +42,8 @@ def start_from_target(num_layers: int, blocks: Blocks) -> tuple[MaskedModel, dic
         "block_size": blocks.block_size,
         "sub_block_size": blocks.sub_block_size,
     }
+    if blocks.causal_past:
+        raw["causal_past"] = True
     weights = {
         name: tensor.float()
         for name, tensor in load_file(TARGET_DIR / "model.safetensors").items()
@@ -66,45 +68,88 @@ def complementary_masks(maskable: Tensor, block_size: int, generator: torch.Gene
     return torch.stack([first & maskable, ~first & maskable])
 
 
-def training_mask(length: int, block_size: int) -> Tensor:
+def training_mask(length: int, blocks: Blocks) -> Tensor:
     """Who sees whom in [clean; masked; masked the other way].  # bool [3 length, 3 length]
 
-    A masked block sees itself and the clean blocks before it; a clean one those up to itself.
+    A masked block sees itself and the clean blocks before it; a clean one those up to itself, or,
+    with a causal past, the clean positions up to its own.
     """
-    clean = block_causal(length, block_size)
-    own = clean & clean.T
-    earlier = clean & ~own
-    nothing = torch.zeros_like(clean)
+    within = block_causal(length, blocks.block_size)
+    own = within & within.T
+    earlier = within & ~own
+    nothing = torch.zeros_like(within)
     return torch.cat(
         [
-            torch.cat([clean, nothing, nothing], 1),
+            torch.cat([blocks.past_mask(length), nothing, nothing], 1),
             torch.cat([earlier, own, nothing], 1),
             torch.cat([earlier, nothing, own], 1),
         ]
     )
 
 
-def masked_states(model: MaskedModel, tokens: Tensor, masks: Tensor) -> Tensor:
-    """The states that predict each token under both masks.  # [2, rows, length - 1, hidden]
+def packed_states(model: MaskedModel, tokens: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """The states behind which each token stands: in the clean text, and under both masks.
 
     Token i is predicted at i - 1: in its own masked block, or, at the beginning of a block, by the
     clean block before it.
+
+    Returns:
+        # [rows, length - 1, hidden] and [2, rows, length - 1, hidden]
     """
-    length, block_size = tokens.shape[1], model.blocks.block_size
-    views = [tokens, *(tokens.masked_fill(mask, model.blocks.mask_token_id) for mask in masks)]
+    length, blocks = tokens.shape[1], model.blocks
+    views = [tokens, *(tokens.masked_fill(mask, blocks.mask_token_id) for mask in masks)]
     positions = torch.arange(length).repeat(3)
-    states, _ = model.forward(torch.cat(views, 1), positions, training_mask(length, block_size))
-    clean, *noisy = states.split(length, 1)
-    starts = (torch.arange(1, length) % block_size == 0)[:, None]
-    return torch.stack([torch.where(starts, clean[:, :-1], view[:, :-1]) for view in noisy])
+    states, _ = model.forward(torch.cat(views, 1), positions, training_mask(length, blocks))
+    clean, *noisy = (view[:, :-1] for view in states.split(length, 1))
+    starts = (torch.arange(1, length) % blocks.block_size == 0)[:, None]
+    return clean, torch.stack([torch.where(starts, clean, view) for view in noisy])
 
 
-def masked_loss(model: MaskedModel, tokens: Tensor, masks: Tensor) -> Tensor:
-    """Mean cross-entropy of masked tokens, in nats."""
-    states = masked_states(model, tokens, masks)
-    chosen = masks[:, :, 1:]
-    targets = tokens[None, :, 1:].expand(2, -1, -1)[chosen]
-    return F.cross_entropy(model.logits(states[chosen]), targets)
+def masked_loss(
+    model: MaskedModel,
+    tokens: Tensor,
+    masks: Tensor,
+    *,
+    next_token: float = 0.0,
+    certainty: float = 0.0,
+) -> Tensor:
+    """Mean cross-entropy of masked tokens, in nats, and what a recipe adds to it.
+
+    Args:
+        next_token: weight of the clean text's next-token loss, of the tokens that may be masked
+            (Set Block Decoding, arXiv 2509.04185).
+        certainty: weight of :func:`certainty_loss`.
+    """
+    clean, noisy = packed_states(model, tokens, masks)
+    chosen, targets = masks[:, :, 1:], tokens[:, 1:]
+    logits, wanted = model.logits(noisy[chosen]), targets.expand(2, -1, -1)[chosen]
+    loss = F.cross_entropy(logits, wanted)
+    if certainty:
+        loss = loss + certainty * certainty_loss(logits, wanted)
+    if next_token:
+        maskable = chosen.any(0)
+        loss = loss + next_token * F.cross_entropy(model.logits(clean[maskable]), targets[maskable])
+    return loss
+
+
+CERTAINTY_TEMPERATURE = 0.5
+
+
+def certainty_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean entropy, in nats at temperature 0.5, of the rows whose best token is right; else 0.
+
+    dParallel's certainty-forcing (arXiv 2509.26488): a right token that the model is sure of can be
+    committed along with others.
+
+    Args:
+        logits: # [rows, vocab_size]
+        targets: # [rows]
+    """
+    right = logits.argmax(-1) == targets
+    if not right.any():
+        return logits.sum() * 0.0
+    each: Tensor = torch.special.entr((logits[right] / CERTAINTY_TEMPERATURE).softmax(-1))
+    return each.sum(-1).mean()
 
 
 class MaskedRows:
@@ -145,8 +190,10 @@ class MaskedRows:
 def train(args: argparse.Namespace) -> None:
     """Train, with a checkpoint every 50 steps from which the same command goes on."""
     torch.manual_seed(0)
-    blocks = Blocks(MASK, 32, 8)
+    blocks = Blocks(MASK, 32, 8, causal_past=args.next_token > 0)
     model, raw = start_from_target(args.layers, blocks)
+    if args.start is not None:
+        model.weights = MaskedModel.load(args.start).weights
     file = args.out / "training.pt"
     state = read_checkpoint(file) if file.exists() else None
     if state is not None:
@@ -176,7 +223,9 @@ def train(args: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(step)
         masks = complementary_masks(maskable, blocks.block_size, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
-            loss = masked_loss(model, tokens, masks)
+            loss = masked_loss(
+                model, tokens, masks, next_token=args.next_token, certainty=args.certainty
+            )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(itertools.chain(inner, outer)), 1.0)
         for optimizer in optimizers:
@@ -208,12 +257,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--extra-corpus", type=Path, action="append", default=[])
+    parser.add_argument("--start", type=Path, help="a masked model whose weights to train on")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--task-share", type=float, default=0.75)
     parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument(
+        "--certainty", type=float, default=0.0,
+        help="weight of the entropy of right tokens (dParallel); the paper's: 1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--next-token", type=float, default=0.0,
+        help="weight of the next token's loss; finished blocks become causal (Set Block Decoding)",
+    )  # fmt: skip
     parser.add_argument("--bfloat16", action="store_true")
     train(parser.parse_args())
 

@@ -22,6 +22,7 @@ from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
 from tests.fakes import WITH_FAKES
 from tests.heads import untrained_heads
+from tests.masked import masked_drafter
 
 # Every method that promises AR's tokens or AR's law; the small engine has all that they need.
 LOCAL_METHODS = tuple(name for name, method in METHODS.items() if method.lossless)
@@ -114,7 +115,11 @@ def small_engine(
     drafter = LlamaRunner(folder, kv_tokens=kv_tokens)
     engine = WatchedEngine(
         ModelTarget(target),
-        {"draft_model": DraftModel(drafter), **(drafters or {})},
+        {
+            "draft_model": DraftModel(drafter),
+            "diffuspec": masked_drafter(target.vocab_size),
+            **(drafters or {}),
+        },
         tokenizer=load_tokenizer(folder),
         eos_token_ids=eos_token_ids,
         limits=limits,

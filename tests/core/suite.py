@@ -18,6 +18,7 @@ from paceline.target import ModelTarget
 from tests.core.prompts import code_prompts
 from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
 from tests.heads import UntrainedHeads, untrained_heads
+from tests.masked import masked_drafter
 
 BASE = SamplingParams(ignore_eos=True)
 SAMPLED = replace(BASE, temperature=1.0)
@@ -123,11 +124,19 @@ class Suite:
         fakes = self.fakes(variant) if method in FAKES else {}
         return Engine(
             ModelTarget(self.demo.target.runner),
-            {**self.demo.drafters, **fakes, **drafters},
+            {**self._masked(), **self.demo.drafters, **fakes, **drafters},
             tokenizer=self.demo.tokenizer,
             limits=EngineLimits(max_sessions=batch),
             catalogue=catalogue,
             heads=self._heads(),
+        )
+
+    def _masked(self) -> dict[str, Drafter]:
+        """A masked model for another target than the demo's, which has one."""
+        return (
+            {}
+            if self._folder == TARGET_DIR
+            else {"diffuspec": masked_drafter(self.demo.target.vocab_size)}
         )
 
     def _heads(self) -> HeadLibrary:

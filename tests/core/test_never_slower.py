@@ -179,7 +179,7 @@ class Run:
         self.clock.charge(draft_model.runner, lambda rows: machine.draft * rows, prompts=True)
         self.engine = Engine(
             ModelTarget(runner),
-            {"draft_model": draft_model},
+            {"draft_model": draft_model, "diffuspec": demo.drafters["diffuspec"]},
             tokenizer=demo.tokenizer,
             limits=EngineLimits(prefix_cache=False),
             length_context=LengthContext(profile=profile, vocab_size=demo.target.vocab_size),

@@ -10,9 +10,11 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DIFFUSION_DIR, DRAFTER_DIR, TARGET_DIR
+from paceline.deployments import drafter as drafter_replica
 from paceline.deployments.app import DRAFTER, GATEWAY, TARGET, build
 from paceline.deployments.config import CONFIGS_DIR, parse_config, read_config_file
+from paceline.drafters.diffuspec import DiffuSpec
 from paceline.errors import InvalidArgument, ModelNotFound
 
 SHIPPED = sorted(CONFIGS_DIR.glob("*.yaml"))
@@ -117,6 +119,20 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.target_folder == str(TARGET_DIR)
     own = {"model": {"target": "target"}, "topology": "colocated", "speculation": {"method": "ar"}}
     assert parse_config(own).drafter_folder is None
+
+
+def test_a_masked_model_as_drafter_drafts_for_diffuspec() -> None:
+    model = {"target": str(TARGET_DIR), "drafter": str(DIFFUSION_DIR)}
+    for topology in ("actors", "colocated"):
+        speculation = {"method": "diffuspec"}
+        config = parse_config({"model": model, "topology": topology, "speculation": speculation})
+        assert config.hosted_drafter == "diffuspec"
+    drafter, vocab_size, context_length = drafter_replica._load(config)
+    assert isinstance(drafter, DiffuSpec)
+    assert (vocab_size, context_length) == (4096, drafter.runner.context_length)
+    for method in ("draft_model", "copyspec_draft_model"):
+        with pytest.raises(InvalidArgument, match=r"speculation\.method.*diffuspec"):
+            parse_config({"model": model, "speculation": {"method": method}})
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

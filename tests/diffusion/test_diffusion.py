@@ -130,6 +130,7 @@ LIMITS = {
     "prophet": {"early": math.inf, "middle": math.inf, "late": math.inf},
     "sched": {"tau_high": math.inf},
     "dparallel": {"entropy": 0.0},
+    "learn2pd": {"threshold": 1.0, "truncate": False},
 }
 EAGER = {
     "confidence": {"threshold": 0.0},
@@ -137,6 +138,8 @@ EAGER = {
     "sched": {"tau_high": 0.0},
     "dparallel": {"entropy": math.inf},
     "set_block": {"bound": math.inf},
+    "learn2pd": {"threshold": 0.0},
+    "apd": {"weight": 1.0, "window": 16},
 }
 
 
@@ -152,7 +155,7 @@ def test_at_its_limit_a_schedule_is_static(runner, name: str) -> None:
 def test_at_its_other_limit_a_schedule_takes_all_at_once(runner, name: str) -> None:
     """All of a block for those that exit (13.3, 13.4), all of a sub-block for the others."""
     _, denoiser = write(runner, name, **EAGER[name])
-    rows = 16 if name in ("prophet", "sched") else 8
+    rows = 16 if name in ("prophet", "sched", "learn2pd", "apd") else 8
     assert denoiser.trace[-3:] == ([11, 16, 13] if rows == 16 else [8, 8, 5])
 
 

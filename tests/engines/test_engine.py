@@ -33,10 +33,13 @@ SMALL_KV: dict[str, Any] = {
 }  # fmt: skip
 
 
+NOT_LOADED = ("omnidraft", "diffuspec")  # vLLM's workers load no drafters for these
+
+
 def runs_in_vllm(name: str) -> bool:
     row = METHODS[name]
     from_tokens = not row.needs - row.optional_needs
-    return from_tokens and row.acceptance == "coupled" and row.lossless and name != "omnidraft"
+    return from_tokens and row.acceptance == "coupled" and row.lossless and name not in NOT_LOADED
 
 
 METHOD_NAMES = [name for name in METHODS if runs_in_vllm(name)]

@@ -44,6 +44,7 @@ from paceline.session import Session
 from paceline.target import ModelTarget
 from paceline.tree import accepted_path, path_to
 from paceline.types import Budget, Draft, Need, ShadowDraft
+from tests.masked import masked_drafter
 from tests.modelzoo import make_model
 from tests.rpc.drafter_process import Copycat
 from tests.rpc.serving import DrafterProcess, eventually, serving
@@ -147,6 +148,24 @@ def test_a_remote_drafter_is_a_local_one(
         assert not there.stats.drafter_lost
     if method != "speculative_sampling":
         assert [s.output_ids for s in got] == ar(runner, PROMPTS, params)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_remote_masked_model_is_a_local_one(runner: ModelRunner, temperature: float) -> None:
+    params = SamplingParams(max_tokens=16, temperature=temperature, seed=8)
+    speculation = SpeculationConfig(method="diffuspec", length="fixed")
+    local = Engine(ModelTarget(runner), {"diffuspec": masked_drafter(VOCAB_SIZE)})
+    expected = local.generate(PROMPTS, params, speculation)
+    hosted = DraftServicer(masked_drafter(VOCAB_SIZE), name="diffuspec", vocab_size=VOCAB_SIZE)
+    with serving(drafter=hosted) as server, connected(server.address) as remote:
+        engine = Engine(ModelTarget(runner), {"diffuspec": remote})
+        got = engine.generate(PROMPTS, params, speculation)
+    for here, there in zip(expected, got, strict=True):
+        assert there.output_ids == here.output_ids
+        assert there.stats.accepted_by_depth == here.stats.accepted_by_depth
+        assert there.stats.num_draft_nodes == here.stats.num_draft_nodes > 0
+        assert not there.stats.drafter_lost
+    assert [s.output_ids for s in got] == ar(runner, PROMPTS, params)
 
 
 def test_one_frame_a_step_with_unseen_tokens_only(

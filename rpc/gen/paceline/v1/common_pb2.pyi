@@ -291,6 +291,10 @@ class Speculation(_message.Message):
     REWARD_BLEND_FIELD_NUMBER: _builtins.int
     JUDGE_THRESHOLD_FIELD_NUMBER: _builtins.int
     UNIT_THRESHOLD_FIELD_NUMBER: _builtins.int
+    LATTICE_WIDTH_FIELD_NUMBER: _builtins.int
+    LATTICE_MASS_FIELD_NUMBER: _builtins.int
+    BEAM_WIDTH_FIELD_NUMBER: _builtins.int
+    PROXY_WEIGHT_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """A method of the catalogue (`paceline methods`)."""
     num_speculative_tokens: _builtins.int
@@ -431,6 +435,18 @@ class Speculation(_message.Message):
     """The controller `lexical_unit` ends a draft before the first token with a probability up to
     this; 1 drafts nothing. At least 0.0, at most 1.0.
     """
+    lattice_width: _builtins.int
+    """Most candidates of a position among which `diffuspec` searches. At least 1, at most 64."""
+    lattice_mass: _builtins.float
+    """`diffuspec` takes a position's most probable tokens until they have this probability. At least
+    0.0, at most 1.0.
+    """
+    beam_width: _builtins.int
+    """Paths that the search of `diffuspec` keeps at each position. At least 1, at most 64."""
+    proxy_weight: _builtins.float
+    """Weight of the n-grams of the text against the masked model in `diffuspec`; 0: no n-grams. At
+    least 0.0, at most 16.0.
+    """
     @_builtins.property
     def branching_vector(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Children of each node, level by level from the root, in the shape `rsd_c`. 1 or more values, at
@@ -509,10 +525,14 @@ class Speculation(_message.Message):
         reward_blend: _builtins.float | None = ...,
         judge_threshold: _builtins.float | None = ...,
         unit_threshold: _builtins.float | None = ...,
+        lattice_width: _builtins.int | None = ...,
+        lattice_mass: _builtins.float | None = ...,
+        beam_width: _builtins.int | None = ...,
+        proxy_weight: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_bandit", b"_bandit", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_judge_threshold", b"_judge_threshold", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_relay_tokens", b"_relay_tokens", "_reward_blend", b"_reward_blend", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_unit_threshold", b"_unit_threshold", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "bandit", b"bandit", "branching", b"branching", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "exit_layer", b"exit_layer", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "judge_threshold", b"judge_threshold", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "relay_tokens", b"relay_tokens", "reward_blend", b"reward_blend", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "unit_threshold", b"unit_threshold", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_bandit", b"_bandit", "_beam_width", b"_beam_width", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_judge_threshold", b"_judge_threshold", "_lattice_mass", b"_lattice_mass", "_lattice_width", b"_lattice_width", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_proxy_weight", b"_proxy_weight", "_prune_threshold", b"_prune_threshold", "_relay_tokens", b"_relay_tokens", "_reward_blend", b"_reward_blend", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_unit_threshold", b"_unit_threshold", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "bandit", b"bandit", "beam_width", b"beam_width", "branching", b"branching", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "exit_layer", b"exit_layer", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "judge_threshold", b"judge_threshold", "lattice_mass", b"lattice_mass", "lattice_width", b"lattice_width", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "proxy_weight", b"proxy_weight", "prune_threshold", b"prune_threshold", "relay_tokens", b"relay_tokens", "reward_blend", b"reward_blend", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "unit_threshold", b"unit_threshold", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_bandit", b"_bandit", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_judge_threshold", b"_judge_threshold", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_prune_threshold", b"_prune_threshold", "_relay_tokens", b"_relay_tokens", "_reward_blend", b"_reward_blend", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_unit_threshold", b"_unit_threshold", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "bandit", b"bandit", "branching", b"branching", "branching_vector", b"branching_vector", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "drafters", b"drafters", "exit_layer", b"exit_layer", "exit_layers", b"exit_layers", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "judge_threshold", b"judge_threshold", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "prune_threshold", b"prune_threshold", "rank_acceptance", b"rank_acceptance", "relay_tokens", b"relay_tokens", "reward_blend", b"reward_blend", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "unit_threshold", b"unit_threshold", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_bandit", b"_bandit", "_beam_width", b"_beam_width", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_judge_threshold", b"_judge_threshold", "_lattice_mass", b"_lattice_mass", "_lattice_width", b"_lattice_width", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_proxy_weight", b"_proxy_weight", "_prune_threshold", b"_prune_threshold", "_relay_tokens", b"_relay_tokens", "_reward_blend", b"_reward_blend", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_unit_threshold", b"_unit_threshold", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "bandit", b"bandit", "beam_width", b"beam_width", "branching", b"branching", "branching_vector", b"branching_vector", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "drafters", b"drafters", "exit_layer", b"exit_layer", "exit_layers", b"exit_layers", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "judge_threshold", b"judge_threshold", "lattice_mass", b"lattice_mass", "lattice_width", b"lattice_width", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "proxy_weight", b"proxy_weight", "prune_threshold", b"prune_threshold", "rank_acceptance", b"rank_acceptance", "relay_tokens", b"relay_tokens", "reward_blend", b"reward_blend", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "unit_threshold", b"unit_threshold", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance: _TypeAlias = _typing.Literal["acceptance"]  # noqa: Y015
     _WhichOneofArgType__acceptance: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance"]  # noqa: Y015
@@ -520,6 +540,8 @@ class Speculation(_message.Message):
     _WhichOneofArgType__allow_lossy: _TypeAlias = _typing.Literal["_allow_lossy", b"_allow_lossy"]  # noqa: Y015
     _WhichOneofReturnType__bandit: _TypeAlias = _typing.Literal["bandit"]  # noqa: Y015
     _WhichOneofArgType__bandit: _TypeAlias = _typing.Literal["_bandit", b"_bandit"]  # noqa: Y015
+    _WhichOneofReturnType__beam_width: _TypeAlias = _typing.Literal["beam_width"]  # noqa: Y015
+    _WhichOneofArgType__beam_width: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width"]  # noqa: Y015
     _WhichOneofReturnType__branching: _TypeAlias = _typing.Literal["branching"]  # noqa: Y015
     _WhichOneofArgType__branching: _TypeAlias = _typing.Literal["_branching", b"_branching"]  # noqa: Y015
     _WhichOneofReturnType__corpus_bias: _TypeAlias = _typing.Literal["corpus_bias"]  # noqa: Y015
@@ -540,6 +562,10 @@ class Speculation(_message.Message):
     _WhichOneofArgType__fallback_depth: _TypeAlias = _typing.Literal["_fallback_depth", b"_fallback_depth"]  # noqa: Y015
     _WhichOneofReturnType__judge_threshold: _TypeAlias = _typing.Literal["judge_threshold"]  # noqa: Y015
     _WhichOneofArgType__judge_threshold: _TypeAlias = _typing.Literal["_judge_threshold", b"_judge_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__lattice_mass: _TypeAlias = _typing.Literal["lattice_mass"]  # noqa: Y015
+    _WhichOneofArgType__lattice_mass: _TypeAlias = _typing.Literal["_lattice_mass", b"_lattice_mass"]  # noqa: Y015
+    _WhichOneofReturnType__lattice_width: _TypeAlias = _typing.Literal["lattice_width"]  # noqa: Y015
+    _WhichOneofArgType__lattice_width: _TypeAlias = _typing.Literal["_lattice_width", b"_lattice_width"]  # noqa: Y015
     _WhichOneofReturnType__length: _TypeAlias = _typing.Literal["length"]  # noqa: Y015
     _WhichOneofArgType__length: _TypeAlias = _typing.Literal["_length", b"_length"]  # noqa: Y015
     _WhichOneofReturnType__length_max: _TypeAlias = _typing.Literal["length_max"]  # noqa: Y015
@@ -574,6 +600,8 @@ class Speculation(_message.Message):
     _WhichOneofArgType__pool_from_prompt: _TypeAlias = _typing.Literal["_pool_from_prompt", b"_pool_from_prompt"]  # noqa: Y015
     _WhichOneofReturnType__pool_guesses: _TypeAlias = _typing.Literal["pool_guesses"]  # noqa: Y015
     _WhichOneofArgType__pool_guesses: _TypeAlias = _typing.Literal["_pool_guesses", b"_pool_guesses"]  # noqa: Y015
+    _WhichOneofReturnType__proxy_weight: _TypeAlias = _typing.Literal["proxy_weight"]  # noqa: Y015
+    _WhichOneofArgType__proxy_weight: _TypeAlias = _typing.Literal["_proxy_weight", b"_proxy_weight"]  # noqa: Y015
     _WhichOneofReturnType__prune_threshold: _TypeAlias = _typing.Literal["prune_threshold"]  # noqa: Y015
     _WhichOneofArgType__prune_threshold: _TypeAlias = _typing.Literal["_prune_threshold", b"_prune_threshold"]  # noqa: Y015
     _WhichOneofReturnType__relay_tokens: _TypeAlias = _typing.Literal["relay_tokens"]  # noqa: Y015
@@ -613,6 +641,8 @@ class Speculation(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bandit) -> _WhichOneofReturnType__bandit | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beam_width) -> _WhichOneofReturnType__beam_width | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__branching) -> _WhichOneofReturnType__branching | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__corpus_bias) -> _WhichOneofReturnType__corpus_bias | None: ...
@@ -632,6 +662,10 @@ class Speculation(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fallback_depth) -> _WhichOneofReturnType__fallback_depth | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__judge_threshold) -> _WhichOneofReturnType__judge_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lattice_mass) -> _WhichOneofReturnType__lattice_mass | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lattice_width) -> _WhichOneofReturnType__lattice_width | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length) -> _WhichOneofReturnType__length | None: ...
     @_typing.overload
@@ -666,6 +700,8 @@ class Speculation(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pool_from_prompt) -> _WhichOneofReturnType__pool_from_prompt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pool_guesses) -> _WhichOneofReturnType__pool_guesses | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__proxy_weight) -> _WhichOneofReturnType__proxy_weight | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prune_threshold) -> _WhichOneofReturnType__prune_threshold | None: ...
     @_typing.overload

@@ -231,8 +231,10 @@ def clients(engine: Engine, options: argparse.Namespace) -> None:
             heads=loaded.drafters.heads,
         )  # fmt: skip
         each.intake.prepare(config)
-    print("clients  tok/s AR   x AR, median (range)   by processor time    first token s, AR: p50 p99   auto: p50 p99"
-          "   refused AR, auto  identical")  # fmt: skip
+    print(
+        "clients  tok/s AR   x AR, median (range)   by processor time    first token s, AR: p50 p99"
+        "   auto: p50 p99   refused AR, auto  identical"
+    )
     for count in options.concurrency:
         size = max(8, 2 * count)
         prompts = _chat_prompts(engine, options, options.repetitions * size)
@@ -256,8 +258,9 @@ def clients(engine: Engine, options: argparse.Namespace) -> None:
         quantiles = [np.quantile(waits[name], (0.5, 0.99)) for name in ("ar", "auto")]
         shown = "   ".join(f"{p50:13.2f} {p99:6.2f}" for p50, p99 in quantiles)
         print(
-            f"{count:7d}  {statistics.median(rates):8.0f}  {spread(ratios):>22}  {spread(work):>18}  {shown}  "
-            f"{refused['ar']:8d} {refused['auto']:4d}   {'yes' if same else 'NO'}", flush=True,
+            f"{count:7d}  {statistics.median(rates):8.0f}  {spread(ratios):>22}  "
+            f"{spread(work):>18}  {shown}  {refused['ar']:8d} {refused['auto']:4d}   "
+            f"{'yes' if same else 'NO'}", flush=True,
         )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def run(
 
     Returns:
         ``identical_to_ar``, tokens per second with and without drafts, speedup, mean accepted
-        length, acceptance rate, the process ids of target and drafter, and the same for each prompt;
+        length, acceptance rate, the process ids of target and drafter, and the same by prompt;
         ``ready_s`` and ``first_token_s``: seconds from the start of this process until all was
         ready, and until the first token came.
 

@@ -174,11 +174,9 @@ class Session:
         self.params = params
         self.plan, self.rule = plan, rule or plan.rule
         self.method_name = plan.method.name
-        self.traceparent = ""
-        self.tenant = ""
+        self.traceparent = self.tenant = self.adapter = ""
         self.weight = 1.0
         self.priority = 0
-        self.adapter = ""
         self.prediction = tuple(prediction)
         self.constraint = constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)

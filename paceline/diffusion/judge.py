@@ -15,7 +15,7 @@ from paceline.models.base import ModelRunner, Segment
 DEMO = {"target": TARGET_DIR, "drafter": DRAFTER_DIR}
 
 
-class Judge:
+class JudgeModel:
     """Logits of proposed tokens, all from one forward.
 
     The cache keeps what consecutive calls have in common; a call may have any text.
@@ -50,7 +50,7 @@ class Judge:
 
 
 @lru_cache(maxsize=4)
-def load_judge(name: str) -> Judge:
+def load_judge(name: str) -> JudgeModel:
     """A judge: `target` or `drafter` of the demo pair, or a folder or name of a model.
 
     Raises:
@@ -58,4 +58,4 @@ def load_judge(name: str) -> Judge:
     """
     from paceline.loading import load_runner
 
-    return Judge(load_runner(DEMO.get(name, name)))
+    return JudgeModel(load_runner(DEMO.get(name, name)))

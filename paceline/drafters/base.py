@@ -158,7 +158,7 @@ class Drafter(ABC):
         """Free the state of a session; unknown sessions are ignored."""
 
     def adopt(self, session: SessionView) -> int:
-        """Begin a session that was just opened with what earlier ones have left of its first tokens.
+        """Begin an opened session with what earlier ones have left of its first tokens.
 
         Returns:
             How many of the first tokens the target need not compute for this drafter.

@@ -206,6 +206,8 @@ class Drafting:
 
     Args:
         arrival: notified when a draft has arrived.
+
+    Attributes:
         shares_prefixes: sessions may begin with what drafters have left of earlier ones.
     """
 
@@ -214,10 +216,8 @@ class Drafting:
         drafters: Mapping[str, Drafter],
         vocab_size: int,
         arrival: threading.Condition | None = None,
-        *,
-        shares_prefixes: bool = True,
     ) -> None:
-        self._shares_prefixes = shares_prefixes
+        self.shares_prefixes = True
         self.drafters = drafters
         self._vocab_size = vocab_size
         self._arrival = arrival or threading.Condition()
@@ -234,7 +234,7 @@ class Drafting:
         try:
             drafter = self._of(session)
             drafter.open(session)
-            if self._shares_prefixes:
+            if self.shares_prefixes:
                 session.num_known = drafter.adopt(session)
         except Exception:
             logger.exception("a drafter cannot open a session; the session continues as AR")

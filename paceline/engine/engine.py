@@ -80,10 +80,7 @@ class Engine:
         )  # fmt: skip
         self.wakeup = threading.Condition()  # notified when a draft has arrived
         self.interrupted: Callable[[], bool] = lambda: False  # True ends a wait for drafts early
-        self.drafting = Drafting(
-            self.drafters, target.vocab_size, self.wakeup,
-            shares_prefixes=self.limits.prefix_cache,
-        )  # fmt: skip
+        self.drafting = Drafting(self.drafters, target.vocab_size, self.wakeup)
         self.intake = Intake(
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer,

@@ -79,6 +79,7 @@ class Scheduler:
         self.batching = Batching(limits.batch_strategy, limits.batch_size)
         self._target = target
         self._drafting = drafting
+        drafting.shares_prefixes = limits.prefix_cache
         self._book = book
         self._max_waiting = limits.max_waiting
         self._max_wait_s = limits.max_wait_s

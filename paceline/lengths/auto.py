@@ -487,33 +487,11 @@ class Auto:
     ) -> list[_Offer]:
         """Of a drafter's depths, the one worth most where time is worth ``speed`` tokens per
         second, and the one with most tokens per second."""
-        verify, (first, slope, goes_on) = self._known.verify(self._load), cost
-        gain, pace = -math.inf, 0.0
-        best: tuple[int, float, float] | None = None
-        fastest = 0, 1.0, verify[0]
-        tokens = reached = alive = 1.0
-        nodes = 0.0
-        # The loop of every round: it makes no object for a depth.
-        for depth, rate in enumerate(self._rates(drafter)[: min(longest, self._room)], 1):
-            reached *= rate
-            if reached < UNLIKELY:
-                break
-            tokens += reached
-            nodes += alive
-            alive *= goes_on
-            whole = int(nodes)
-            seconds = verify[whole] + first + slope * nodes
-            if nodes > whole:
-                seconds += (nodes - whole) * (verify[whole + 1] - verify[whole])
-            if tokens - speed * seconds > gain:
-                gain = tokens - speed * seconds
-                best = depth, tokens, seconds
-            if tokens > pace * seconds:
-                pace = tokens / seconds
-                fastest = depth, tokens, seconds
+        rates = self._rates(drafter)[: min(longest, self._room)]
+        best, fastest = _best_depths(rates, self._known.verify(self._load), cost, speed)
         if best is None:
             return []
-        self._of(drafter).promised = pace
+        self._of(drafter).promised = fastest[1] / fastest[2]
         return [_Offer(drafter, *best), _Offer(drafter, *fastest)]
 
     def _probe(self, drafters: Sequence[str]) -> tuple[str, int] | None:
@@ -559,6 +537,46 @@ class Auto:
                 if hot:
                     self._rest.end()
         self._unjudged = going
+
+
+_Depth = tuple[int, float, float]  # and its expected tokens and seconds
+
+
+def _best_depths(
+    rates: Sequence[float], verify: Sequence[float], cost: tuple[float, float, float], speed: float
+) -> tuple[_Depth | None, _Depth]:
+    """The depth worth most at ``speed`` tokens per second, if any; and the one with most of them.
+
+    Args:
+        rates: acceptance by depth.
+        verify: seconds of a round by the nodes that it verifies.
+        cost: as :meth:`Auto._cost`.
+    """
+    first, slope, goes_on = cost
+    gain, pace = -math.inf, 0.0
+    best: _Depth | None = None
+    fastest = 0, 1.0, verify[0]
+    tokens = reached = alive = 1.0
+    nodes = 0.0
+    # The loop of every round: it makes no object for a depth.
+    for depth, rate in enumerate(rates, 1):
+        reached *= rate
+        if reached < UNLIKELY:
+            break
+        tokens += reached
+        nodes += alive
+        alive *= goes_on
+        whole = int(nodes)
+        seconds = verify[whole] + first + slope * nodes
+        if nodes > whole:
+            seconds += (nodes - whole) * (verify[whole + 1] - verify[whole])
+        if tokens - speed * seconds > gain:
+            gain = tokens - speed * seconds
+            best = depth, tokens, seconds
+        if tokens > pace * seconds:
+            pace = tokens / seconds
+            fastest = depth, tokens, seconds
+    return best, fastest
 
 
 def workload_of(prompt_length: int, has_prediction: bool, params: SamplingParams) -> str:

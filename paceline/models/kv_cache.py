@@ -156,18 +156,14 @@ class KVPool:
         """Free everything."""
         self.truncate(sequence, 0)
 
-    def adopt(
-        self, sequence: PooledSequence, token_ids: Sequence[int], scope: Hashable
-    ) -> None:
+    def adopt(self, sequence: PooledSequence, token_ids: Sequence[int], scope: Hashable) -> None:
         """Start an empty sequence with the entries that the prefix cache has for ``token_ids``."""
         sequence.blocks = self.prefixes.find(token_ids, (sequence.adapter, scope))
         sequence.num_shared = sequence.length = BLOCK * len(sequence.blocks)
         for i, block in enumerate(sequence.blocks):
             sequence.slots[i * BLOCK : (i + 1) * BLOCK] = block.slots
 
-    def publish(
-        self, sequence: PooledSequence, token_ids: Sequence[int], scope: Hashable
-    ) -> None:
+    def publish(self, sequence: PooledSequence, token_ids: Sequence[int], scope: Hashable) -> None:
         """Give whole blocks of committed entries to the prefix cache; the sequence keeps using
         them.
 

@@ -68,9 +68,7 @@ def expected() -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_it_drafts_the_same_after_a_cached_prompt(
-    method: str, expected: dict[str, Run]
-) -> None:
+def test_it_drafts_the_same_after_a_cached_prompt(method: str, expected: dict[str, Run]) -> None:
     engine = make()
     assert Run(engine, PROMPT, method).hit == 0
     again = Run(engine, PROMPT, method)

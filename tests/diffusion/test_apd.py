@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.demo import DRAFTER_DIR
-from paceline.diffusion.judge import Judge
+from paceline.diffusion.judge import JudgeModel
 from paceline.diffusion.loop import Denoiser
 from paceline.diffusion.model import Blocks
 from paceline.diffusion.runner import BlockRunner
@@ -147,7 +147,7 @@ def reader() -> ModelRunner:
 
 
 def test_a_judge_has_the_logits_of_the_model_whatever_it_read_before(reader: ModelRunner) -> None:
-    judge = Judge(reader)
+    judge = JudgeModel(reader)
     texts = ([5, 6, 7], [5, 6, 7, 8, 9], [5, 6, 7, 8], [9], [9, 10, 11, 12, 13, 14])
     for text in texts:
         proposed = [20, 21, 22, 23]

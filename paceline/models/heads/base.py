@@ -250,7 +250,7 @@ class Head(nn.Module, ABC):
         """
         return 0
 
-    def publish(self, state: State, token_ids: Sequence[int], scope: Hashable) -> None:  # noqa: B027
+    def publish(self, state: State, token_ids: Sequence[int], scope: Hashable) -> None:
         """Keep what the state has of a session's first tokens, for later sessions of the scope."""
 
     @abstractmethod

@@ -119,7 +119,7 @@ def _mac(key: bytes, payload: bytes) -> bytes:
 
 
 def _tag(key: bytes, nonce: bytes, owner: str | None) -> bytes:
-    """Tells a tenant's session from another's, and nobody who has not the key."""
+    """Tells a tenant's session from another's, to readers that have the key."""
     name = b"\0" if owner is None else b"\1" + owner.encode()
     return hmac.digest(key, b"owner" + nonce + name, hashlib.sha256)[:_TAG]
 

@@ -50,7 +50,7 @@ class Judge:
     """Walk down the tree as long as a child is the target's own token or passes the judge.
 
     Attributes:
-        head: None: nobody judges, and only the target's own tokens are accepted.
+        head: None: only the target's own tokens are accepted.
     """
 
     judge_threshold: float = THRESHOLD.default

@@ -14,7 +14,7 @@ import torch
 
 from paceline.models.kv_cache import KVPool
 
-# Code belongs to nobody, and what a closure or a method remembers is shared with its owner. KV
+# Code has no owner, and what a closure or a method remembers is shared with its owner. KV
 # pools are as large as they may ever become, and mostly untouched.
 _SKIPPED = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,

@@ -106,6 +106,16 @@ def _next_tokens(sequence: KVSequence, session: SessionView, count: int) -> Segm
     )
 
 
+def num_cached(target: Target, token_ids: Sequence[int], tenant: str, adapter: str) -> int:
+    """How many of a prompt's first tokens a target's prefix cache has for a tenant's request."""
+    prefixes = target.prefixes if isinstance(target, ModelTarget) else None
+    if prefixes is None:
+        return 0
+    # Entries are kept by the adapter's number, as sequences have it; -1 is none.
+    number = target.adapters.index(adapter) if adapter else -1
+    return prefixes.count(token_ids, (number, tenant))
+
+
 def _new_sequence(runner: ModelRunner, session: SessionView) -> KVSequence:
     if not session.adapter:
         return runner.new_sequence()

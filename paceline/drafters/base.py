@@ -165,6 +165,10 @@ class Drafter(ABC):
         """
         return 0
 
+    def num_known(self, prompt_ids: Sequence[int], tenant: str, adapter: str) -> int:
+        """What :meth:`adopt` would return for a request."""
+        return 0
+
     def read_prompt(self, session: SessionView, read: Verification) -> None:  # noqa: B027
         """Read what the target computed for the next prompt tokens, chunk by chunk after ``open``.
 

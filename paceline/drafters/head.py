@@ -69,6 +69,9 @@ class HeadDrafter(Drafter):
         reading.num_read = self._head.adopt(reading.state, read, _scope(session))
         return reading.num_read
 
+    def num_known(self, prompt_ids: Sequence[int], tenant: str, adapter: str) -> int:
+        return self._head.num_known(prompt_ids[:-1], (adapter, tenant))
+
     def read_prompt(self, session: SessionView, read: Verification) -> None:
         features = self._head.select(read.extras[self._feature])
         self._readings[session.session_id].features.append(features)

@@ -23,11 +23,13 @@ from paceline.plan import Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from paceline.target import ModelTarget, Target
+from paceline.target import ModelTarget, Target, num_cached
 from paceline.tokenizer import Tokenizer
 
 LONGEST_READ = 256
 """Tokens of a prompt that a head of method ``auto`` reads at most."""
+MOST_AGAIN = 64
+"""Tokens at most of those that the target computes again for a head."""
 
 
 class Intake:
@@ -204,10 +206,8 @@ class Intake:
         if config.method != "auto" or config[DRAFTERS]:
             return config
         names: list[str] = []
-        # A drafter that waits for another process gets tokens alone; and a head reads the whole
-        # prompt, also what the prefix cache has if no head has read it.
-        short = len(request.prompt_ids) <= LONGEST_READ
-        reads_states = short and not self._drafters.remote
+        # A drafter that waits for another process gets tokens alone.
+        reads_states = not self._drafters.remote
         heads = experience_of(self.length_context).heads
         workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
         for methods in AUTO_CHOICES:
@@ -218,10 +218,24 @@ class Intake:
                     and (request.prediction or not method.reads_prediction)
                     and (request.params.constraint or not method.reads_constraint)
                 ):
-                    if not method.needs or heads.join(method.drafter, workload):
+                    if not method.needs or (
+                        self._reads_little(method.drafter, request)
+                        and heads.join(method.drafter, workload)
+                    ):
                         names.append(method.drafter)
                     break
         return config.model_copy(update={DRAFTERS.name: tuple(names) or None})
+
+    def _reads_little(self, head: str, request: Request) -> bool:
+        """Whether a head, and the target for it, have little to read before the first round.
+
+        The target must compute what the head has not read, also what the prefix cache has.
+        """
+        prompt, owner = request.prompt_ids, (request.tenant, request.adapter)
+        drafter = self._drafters.get(head)
+        known = 0 if drafter is None else drafter.num_known(prompt, *owner)
+        cached = num_cached(self._target, prompt[:-1], *owner)
+        return len(prompt) - known <= LONGEST_READ and cached - known <= MOST_AGAIN
 
     def _check_prediction(self, prediction: Sequence[int], plan: Plan) -> None:
         if not prediction:

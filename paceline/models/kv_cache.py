@@ -163,6 +163,10 @@ class KVPool:
         for i, block in enumerate(sequence.blocks):
             sequence.slots[i * BLOCK : (i + 1) * BLOCK] = block.slots
 
+    def num_cached(self, token_ids: Sequence[int], scope: Hashable, adapter: int = -1) -> int:
+        """With how many of the first tokens a sequence could start, as :meth:`adopt` would."""
+        return self.prefixes.count(token_ids, (adapter, scope))
+
     def publish(self, sequence: PooledSequence, token_ids: Sequence[int], scope: Hashable) -> None:
         """Give whole blocks of committed entries to the prefix cache; the sequence keeps using
         them.

@@ -60,17 +60,25 @@ class PrefixCache:
 
     def find(self, token_ids: Sequence[int], scope: Hashable) -> list[PrefixBlock]:
         """The cached blocks at the start of ``token_ids``; marks them as used by the caller."""
-        found: list[PrefixBlock] = []
-        block = self._roots.get(scope)
-        keys = _keys(token_ids)
-        while block is not None and len(found) < len(keys):
-            block = block.children.get(keys[len(found)])
-            if block is not None:
-                found.append(block)
+        found = self._walk(token_ids, scope)
         for block in found:
             self._use(block)
         self.num_queried += len(token_ids)
         self.num_hit += BLOCK * len(found)
+        return found
+
+    def count(self, token_ids: Sequence[int], scope: Hashable) -> int:
+        """How many of the first tokens are cached, which may change before they are used."""
+        return BLOCK * len(self._walk(token_ids, scope))
+
+    def _walk(self, token_ids: Sequence[int], scope: Hashable) -> list[PrefixBlock]:
+        found: list[PrefixBlock] = []
+        block = self._roots.get(scope)
+        keys = _keys(token_ids) if block is not None else []
+        while block is not None and len(found) < len(keys):
+            block = block.children.get(keys[len(found)])
+            if block is not None:
+                found.append(block)
         return found
 
     def extend(

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import DRAFTERS
 from paceline.engine import Engine, EngineLimits
 from paceline.engine.events import RoundEvent
+from paceline.engine.intake import LONGEST_READ, MOST_AGAIN
 from paceline.loading import load_runner
 from paceline.model_names import resolve_model
 from paceline.models.heads import HeadLibrary, heads_folder
@@ -151,3 +153,31 @@ def test_a_truncated_session_leaves_only_its_prompt(expected: dict[str, Run]) ->
     assert session.output_ids[:24] == expected["ar"].tokens
     longer = session.token_ids[: len(PROMPT) + BLOCK + 4]
     assert Run(engine, longer, "eagle").drafts == Run(make(), longer, "eagle").drafts
+
+
+def joins(engine: Engine, prompt: list[int]) -> bool:
+    """Whether a session of method auto has the head."""
+    params = SamplingParams(max_tokens=2)
+    session = engine.submit(Request(prompt, params, SpeculationConfig(method="auto")))
+    drafters = session.config[DRAFTERS]
+    engine.cancel(session.session_id)
+    return drafters is not None and "eagle" in drafters
+
+
+def test_in_a_long_conversation_it_reads_what_is_new() -> None:
+    engine = make()
+    conversation = [*PROMPT, *range(300, 300 + LONGEST_READ)]
+    assert not joins(engine, conversation)
+    Run(engine, conversation[:LONGEST_READ], "eagle")
+    assert joins(engine, conversation)
+
+
+def test_the_target_does_not_compute_much_again_for_it() -> None:
+    engine = make()
+    prompt = list(range(100, 100 + MOST_AGAIN + BLOCK + 1))
+    Run(engine, prompt[: MOST_AGAIN + 1], "ar")
+    assert joins(engine, prompt)
+    Run(engine, prompt, "ar")
+    assert not joins(engine, prompt)
+    Run(engine, prompt, "eagle")
+    assert joins(engine, prompt)

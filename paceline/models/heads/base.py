@@ -250,6 +250,10 @@ class Head(nn.Module, ABC):
         """
         return 0
 
+    def num_known(self, token_ids: Sequence[int], scope: Hashable) -> int:
+        """How many of their features :meth:`adopt` would not need."""
+        return 0
+
     def publish(self, state: State, token_ids: Sequence[int], scope: Hashable) -> None:
         """Keep what the state has of a session's first tokens, for later sessions of the scope."""
 

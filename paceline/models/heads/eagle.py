@@ -196,6 +196,11 @@ class Eagle(Head):
         self.stack.pool.adopt(state.sequence, token_ids[1:], (scope, token_ids[0]))
         return state.sequence.length
 
+    def num_known(self, token_ids: Sequence[int], scope: Hashable) -> int:
+        if not token_ids:
+            return 0
+        return self.stack.pool.num_cached(token_ids[1:], (scope, token_ids[0]))
+
     def publish(self, state: EagleState, token_ids: Sequence[int], scope: Hashable) -> None:
         self.stack.commit(state.sequence, ())
         known = token_ids[1 : state.sequence.length + 1]

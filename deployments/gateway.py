@@ -63,6 +63,8 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full
 
 MAX_TRIES = 3
 """Targets that a generation may lose in a row without a token."""
+MAX_UNREACHED = 8
+"""Targets that may be gone before they have the request, each of which costs a short wait."""
 MAX_UNREAD = 256 * 1024
 """Bytes that a generation may be ahead of its reader."""
 _RETRY_S = 0.2
@@ -172,6 +174,7 @@ class Relay:
             metadata = metadata_of(admission, admission.span)
             suspect = self._poison.is_suspect(digest)
             keys = () if self._prefixes is None else message_keys(message, metadata)
+            num_unreached = 0
             while True:
                 try:
                     attempt = self._generate_once(request, whole, metadata, keys)
@@ -192,13 +195,18 @@ class Relay:
                     if isinstance(error, TargetGone) and error.taken and whole.is_silent:
                         suspect = True
                         self._poison.died(digest, error.replica_id)
-                    exhausted = isinstance(error, TargetGone) and whole.num_tries >= MAX_TRIES
+                    is_gone = isinstance(error, TargetGone)
+                    unreached = isinstance(error, TargetGone) and not error.taken
+                    num_unreached += unreached
+                    exhausted = is_gone and whole.num_tries >= MAX_TRIES
+                    if unreached:  # a replica that has just died, and is still offered
+                        exhausted = num_unreached >= MAX_UNREACHED
                     if exhausted or not whole.may_go_on(error, self._resume_s):
                         raise
                     logger.info("after %d tokens: %s", whole.num_tokens, error)
-                    if not isinstance(error, TargetGone):
+                    if unreached or not is_gone:
                         await asyncio.sleep(_RETRY_S)
-                    request = whole.next_request()
+                    request = whole.next_request(was_asked=not unreached)
 
     async def _charged(
         self, attempt: AsyncGenerator[_Reply], digest: str, admission: CallAdmission

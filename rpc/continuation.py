@@ -115,9 +115,13 @@ class Continuation:
             return False
         return self._deadline is None or now < self._deadline
 
-    def next_request(self) -> bytes:
-        """The request for what is still to come, serialized."""
-        self.num_tries += 1
+    def next_request(self, *, was_asked: bool = True) -> bytes:
+        """The request for what is still to come, serialized.
+
+        Args:
+            was_asked: whether the last server had the request.
+        """
+        self.num_tries += was_asked
         self._base_tokens, self._base_rounds = len(self._tokens), self._rounds
         self._base_s = time.monotonic() - self._started
         if not self._tokens:

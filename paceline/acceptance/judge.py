@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from paceline.acceptance.base import PathLogits
+from paceline.exact_math import log_of, sum64
 from paceline.knobs import Knob
 from paceline.lengths.base import LengthContext, load_head
 from paceline.tree import children
@@ -42,7 +43,7 @@ class JudgeHead:
 
     def score(self, state: FloatArray) -> float:
         """Log-odds that a token is right, given the state at it.  # [hidden_size]"""
-        return float(self.weight @ state) + self.bias
+        return sum64(self.weight * state) + self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +116,4 @@ class Judge:
 def _log_odds(chance: float) -> float:
     if chance in (0.0, 1.0):  # below and above every score
         return -math.inf if chance == 0.0 else math.inf
-    return math.log(chance / (1.0 - chance))
+    return log_of(chance / (1.0 - chance))

@@ -151,7 +151,8 @@ def test_methods_that_share_a_batch_have_the_tokens_of_ar(turn: int, chat: Chat)
 
 def test_every_method_has_an_everyday_case() -> None:
     assert sorted(case.method for case in EVERYDAY) == sorted(LOSSLESS)
-    assert set(LOSSLESS) == {name for name, method in METHODS.items() if method.lossless}
+    lossless = {name for name, method in METHODS.items() if method.lossless}
+    assert set(LOSSLESS) == lossless - {"diffuspec"}  # SmolLM2 has no masked model
 
 
 def test_every_pair_of_values_has_an_everyday_case() -> None:

@@ -11,10 +11,11 @@ from typing import cast
 
 import pytest
 
-from paceline.deployments import poison
-from paceline.deployments.gateway import Relay
+from paceline.deployments import gateway, poison
+from paceline.deployments.gateway import MAX_UNREACHED, Relay
 from paceline.deployments.lease import Lease
 from paceline.deployments.poison import Poison, digest_of
+from paceline.deployments.target_calls import TargetGone
 from paceline.errors import FailedPrecondition
 from paceline.rpc.access import Gate
 from paceline.rpc.audit import Audit
@@ -22,6 +23,7 @@ from paceline.rpc.errors import PoisonRequest, ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import generate_pb2
 from paceline.rpc.messages import sampling_to_message
 from paceline.sampling import SamplingParams
+from tests.deployments.conftest import free_port
 from tests.deployments.http_serving import DirectLease
 from tests.modelzoo import make_model
 from tests.rpc.serving import ReplicaProcess
@@ -157,6 +159,28 @@ async def test_continuations_that_kill(fleet: Fleet) -> None:
     assert relay._poison.is_suspect(digest)
     assert await scores_of(relay, honest[0]) == expected[0]
     assert not relay._poison.is_suspect(digest)
+    await relay.close()
+
+
+@pytest.mark.parametrize("dead", [MAX_UNREACHED - 1, MAX_UNREACHED])
+async def test_targets_that_are_gone_but_still_offered(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dead: int
+) -> None:
+    """A replica that has just died may be offered for a while: nothing is lost but time."""
+    monkeypatch.setattr(gateway, "_RETRY_S", 0.01)
+    live = fleet.processes[0].address
+    offered = [f"127.0.0.1:{free_port()}" for _ in range(dead)]
+
+    async def lease() -> Lease:
+        return cast(Lease, DirectLease(offered.pop() if offered else live))
+
+    relay = Relay(lease, idle_timeout_s=60, resume_s=20, gate=Gate())
+    if dead < MAX_UNREACHED:
+        assert len(await tokens_of(relay, request([5, 6], max_tokens=8))) == 8
+    else:
+        with pytest.raises(TargetGone):
+            await tokens_of(relay, request([5, 6], max_tokens=8))
+    assert not offered
     await relay.close()
 
 

@@ -83,8 +83,8 @@ class Engine:
         self.drafting = Drafting(self.drafters, target.vocab_size, self.wakeup)
         self.intake = Intake(
             target, self.drafters, self.catalogue,
-            tokenizer=tokenizer,
-            eos_token_ids=self.eos_token_ids,
+            tokenizer=tokenizer, eos_token_ids=self.eos_token_ids,
+            num_sessions=lambda: len(self.scheduler.sessions),
             length_context=replace(
                 length_context or LengthContext(),
                 shadow_share=self.drafting.shadow_share,

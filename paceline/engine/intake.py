@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.admission import most_entries
@@ -17,7 +17,7 @@ from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
-from paceline.lengths.experience import experience_of
+from paceline.lengths.experience import crowded, experience_of
 from paceline.methods import ACCEPTANCE_RULES, AUTO_CHOICES, Method
 from paceline.plan import Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
@@ -33,7 +33,11 @@ MOST_AGAIN = 64
 
 
 class Intake:
-    """Checks requests against a target, its drafters and a catalogue, and makes their sessions."""
+    """Checks requests against a target, its drafters and a catalogue, and makes their sessions.
+
+    Args:
+        num_sessions: returns how many sessions the engine has.
+    """
 
     def __init__(
         self,
@@ -43,12 +47,14 @@ class Intake:
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: Iterable[int],
+        num_sessions: Callable[[], int],
         length_context: LengthContext,
     ) -> None:
         self._target = target
         self._drafters = drafters
         self._catalogue = catalogue
         self._tokenizer = tokenizer
+        self._num_sessions = num_sessions
         self._eos_token_ids = tuple(eos_token_ids)
         self.length_context = _completed(length_context, target)
         self.constraints = ConstraintCompiler(tokenizer, target.vocab_size, self._eos_token_ids)
@@ -210,6 +216,7 @@ class Intake:
         reads_states = not self._drafters.remote
         heads = experience_of(self.length_context).heads
         workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
+        workload = crowded(workload, self._num_sessions())
         for methods in AUTO_CHOICES:
             for method in (self._catalogue[name] for name in methods if name in self._catalogue):
                 if (

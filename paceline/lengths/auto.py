@@ -30,7 +30,13 @@ from paceline.lengths.base import (
     Line,
     length_bounds,
 )
-from paceline.lengths.experience import RELAY, SHARED_MEMORY, DepthRates, experience_of
+from paceline.lengths.experience import (
+    RELAY,
+    SHARED_MEMORY,
+    DepthRates,
+    crowded,
+    experience_of,
+)
 from paceline.lengths.goodput import (
     CATCH_UP,
     HORIZON,
@@ -362,8 +368,9 @@ class Auto:
         else:
             self._of(chosen).num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
+        workload = crowded(self._workload, self._load.num_running)
         for name in drafters:
-            self._known.experience.heads.count(name, self._workload, name == chosen)
+            self._known.experience.heads.count(name, workload, name == chosen)
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None

@@ -22,6 +22,7 @@ FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens ar
 RELAY = "relay"  # what is looked up behind a model's draft
 HEAD_ROUNDS = 64.0  # rounds of sessions with a head, until it is known whether it is chosen
 LEAST_CHOSEN = 0.05  # share of the rounds in which a head must be chosen
+CROWD = 4  # sessions, from which on heads are judged by the number of sessions
 HEAD_AGAIN = 16  # sessions, of which one has a head that others did not choose
 MOST_WEIGHT = 1.0 / (1.0 - SHARED_MEMORY)  # that decaying counts reach
 
@@ -109,7 +110,7 @@ class Heads:
         self._refused = 0
 
     def join(self, head: str, workload: str) -> bool:
-        """Whether a new session of that kind of prompt (:func:`workload_of`) has the head."""
+        """Whether a new session of that kind of prompt (:func:`crowded`) has the head."""
         rounds, chosen = self.seen.get((workload, head), (0.0, 0.0))
         if rounds < HEAD_ROUNDS or chosen >= LEAST_CHOSEN * rounds:
             return True
@@ -185,6 +186,11 @@ class Experience:
             self._goes_on[name] = _together(self._goes_on.get(name, (0.0, 0.0)), pair)
         for key, pair in heads.items():
             self.heads.seen[key] = _together(self.heads.seen.get(key, (0.0, 0.0)), pair)
+
+
+def crowded(workload: str, num_sessions: int) -> str:
+    """A kind of prompt in a batch: heads pay in small ones, where more rows cost little."""
+    return workload if num_sessions < CROWD else f"{workload}, {1 << num_sessions.bit_length()}"
 
 
 def experience_of(context: LengthContext) -> Experience:

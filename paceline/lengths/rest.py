@@ -7,7 +7,7 @@ costs more of a round, and looking can take more than its drafts save.
 
 from __future__ import annotations
 
-FIRST_LOOKS = 8  # rounds in which a new session looks in any case
+FIRST_ROUNDS = 0.25  # of AR: what the looks of a new session may take in any case
 MOST_ROUNDS = 8  # longest rest
 MEMORY = 0.9  # decay of what looking has saved, for each look
 NEGLIGIBLE = 0.01  # share of a round that looking may always take
@@ -16,11 +16,12 @@ NEGLIGIBLE = 0.01  # share of a round that looking may always take
 class Rest:
     """Decides it for one session."""
 
-    __slots__ = ("_left", "_looks", "_rounds", "_saved")
+    __slots__ = ("_first", "_left", "_rounds", "_saved")
 
     def __init__(self) -> None:
-        self._looks = self._rounds = self._left = 0
+        self._rounds = self._left = 0
         self._saved = 0.0  # seconds, beyond what looking took
+        self._first = FIRST_ROUNDS  # what is left of it
 
     def goes_on(self) -> bool:
         """Whether this round is one of rest."""
@@ -41,10 +42,10 @@ class Rest:
             cost: seconds that looking takes if every session of the batch looks.
             round_seconds: of a round of AR.
         """
-        self._looks += 1
+        self._first -= cost / round_seconds
         self._saved = MEMORY * self._saved + saved - cost
         pays = self._saved >= 0.0 or cost <= NEGLIGIBLE * round_seconds
-        if pays or self._looks < FIRST_LOOKS:
+        if pays or self._first > 0.0:
             self._rounds = 0
         else:
             self._rounds = min(MOST_ROUNDS, 2 * self._rounds or 1)

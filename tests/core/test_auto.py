@@ -26,7 +26,13 @@ from paceline.errors import InvalidArgument
 from paceline.lengths import goodput
 from paceline.lengths.auto import LEARNING_SHARE, Auto, _Known
 from paceline.lengths.base import LengthContext, length_bounds
-from paceline.lengths.experience import HEAD_AGAIN, MOST_WEIGHT, Experience, experience_of
+from paceline.lengths.experience import (
+    HEAD_AGAIN,
+    MOST_WEIGHT,
+    Experience,
+    crowded,
+    experience_of,
+)
 from paceline.loading import load_engine
 from paceline.plan import resolve
 from paceline.request import Request
@@ -393,6 +399,21 @@ def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
     for _ in range(10):
         heads.count("eagle", "short", chosen=True)
     assert all(has_head(engine) for _ in range(4))
+
+
+def test_a_head_is_judged_by_the_size_of_the_batch() -> None:
+    engine = load_engine()
+    heads = experience_of(engine.length_context).heads
+    for _ in range(100):
+        heads.count("eagle", crowded("short", 8), chosen=False)
+    assert has_head(engine)
+    params = SamplingParams(max_tokens=4)
+    for _ in range(8):
+        engine.submit(Request([1, 2, 3], params, SpeculationConfig(method="ar")))
+    assert sum(has_head(engine) for _ in range(HEAD_AGAIN)) == 1
+    while engine.has_work:
+        engine.step()
+    assert has_head(engine)
 
 
 def test_drafters_can_be_made_before_the_first_request(demo: Engine, zoo: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.lengths.rest import FIRST_LOOKS, MOST_ROUNDS, NEGLIGIBLE, Rest
+from paceline.lengths.rest import FIRST_ROUNDS, MOST_ROUNDS, NEGLIGIBLE, Rest
 
 ROUND = 10e-3
 DEAR = 1e-3
@@ -20,7 +20,8 @@ def looks(rest: Rest, rounds: int, saved: float = 0.0, cost: float = DEAR) -> in
 
 def test_looks_that_save_nothing_become_rare() -> None:
     rest = Rest()
-    assert looks(rest, FIRST_LOOKS) == FIRST_LOOKS
+    first = int(FIRST_ROUNDS * ROUND / DEAR) + 1
+    assert looks(rest, first) == first
     assert looks(rest, 40) < 12
     assert looks(rest, 90) == 90 / (MOST_ROUNDS + 1)
 

@@ -28,7 +28,7 @@ from paceline.tokenizer import Tokenizer
 
 LONGEST_READ = 256
 """Tokens of a prompt that a head of method ``auto`` reads at most."""
-MOST_AGAIN = 64
+MOST_AGAIN = 16
 """Tokens at most of those that the target computes again for a head."""
 
 

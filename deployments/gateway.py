@@ -192,19 +192,20 @@ class Relay:
                 except (TargetGone, Unread, ResourceExhausted, NumericsMismatch) as error:
                     suspect = suspect and whole.is_silent
                     keys = ()  # the replica that knows the prompt has died or refused it
-                    if isinstance(error, TargetGone) and error.taken and whole.is_silent:
+                    gone = error if isinstance(error, TargetGone) else None
+                    if gone is not None and gone.taken and whole.is_silent:
                         suspect = True
-                        self._poison.died(digest, error.replica_id)
-                    is_gone = isinstance(error, TargetGone)
-                    unreached = isinstance(error, TargetGone) and not error.taken
-                    num_unreached += unreached
-                    exhausted = is_gone and whole.num_tries >= MAX_TRIES
-                    if unreached:  # a replica that has just died, and is still offered
+                        self._poison.died(digest, gone.replica_id)
+                    # A replica that has just died, or stops, may be offered for a moment.
+                    unreached = gone is not None and not gone.taken and whole.is_silent
+                    num_unreached = num_unreached + 1 if unreached else 0
+                    exhausted = gone is not None and whole.num_tries >= MAX_TRIES
+                    if unreached:
                         exhausted = num_unreached >= MAX_UNREACHED
                     if exhausted or not whole.may_go_on(error, self._resume_s):
                         raise
                     logger.info("after %d tokens: %s", whole.num_tokens, error)
-                    if unreached or not is_gone:
+                    if unreached or gone is None:
                         await asyncio.sleep(_RETRY_S)
                     request = whole.next_request(was_asked=not unreached)
 

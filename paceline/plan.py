@@ -80,14 +80,6 @@ class Plan:
         """What all drafters together need from the target."""
         return self.method.needs.union(*(part.needs for part in self.parts))
 
-    def trained_rule(self, context: LengthContext) -> AcceptanceRule:
-        """The rule, with its weights if it has some.
-
-        Raises:
-            InvalidArgument: there are no weights, or none that fit.
-        """
-        return trained_rule(self.rule, context)
-
     def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
         """A controller for one session; ``context`` is shared by all sessions of an engine.
 
@@ -103,7 +95,11 @@ class Plan:
 
 
 def trained_rule(rule: AcceptanceRule, context: LengthContext) -> AcceptanceRule:
-    """See :meth:`Plan.trained_rule`."""
+    """A rule with its weights, if it has some.
+
+    Raises:
+        InvalidArgument: there are no weights, or none that fit.
+    """
     return rule.trained(context) if isinstance(rule, Judge) else rule
 
 

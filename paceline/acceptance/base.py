@@ -171,17 +171,34 @@ def exact_match(
     Args:
         token_after: returns that token, given the path's tokens and last node so far (-1: root).
     """
+    return walk(draft, token_after, lambda nodes, own, tokens, parent: -1)
+
+
+def walk(
+    draft: Draft,
+    token_after: Callable[[list[int], int], int],
+    otherwise: Callable[[list[int], int, list[int], int], int],
+) -> Acceptance:
+    """Walk down the tree to the child with the target's own token, or to another that may stay.
+
+    Args:
+        token_after: as in :func:`exact_match`: the target's own token.
+        otherwise: returns a node's child that stays although it has another token, or -1; given the
+            children, the target's own token, and the path's tokens and last node so far.
+    """
     followers, drafted = children(draft.parent_indices), draft.token_ids.tolist()
     path: list[int] = []
     tokens: list[int] = []
     node = -1
     while True:
-        token = token_after(tokens, node)
-        node = next((c for c in followers[node] if drafted[c] == token), -1)
+        own, nodes, parent = token_after(tokens, node), followers[node], node
+        node = next((c for c in nodes if drafted[c] == own), -1)
+        if node < 0 and nodes:
+            node = otherwise(nodes, own, tokens, parent)
         if node < 0:
-            return Acceptance(tuple(path), token)
+            return Acceptance(tuple(path), own)
         path.append(node)
-        tokens.append(token)
+        tokens.append(drafted[node])
 
 
 def q_row(draft: Draft, node: int) -> tuple[IntArray, FloatArray]:

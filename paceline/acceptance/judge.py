@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from paceline.acceptance.base import PathLogits
+from paceline.acceptance.base import PathLogits, walk
 from paceline.exact_math import log_of, sum64
 from paceline.knobs import Knob
 from paceline.lengths.base import LengthContext, load_head
-from paceline.tree import children
 from paceline.types import Acceptance, Draft, Draws, FloatArray, Need
 
 THRESHOLD = Knob[float](
@@ -74,43 +73,22 @@ class Judge:
         return replace(self, head=JudgeHead(weights["weight"], float(weights["bias"][0])))
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
-        followers = children(draft.parent_indices)
-        path: list[int] = []
-        tokens: list[int] = []
-        node = -1
-        while True:
-            own = target.token(tokens, node)
-            node = self._kept(draft, followers[node], own, target, tokens, node)
-            if node < 0:
-                return Acceptance(tuple(path), own)
-            path.append(node)
-            tokens.append(int(draft.token_ids[node]))
+        def preferred(nodes: list[int], own: int, tokens: list[int], parent: int) -> int:
+            """The child that the judge prefers, or -1."""
+            if self.head is None:
+                return -1
+            best, least = -1, _log_odds(self.judge_threshold)
+            row = target.row(tokens, parent)
+            for child in nodes:
+                state = target.state(child)
+                assert state is not None  # the loop asks for what a rule needs
+                score = self.head.score(state)
+                # A constraint or a mask forbids a token whatever the judge says.
+                if score > least and row[draft.token_ids[child]] > -math.inf:
+                    best, least = child, score
+            return best
 
-    def _kept(
-        self,
-        draft: Draft,
-        nodes: list[int],
-        own: int,
-        target: PathLogits,
-        tokens: list[int],
-        parent: int,
-    ) -> int:
-        """The child with the target's own token, else the one that the judge prefers, or -1."""
-        for child in nodes:
-            if draft.token_ids[child] == own:
-                return child
-        if not nodes or self.head is None:
-            return -1
-        best, least = -1, _log_odds(self.judge_threshold)
-        row = target.row(tokens, parent)
-        for child in nodes:
-            state = target.state(child)
-            assert state is not None  # the loop asks for what a rule needs
-            score = self.head.score(state)
-            # A constraint or a mask forbids a token whatever the judge says.
-            if score > least and row[draft.token_ids[child]] > -math.inf:
-                best, least = child, score
-        return best
+        return walk(draft, target.token, preferred)
 
 
 def _log_odds(chance: float) -> float:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.acceptance.base import PathLogits
+from paceline.acceptance.base import PathLogits, walk
 from paceline.knobs import Knob
 from paceline.sampling import Probs, gumbel, scaled_scores
-from paceline.tree import children
 from paceline.types import Acceptance, Draft, Draws, Need
 
 BETA = Knob[int](
@@ -46,39 +45,18 @@ class Tolerance:
     needs = frozenset[Need]()
 
     def accept(self, draft: Draft, target: PathLogits) -> Acceptance:
-        followers = children(draft.parent_indices)
-        path: list[int] = []
-        tokens: list[int] = []
-        node = -1
-        while True:
-            best = target.token(tokens, node)
-            node = self._tolerated(draft, followers[node], best, target, tokens, node)
-            if node < 0:
-                return Acceptance(tuple(path), best)
-            path.append(node)
-            tokens.append(int(draft.token_ids[node]))
+        def tolerated(nodes: list[int], own: int, tokens: list[int], parent: int) -> int:
+            """The child with the highest score, if it is within the tolerance, else -1."""
+            if self.tolerance_beta == 1 or self.tolerance_tau == 0.0:
+                return -1
+            scores = _scores(target, tokens, parent)
+            child = max(nodes, key=lambda c: float(scores[draft.token_ids[c]]))
+            score = scores[draft.token_ids[child]]
+            rank = 1 + int(np.count_nonzero(scores > score))
+            close = scores[own] - score <= self.tolerance_tau
+            return child if close and rank <= self.tolerance_beta else -1
 
-    def _tolerated(
-        self,
-        draft: Draft,
-        nodes: list[int],
-        best: int,
-        target: PathLogits,
-        tokens: list[int],
-        node: int,
-    ) -> int:
-        """The child with the highest score, if it is within the tolerance, else -1."""
-        for child in nodes:
-            if draft.token_ids[child] == best:
-                return child
-        if not nodes or self.tolerance_beta == 1 or self.tolerance_tau == 0.0:
-            return -1
-        scores = _scores(target, tokens, node)
-        child = max(nodes, key=lambda c: float(scores[draft.token_ids[c]]))
-        score = scores[draft.token_ids[child]]
-        rank = 1 + int(np.count_nonzero(scores > score))
-        close = scores[best] - score <= self.tolerance_tau
-        return child if close and rank <= self.tolerance_beta else -1
+        return walk(draft, target.token, tolerated)
 
 
 def _scores(target: PathLogits, tokens: list[int], node: int) -> Probs:

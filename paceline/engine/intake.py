@@ -88,7 +88,7 @@ class Intake:
             length_context=self.length_context,
             prediction=request.prediction,
             constraint=request.constraint or self.constraints.compile(params),
-            rule=plan.trained_rule(self.length_context),
+            rule=trained_rule(plan.rule, self.length_context),
         )  # fmt: skip
         _check_min_tokens(session)
         if committed:

@@ -459,6 +459,18 @@ def _head_command(kind: str) -> Any:
     return typer.main.get_command(app)
 
 
+HeadFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", help="Folder for the result. Default: `heads` in the target's."
+    ),
+]
+NumPrompts = Annotated[int, typer.Option(metavar="N", help="Prompts to train on.")]
+PromptTokens = Annotated[
+    int, typer.Option(metavar="N", help="Tokens that the target writes for each prompt.")
+]
+
+
 @_command("length-head")
 def length_head(
     kind: Annotated[
@@ -466,12 +478,7 @@ def length_head(
     ] = "all",
     target: Target = None,
     drafter: Drafter = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="Folder for the result. Default: `heads` in the target's."
-        ),
-    ] = None,
+    folder: HeadFolder = None,
     head: Annotated[
         str | None,
         typer.Option(
@@ -480,10 +487,8 @@ def length_head(
             "draft model.",
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts to train on.")] = 160,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens that the target writes for each prompt.")
-    ] = 128,
+    prompts: NumPrompts = 160,
+    max_tokens: PromptTokens = 128,
     draft_cost: Annotated[
         float,
         typer.Option(
@@ -524,16 +529,9 @@ def length_head(
 def judge(
     target: Target = None,
     drafter: Drafter = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="Folder for the result. Default: `heads` in the target's."
-        ),
-    ] = None,
-    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts to train on.")] = 160,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens that the target writes for each prompt.")
-    ] = 128,
+    folder: HeadFolder = None,
+    prompts: NumPrompts = 160,
+    max_tokens: PromptTokens = 128,
     seed: TrainSeed = 0,
     as_json: Json = False,
 ) -> None:

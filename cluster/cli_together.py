@@ -252,7 +252,7 @@ def superpose_drafts(
     set_threads(threads, model)
     from paceline.demo import TARGET_DIR
     from paceline.models.llama import LlamaRunner
-    from paceline.together.superposed import NGramModel, superpose
+    from paceline.together.superposed import InterpolatedNgrams, superpose
 
     text = read_prompt(prompt)
     texts = [read_text("corpus", file) for file in corpus or ()]
@@ -262,7 +262,7 @@ def superpose_drafts(
         raise InvalidArgument("model", model, "a model on the fast path (Llama, Mistral, Qwen)")
     ids = loaded.tokenizer.encode(text)
     known = [ids, *(loaded.tokenizer.encode(each) for each in texts)]
-    ngrams = NGramModel.of(known, loaded.runner.vocab_size)
+    ngrams = InterpolatedNgrams.of(known, loaded.runner.vocab_size)
     found = superpose(
         loaded.runner, ids, max_tokens,
         drafts=drafts, alpha=alpha, ngrams=ngrams, stop_ids=loaded.stop_ids,

@@ -129,7 +129,8 @@ class Examples:
 
 def watch(model: DiffusionModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> Examples:
     """Write behind each prompt with the static schedule, and label each of its steps."""
-    size, columns = model.runner.blocks.block_size, ([], [], [])  # type: ignore[var-annotated]
+    size = model.runner.blocks.block_size
+    columns: tuple[list[Tensor], ...] = ([], [], [])
     for prompt in prompts:
         watched = _Watched()
         for _ in model.denoiser(watched).decode(prompt, max_tokens):

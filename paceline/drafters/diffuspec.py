@@ -51,7 +51,7 @@ PROXY_WEIGHT = Knob[float](
 )  # fmt: skip
 
 
-class NgramModel:
+class WittenBellNgrams:
     """Witten-Bell-smoothed n-grams of a growing text: P(token | the tokens before it).
 
     A distribution at each order, interpolated with that of the next shorter context in proportion
@@ -108,7 +108,11 @@ def candidates(values: Probs, width: int, mass: float) -> list[tuple[int, float]
 
 
 def path_score(
-    lattice: Lattice, path: Sequence[int], tail: Sequence[int], proxy: NgramModel, weight: float
+    lattice: Lattice,
+    path: Sequence[int],
+    tail: Sequence[int],
+    proxy: WittenBellNgrams,
+    weight: float,
 ) -> float:
     """Sum over a path of the lattice's values and ``weight`` times the proxy's log-probabilities.
 
@@ -123,7 +127,7 @@ def path_score(
 
 
 def best_path(
-    lattice: Lattice, tail: Sequence[int], proxy: NgramModel, weight: float, beam: int
+    lattice: Lattice, tail: Sequence[int], proxy: WittenBellNgrams, weight: float, beam: int
 ) -> list[int]:
     """The path with the highest :func:`path_score` that the beam finds.
 
@@ -149,7 +153,7 @@ def best_path(
 class _State:
     """A session in the masked model: whole blocks of its text in the cache, and its n-grams."""
 
-    def __init__(self, context: Context, proxy: NgramModel) -> None:
+    def __init__(self, context: Context, proxy: WittenBellNgrams) -> None:
         self.context, self.proxy = context, proxy
         self.held: list[int] = []  # tokens of the cached blocks
 
@@ -174,7 +178,7 @@ class DiffuSpec(Drafter):
     def open(self, session: SessionView) -> None:
         from paceline.diffusion.runner import Context
 
-        proxy = NgramModel(session.config[NGRAM_MAX], self.vocab_size)
+        proxy = WittenBellNgrams(session.config[NGRAM_MAX], self.vocab_size)
         self._states[session.session_id] = _State(Context(), proxy)
 
     def close(self, session: SessionView) -> None:

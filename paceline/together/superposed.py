@@ -28,7 +28,7 @@ ORDERS = (2, 3, 4, 5, 6)
 MAX_DRAFTS = 64
 
 
-class NGramModel:
+class InterpolatedNgrams:
     """Interpolated n-grams: each order that knows the context counts twice the next shorter one.
 
     Below the shortest order stand the tokens' own frequencies with one added to each, so no token
@@ -50,9 +50,9 @@ class NGramModel:
                 self._after[tuple(text[end - order + 1 : end])][text[end]] += 1
 
     @staticmethod
-    def of(texts: Iterable[Sequence[int]], vocab_size: int) -> NGramModel:
+    def of(texts: Iterable[Sequence[int]], vocab_size: int) -> InterpolatedNgrams:
         """A model that has learnt these texts."""
-        model = NGramModel(vocab_size)
+        model = InterpolatedNgrams(vocab_size)
         for text in texts:
             model.learn(text)
         return model
@@ -105,7 +105,7 @@ def superpose(
     *,
     drafts: int = 3,
     alpha: float = 0.0,
-    ngrams: NGramModel | None = None,
+    ngrams: InterpolatedNgrams | None = None,
     stop_ids: frozenset[int] = frozenset(),
 ) -> Superposition:
     """Write ``drafts`` texts of ``max_tokens`` tokens in as many forwards as one text takes.
@@ -124,7 +124,7 @@ def superpose(
     if not 0.0 <= alpha <= 1.0:
         raise InvalidArgument("alpha", alpha, "a number in [0, 1]")
     if ngrams is None:
-        ngrams = NGramModel.of([prompt_ids], runner.vocab_size)
+        ngrams = InterpolatedNgrams.of([prompt_ids], runner.vocab_size)
     sequence = runner.new_sequence()
     kept: list[SuperposedDraft] = [SuperposedDraft((), 0.0)]
     weights: list[tuple[float, ...]] = []
@@ -176,7 +176,7 @@ def _best(
     prompt_ids: Sequence[int],
     count: int,
     alpha: float,
-    ngrams: NGramModel,
+    ngrams: InterpolatedNgrams,
 ) -> list[SuperposedDraft]:
     """The ``count`` best pairs of a draft and one of the ``count`` most likely tokens."""
     likelihood = logits.float().cpu().double().log_softmax(-1)

@@ -17,7 +17,7 @@ from paceline.diffusion.runner import Context
 from paceline.drafters.diffuspec import (
     DiffuSpec,
     Lattice,
-    NgramModel,
+    WittenBellNgrams,
     best_path,
     candidates,
     path_score,
@@ -49,8 +49,8 @@ def lattice_of(seed: int, depth: int = 4, width: int = 3) -> Lattice:
     return columns
 
 
-def proxy_of(text: list[int], order: int = 3) -> NgramModel:
-    proxy = NgramModel(order, VOCAB)
+def proxy_of(text: list[int], order: int = 3) -> WittenBellNgrams:
+    proxy = WittenBellNgrams(order, VOCAB)
     proxy.learn(text)
     return proxy
 

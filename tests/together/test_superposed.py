@@ -17,7 +17,7 @@ from paceline.models.base import Segment
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
-from paceline.together.superposed import ORDERS, NGramModel, superpose
+from paceline.together.superposed import ORDERS, InterpolatedNgrams, superpose
 from tests.modelzoo import make_model
 
 PROMPT = [5, 6, 7, 9]
@@ -103,7 +103,7 @@ def test_ngrams_decide_where_alpha_is_1(runner: LlamaRunner) -> None:
     """Of the tokens that the model finds most likely, those that the n-grams know come first."""
     plain = superpose(runner, PROMPT, 1, drafts=4).drafts
     last = plain[3].token_ids[0]
-    ngrams = NGramModel.of([[*PROMPT, last]] * 5, runner.vocab_size)
+    ngrams = InterpolatedNgrams.of([[*PROMPT, last]] * 5, runner.vocab_size)
     found = superpose(runner, PROMPT, 1, drafts=4, alpha=1.0, ngrams=ngrams).drafts
     assert found[0].token_ids == (last,)
     assert found[0].score == pytest.approx(math.log(ngrams.probability(PROMPT, last)))
@@ -116,7 +116,7 @@ def test_ngrams_decide_where_alpha_is_1(runner: LlamaRunner) -> None:
 def test_ngram_probabilities_are_a_distribution() -> None:
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 6, 40).tolist() for _ in range(3)]
-    model = NGramModel.of(texts, 8)
+    model = InterpolatedNgrams.of(texts, 8)
     for context in ([], [3], texts[0][:5], texts[1][7:20], [7, 7, 7]):
         chances = [model.probability(context, token) for token in range(8)]
         assert sum(chances) == pytest.approx(1.0)
@@ -124,7 +124,7 @@ def test_ngram_probabilities_are_a_distribution() -> None:
 
 
 def test_longer_contexts_weigh_more() -> None:
-    model = NGramModel.of([[1, 2, 3], [0, 2, 4], [0, 2, 4]], 5)
+    model = InterpolatedNgrams.of([[1, 2, 3], [0, 2, 4], [0, 2, 4]], 5)
     single = (1 + 1) / (9 + 5)
     assert model.probability([1, 2], 3) == pytest.approx((single + 2 * (1 / 3) + 4 * 1.0) / 7)
     assert model.probability([2], 3) == pytest.approx((single + 2 * (1 / 3)) / 3)

@@ -344,9 +344,7 @@ class SuffixDecoding(LookupDrafter[SuffixTree]):
         self._max_nodes = max_nodes
 
     def start(self, session: SessionView) -> SuffixTree:
-        tree = SuffixTree()
-        _catch_up(tree, session)
-        return tree
+        return SuffixTree()  # reads the prompt with the first draft, if one is wanted at all
 
     def find(self, session: SessionView, state: SuffixTree, budget: Budget) -> Draft | None:
         config = session.config

@@ -17,7 +17,7 @@ from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
-from paceline.lengths.experience import crowded, experience_of
+from paceline.lengths.experience import CROWD, crowded, experience_of
 from paceline.methods import ACCEPTANCE_RULES, AUTO_CHOICES, Method
 from paceline.plan import Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
@@ -29,7 +29,10 @@ from paceline.tokenizer import Tokenizer
 LONGEST_READ = 256
 """Tokens of a prompt that a head of method ``auto`` reads at most."""
 MOST_AGAIN = 16
-"""Tokens at most of those that the target computes again for a head."""
+"""Tokens of the prefix cache that the target computes again for a head, whatever the request."""
+AGAIN_SHARE, MOST_AGAIN_ALONE = 0.5, 64
+"""The same for a request with few others beside it: a share of ``max_tokens``, and at most so many.
+A token in a batch costs an eighth of a round or less, and a head saves more than a sixteenth."""
 
 
 class Intake:
@@ -214,9 +217,10 @@ class Intake:
         names: list[str] = []
         # A drafter that waits for another process gets tokens alone.
         reads_states = not self._drafters.remote
-        heads = experience_of(self.length_context).heads
+        roster = experience_of(self.length_context).roster
         workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
-        workload = crowded(workload, self._num_sessions())
+        num_sessions = self._num_sessions()
+        workload = crowded(workload, num_sessions)
         for methods in AUTO_CHOICES:
             for method in (self._catalogue[name] for name in methods if name in self._catalogue):
                 if (
@@ -225,11 +229,12 @@ class Intake:
                     and (request.prediction or not method.reads_prediction)
                     and (request.params.constraint or not method.reads_constraint)
                 ):
-                    if not method.needs or (
-                        self._reads_little(method.drafter, request)
-                        and heads.join(method.drafter, workload)
+                    name = method.drafter
+                    costs = method.needs or num_sessions >= CROWD
+                    if (not method.needs or self._reads_little(name, request)) and (
+                        not costs or roster.joins(name, workload)
                     ):
-                        names.append(method.drafter)
+                        names.append(name)
                     break
         return config.model_copy(update={DRAFTERS.name: tuple(names) or None})
 
@@ -242,7 +247,11 @@ class Intake:
         drafter = self._drafters.get(head)
         known = 0 if drafter is None else drafter.num_known(prompt, *owner)
         cached = num_cached(self._target, prompt[:-1], *owner)
-        return len(prompt) - known <= LONGEST_READ and cached - known <= MOST_AGAIN
+        again = MOST_AGAIN
+        if self._num_sessions() < CROWD:
+            share = int(AGAIN_SHARE * request.params.max_tokens)
+            again = max(again, min(share, MOST_AGAIN_ALONE))
+        return len(prompt) - known <= LONGEST_READ and cached - known <= again
 
     def _check_prediction(self, prediction: Sequence[int], plan: Plan) -> None:
         if not prediction:

@@ -270,6 +270,7 @@ class Auto:
         )
         self._candidates: dict[str, _Candidate] = defaultdict(_Candidate)
         self._unjudged: list[_Unjudged] = []
+        self._looked: list[str] = []  # quick drafters that were asked in this round
         self._found: dict[str, Draft] = {}
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
@@ -293,7 +294,7 @@ class Auto:
         self._session, self._load, self._step = session, load, self._known.learnt.step(load)
         self._step.first = self._step.first or session.session_id
         self._room = min(self._longest, session.remaining - 1)
-        self._found, self._costs, self._pick = {}, {}, Pick(None, 0)
+        self._looked, self._found, self._costs, self._pick = [], {}, {}, Pick(None, 0)
         if self._room <= 0 or self._step.measures_ar or self._rest.goes_on():
             self._num_ar += 1
             self._step.asked.append(Budget(0, 0))
@@ -305,7 +306,7 @@ class Auto:
         """As :meth:`paceline.lengths.base.LengthController.observe`."""
         if not self._step.asked:  # the drafter failed before it asked
             self._step.asked.append(Budget(0, 0))
-        if not self._step.recorded and self._step.num_looking and not self._step.has_model:
+        if not self._step.recorded and self._step.num_looking and not self._step.more_than_looks:
             self._known.looked(draft_seconds / self._step.num_looking)
         self._known.learnt.record(self._step, outcome, draft_seconds, verify_seconds)
         seconds = draft_seconds + verify_seconds
@@ -333,7 +334,11 @@ class Auto:
 
     def found(self, drafter: str, draft: Draft, seconds: float) -> None:
         """As :meth:`paceline.types.Portfolio.found`."""
-        self._known.asked(drafter, seconds)
+        self._looked.append(drafter)
+        if self._of(drafter).asks > 1:
+            self._known.asked(drafter, seconds)
+        else:  # it has read the prompt as well
+            self._step.more_than_looks = True
         if draft.num_nodes and is_chain(draft.parent_indices):
             self._found[drafter] = draft
             self._await(drafter, draft.token_ids.tolist(), draft.num_nodes)
@@ -369,12 +374,12 @@ class Auto:
             self._of(chosen).num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
         workload = crowded(self._workload, self._load.num_running)
-        for name in drafters:
-            self._known.experience.heads.count(name, workload, name == chosen)
+        for name in (*drafters, *self._looked):
+            self._known.experience.roster.count(name, workload, name == chosen)
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None
-        self._step.has_model |= probe is not None or chosen in drafters
+        self._step.more_than_looks |= probe is not None or chosen in drafters
         self._pick = Pick(chosen, depth, probe)
         return self._pick
 

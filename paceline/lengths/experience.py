@@ -12,7 +12,7 @@ from typing import Any
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 
-VERSION = 1
+VERSION = 2
 SHARED_MEMORY = 0.995  # decay of what sessions have learnt together, for each judged draft
 PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
 # Acceptance of a drafter that no session has seen draft: of models so high that they are tried, and
@@ -20,10 +20,10 @@ PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
 FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
-HEAD_ROUNDS = 64.0  # rounds of sessions with a head, until it is known whether it is chosen
-LEAST_CHOSEN = 0.05  # share of the rounds in which a head must be chosen
-CROWD = 4  # sessions, from which on heads are judged by the number of sessions
-HEAD_AGAIN = 16  # sessions, of which one has a head that others did not choose
+TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it is chosen
+LEAST_CHOSEN = 0.05  # share of the rounds in which a drafter must be chosen
+CROWD = 4  # sessions, from which on drafters are judged by the number of sessions
+TRY_AGAIN = 16  # sessions, of which one has a drafter that others did not choose
 MOST_WEIGHT = 1.0 / (1.0 - SHARED_MEMORY)  # that decaying counts reach
 
 
@@ -98,43 +98,44 @@ class DepthRates:
         self._weight, self._known = 1.0, None
 
 
-class Heads:
-    """Whether sessions should have a head.
+class Roster:
+    """Which drafters a new session has, where having one costs time though it is not chosen.
 
-    A head costs its session time in every round, chosen or not: it reads all committed tokens, and
-    its session cannot begin with entries of the prefix cache.
+    A head reads all committed tokens, and its session cannot begin with all entries of the prefix
+    cache. A lookup reads them, too, and in a batch all sessions wait for the looks of each.
     """
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, str], tuple[float, float]] = {}  # rounds, and chosen in
-        self._refused = 0
+        self._refused: dict[tuple[str, str], int] = {}
 
-    def join(self, head: str, workload: str) -> bool:
-        """Whether a new session of that kind of prompt (:func:`crowded`) has the head."""
-        rounds, chosen = self.seen.get((workload, head), (0.0, 0.0))
-        if rounds < HEAD_ROUNDS or chosen >= LEAST_CHOSEN * rounds:
+    def joins(self, drafter: str, workload: str) -> bool:
+        """Whether a new session of that kind of prompt (:func:`crowded`) has the drafter."""
+        key = workload, drafter
+        rounds, chosen = self.seen.get(key, (0.0, 0.0))
+        if rounds < TRIAL_ROUNDS or chosen >= LEAST_CHOSEN * rounds:
             return True
-        self._refused += 1
-        return self._refused % HEAD_AGAIN == 0
+        self._refused[key] = refused = self._refused.get(key, 0) + 1
+        return refused % TRY_AGAIN == 0
 
-    def count(self, head: str, workload: str, chosen: bool) -> None:
-        """Learn from a round of a session that has the head."""
-        rounds, before = self.seen.get((workload, head), (0.0, 0.0))
-        self.seen[workload, head] = (
+    def count(self, drafter: str, workload: str, chosen: bool) -> None:
+        """Learn from a round of a session that has the drafter."""
+        rounds, before = self.seen.get((workload, drafter), (0.0, 0.0))
+        self.seen[workload, drafter] = (
             SHARED_MEMORY * rounds + 1.0,
             SHARED_MEMORY * before + chosen,
         )
 
 
 class Experience:
-    """Acceptance by kind of prompt, drafter and class of its draft; where drafts end; heads.
+    """Acceptance by kind of prompt, drafter and class of its draft; where drafts end; the roster.
 
     Attributes:
-        heads: whether sessions should have one.
+        roster: which drafters a new session has.
     """
 
     def __init__(self) -> None:
-        self.heads = Heads()
+        self.roster = Roster()
         self._rates: dict[tuple[int, str, str, int], DepthRates] = {}
         self._goes_on: dict[str, tuple[float, float]] = {}
 
@@ -170,7 +171,7 @@ class Experience:
             "version": VERSION,
             "rates": [[*key, *rates.seen] for key, rates in sorted(self._rates.items())],
             "goes_on": [[name, *pair] for name, pair in sorted(self._goes_on.items())],
-            "heads": [[*key, *pair] for key, pair in sorted(self.heads.seen.items())],
+            "roster": [[*key, *pair] for key, pair in sorted(self.roster.seen.items())],
         }
 
     def merge(self, document: Any) -> None:
@@ -179,17 +180,17 @@ class Experience:
         Raises:
             InvalidArgument: it is no document of this version; then nothing is added.
         """
-        rates, goes_on, heads = _checked(document)
+        rates, goes_on, roster = _checked(document)
         for (longest, workload, drafter, kind), (tried, hit) in rates.items():
             self.rates(longest, workload, drafter, kind).add(tried, hit)
         for name, pair in goes_on.items():
             self._goes_on[name] = _together(self._goes_on.get(name, (0.0, 0.0)), pair)
-        for key, pair in heads.items():
-            self.heads.seen[key] = _together(self.heads.seen.get(key, (0.0, 0.0)), pair)
+        for key, pair in roster.items():
+            self.roster.seen[key] = _together(self.roster.seen.get(key, (0.0, 0.0)), pair)
 
 
 def crowded(workload: str, num_sessions: int) -> str:
-    """A kind of prompt in a batch: heads pay in small ones, where more rows cost little."""
+    """A kind of prompt in a batch: drafts pay in small ones, where more rows cost little."""
     return workload if num_sessions < CROWD else f"{workload}, {1 << num_sessions.bit_length()}"
 
 
@@ -226,15 +227,15 @@ def _checked(
             pairs = [_pair(right, reached) for reached, right in zip(tried, hit, strict=True)]
             rates[key] = [reached for _, reached in pairs], [right for right, _ in pairs]
         goes_on = {str(name): _pair(*pair) for name, *pair in document["goes_on"]}
-        heads = {
-            (str(workload), str(head)): _pair(chosen, rounds)[::-1]
-            for workload, head, rounds, chosen in document["heads"]
+        roster = {
+            (str(workload), str(name)): _pair(chosen, rounds)[::-1]
+            for workload, name, rounds, chosen in document["roster"]
         }
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(
             "experience", str(error), f"a document of version {VERSION}, as it was written"
         ) from error
-    return rates, goes_on, heads
+    return rates, goes_on, roster
 
 
 def _pair(part: Any, whole: Any) -> tuple[float, float]:

@@ -197,7 +197,7 @@ class _Step:
         self.behind = 0  # tokens that drafters must read before they draft
         self.has_shadow = False
         self.num_looking = 0  # sessions of method auto that look for drafts
-        self.has_model = False  # a model drafts for one of them
+        self.more_than_looks = False  # for one of them a model drafts, or a lookup reads a prompt
         self.first = ""  # id of its first session
         self.recorded = False
 

@@ -8,9 +8,9 @@ costs more of a round, and looking can take more than its drafts save.
 from __future__ import annotations
 
 FIRST_ROUNDS = 0.25  # of AR: what the looks of a new session may take in any case
-MOST_ROUNDS = 8  # longest rest
+MOST_ROUNDS = 64  # longest rest
 MEMORY = 0.9  # decay of what looking has saved, for each look
-NEGLIGIBLE = 0.01  # share of a round that looking may always take
+NEGLIGIBLE = 0.01  # share of the time that looking may always take
 
 
 class Rest:
@@ -48,5 +48,6 @@ class Rest:
         if pays or self._first > 0.0:
             self._rounds = 0
         else:
-            self._rounds = min(MOST_ROUNDS, 2 * self._rounds or 1)
+            longest = int(cost / (NEGLIGIBLE * round_seconds))  # one look in so many is negligible
+            self._rounds = min(longest, MOST_ROUNDS, 2 * self._rounds or 1)
         self._left = self._rounds

@@ -27,8 +27,8 @@ from paceline.lengths import goodput
 from paceline.lengths.auto import LEARNING_SHARE, Auto, _Known
 from paceline.lengths.base import LengthContext, length_bounds
 from paceline.lengths.experience import (
-    HEAD_AGAIN,
     MOST_WEIGHT,
+    TRY_AGAIN,
     Experience,
     crowded,
     experience_of,
@@ -303,15 +303,15 @@ def test_experience_of_two_engines_is_weighed() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        None, [], {}, {"version": 2, "rates": [], "goes_on": [], "heads": []},
-        {"version": 1, "rates": [[4, "short", "suffix", 2, [1.0], [1.0]]], "goes_on": [],
-         "heads": []},
-        {"version": 1, "rates": [[1, "short", "suffix", 2, [1.0], [2.0]]], "goes_on": [],
-         "heads": []},
-        {"version": 1, "rates": [[1, "short", "suffix", 2, [float("nan")], [1.0]]], "goes_on": [],
-         "heads": []},
-        {"version": 1, "rates": [], "goes_on": [["draft_model", 3.0, 1.0]], "heads": []},
-        {"version": 1, "rates": [], "goes_on": [], "heads": [["short", "eagle", -1.0, 0.0]]},
+        None, [], {}, {"version": 3, "rates": [], "goes_on": [], "roster": []},
+        {"version": 2, "rates": [[4, "short", "suffix", 2, [1.0], [1.0]]], "goes_on": [],
+         "roster": []},
+        {"version": 2, "rates": [[1, "short", "suffix", 2, [1.0], [2.0]]], "goes_on": [],
+         "roster": []},
+        {"version": 2, "rates": [[1, "short", "suffix", 2, [float("nan")], [1.0]]], "goes_on": [],
+         "roster": []},
+        {"version": 2, "rates": [], "goes_on": [["draft_model", 3.0, 1.0]], "roster": []},
+        {"version": 2, "rates": [], "goes_on": [], "roster": [["short", "eagle", -1.0, 0.0]]},
     ],
 )  # fmt: skip
 def test_a_document_that_is_none_is_refused(document: Any) -> None:
@@ -392,28 +392,70 @@ def test_a_head_reads_no_long_prompt() -> None:
 
 def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
     engine = load_engine()
-    heads = experience_of(engine.length_context).heads
+    roster = experience_of(engine.length_context).roster
     for _ in range(100):
-        heads.count("eagle", "short", chosen=False)
-    assert sum(has_head(engine) for _ in range(2 * HEAD_AGAIN)) == 2
+        roster.count("eagle", "short", chosen=False)
+    assert sum(has_head(engine) for _ in range(2 * TRY_AGAIN)) == 2
     for _ in range(10):
-        heads.count("eagle", "short", chosen=True)
+        roster.count("eagle", "short", chosen=True)
     assert all(has_head(engine) for _ in range(4))
 
 
 def test_a_head_is_judged_by_the_size_of_the_batch() -> None:
     engine = load_engine()
-    heads = experience_of(engine.length_context).heads
+    roster = experience_of(engine.length_context).roster
     for _ in range(100):
-        heads.count("eagle", crowded("short", 8), chosen=False)
+        roster.count("eagle", crowded("short", 8), chosen=False)
     assert has_head(engine)
     params = SamplingParams(max_tokens=4)
     for _ in range(8):
         engine.submit(Request([1, 2, 3], params, SpeculationConfig(method="ar")))
-    assert sum(has_head(engine) for _ in range(HEAD_AGAIN)) == 1
+    assert sum(has_head(engine) for _ in range(TRY_AGAIN)) == 1
     while engine.has_work:
         engine.step()
     assert has_head(engine)
+
+
+def test_in_a_batch_a_lookup_that_is_not_chosen_joins_few_sessions() -> None:
+    engine = load_engine()
+    roster = experience_of(engine.length_context).roster
+    for _ in range(100):
+        roster.count("suffix", "short", chosen=False)
+        roster.count("suffix", crowded("short", 8), chosen=False)
+
+    def has_lookup() -> bool:
+        session = engine.submit(
+            Request([5] * 8, SamplingParams(max_tokens=4), SpeculationConfig(method="auto"))
+        )
+        engine.cancel(session.session_id)
+        return "suffix" in (session.config[DRAFTERS] or ())
+
+    assert all(has_lookup() for _ in range(4))  # alone it costs next to nothing
+    for _ in range(8):
+        engine.submit(
+            Request([1, 2, 3], SamplingParams(max_tokens=4), SpeculationConfig(method="ar"))
+        )
+    assert sum(has_lookup() for _ in range(2 * TRY_AGAIN)) == 2
+
+
+def test_in_a_batch_the_roster_counts_the_lookups_that_were_asked() -> None:
+    engine = load_engine()
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    sessions = [
+        engine.submit(
+            Request([*range(40), n, *range(20)], params, SpeculationConfig(method="auto"))
+        )
+        for n in range(100, 108)
+    ]
+    while engine.has_work:
+        engine.step()
+    assert all(session.error is None for session in sessions)
+    seen = experience_of(engine.length_context).roster.seen
+    looks = {
+        name: rounds for (workload, name), (rounds, _) in seen.items() if "short, " in workload
+    }
+    assert looks["suffix"] >= 8
+    assert looks["suffix"] < 8 * 24
 
 
 def test_drafters_can_be_made_before_the_first_request(demo: Engine, zoo: Path) -> None:

@@ -10,7 +10,8 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.base import DRAFTERS
 from paceline.engine import Engine, EngineLimits
 from paceline.engine.events import RoundEvent
-from paceline.engine.intake import LONGEST_READ, MOST_AGAIN
+from paceline.engine.intake import AGAIN_SHARE, LONGEST_READ, MOST_AGAIN, MOST_AGAIN_ALONE
+from paceline.lengths.experience import CROWD
 from paceline.loading import load_runner
 from paceline.model_names import resolve_model
 from paceline.models.heads import HeadLibrary, heads_folder
@@ -155,9 +156,9 @@ def test_a_truncated_session_leaves_only_its_prompt(expected: dict[str, Run]) ->
     assert Run(engine, longer, "eagle").drafts == Run(make(), longer, "eagle").drafts
 
 
-def joins(engine: Engine, prompt: list[int]) -> bool:
+def joins(engine: Engine, prompt: list[int], max_tokens: int = 2) -> bool:
     """Whether a session of method auto has the head."""
-    params = SamplingParams(max_tokens=2)
+    params = SamplingParams(max_tokens=max_tokens)
     session = engine.submit(Request(prompt, params, SpeculationConfig(method="auto")))
     drafters = session.config[DRAFTERS]
     engine.cancel(session.session_id)
@@ -181,3 +182,20 @@ def test_the_target_does_not_compute_much_again_for_it() -> None:
     assert not joins(engine, prompt)
     Run(engine, prompt, "eagle")
     assert joins(engine, prompt)
+
+
+def test_for_a_long_answer_it_computes_more_again() -> None:
+    engine = make()
+    prompt = list(range(100, 100 + MOST_AGAIN_ALONE + BLOCK + 1))
+    Run(engine, prompt[: 2 * BLOCK + 1], "ar")
+    assert not joins(engine, prompt, max_tokens=int(2 * BLOCK / AGAIN_SHARE) - 1)
+    assert joins(engine, prompt, max_tokens=int(2 * BLOCK / AGAIN_SHARE))
+    others = [
+        engine.submit(Request([7, 8, n], SamplingParams(max_tokens=2), config("ar")))
+        for n in range(CROWD)
+    ]
+    assert not joins(engine, prompt, max_tokens=128)  # the others would wait for it
+    for session in others:
+        engine.cancel(session.session_id)
+    Run(engine, prompt, "ar")
+    assert not joins(engine, prompt, max_tokens=10_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from paceline.lengths.rest import FIRST_ROUNDS, MOST_ROUNDS, NEGLIGIBLE, Rest
 
 ROUND = 10e-3
@@ -23,7 +25,15 @@ def test_looks_that_save_nothing_become_rare() -> None:
     first = int(FIRST_ROUNDS * ROUND / DEAR) + 1
     assert looks(rest, first) == first
     assert looks(rest, 40) < 12
-    assert looks(rest, 90) == 90 / (MOST_ROUNDS + 1)
+    assert looks(rest, 110) == 10  # each takes a hundredth of 11 rounds at most
+
+
+def test_the_dearer_a_look_the_longer_the_rest() -> None:
+    rest = Rest()
+    looks(rest, 100, cost=0.305 * ROUND)
+    assert looks(rest, 310, cost=0.305 * ROUND) == 10
+    first = int(math.log2(MOST_ROUNDS)) + 1  # while rests grow
+    assert looks(Rest(), 6500, cost=3 * ROUND) <= first + 6500 / (MOST_ROUNDS + 1)
 
 
 def test_looks_that_pay_go_on() -> None:

@@ -88,6 +88,7 @@ class Relay:
         tls: for the connections to targets; None is plain text.
         tracing: None traces nothing.
         prefixes: which target has read which beginnings of prompts; None: all are alike.
+        poison: what is known of requests whose targets died; None: what this gateway sees alone.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Relay:
         tls: ClientTls | None = None,
         tracing: Tracing | None = None,
         prefixes: PrefixTable | None = None,
+        poison: Poison | None = None,
     ) -> None:
         self._calls = TargetCalls(open_lease, tls)
         self._prefixes = prefixes
@@ -108,7 +110,7 @@ class Relay:
         self._resume_s = resume_s
         self._tracing = tracing
         self._gate = gate
-        self._poison = Poison()
+        self._poison = poison or Poison()
         self._verify = VerifyRelay(
             self._calls,
             idle_timeout_s=idle_timeout_s,
@@ -408,6 +410,7 @@ class GatewayDeployment:
             tls=None if data_tls is None else data_tls.client(),
             tracing=tracing,
             prefixes=PrefixTable() if config.target.prefix_affinity else None,
+            poison=self._quotas.poison,
         )
         self._tracing = tracing
         # Load balancers send clients here as soon as the port is open: that has to mean a target.

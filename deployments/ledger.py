@@ -1,4 +1,4 @@
-"""What the gateways of an application share: the keys of session ids, and tenants' quotas.
+"""What the gateways of an application share: keys of session ids, tenants' quotas, poison requests.
 
 The ledger is one Ray actor, on the head node. It has the quotas as a single gateway would; gateways
 lease parts of them (``rpc/quotas.py``). How far all gateways together may be from the quota:
@@ -10,6 +10,7 @@ lease parts of them (``rpc/quotas.py``). How far all gateways together may be fr
 - *Without the ledger* (it does not answer for :data:`TIMEOUT_S`): each gateway lets through its
   equal part of each quota, at least 1.
 - *A ledger that starts anew* has full bursts again, and new keys: gateways keep the old ones, too.
+  They tell it of the requests whose targets died.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.deployments.lease import SERVE_NAMESPACE
+from paceline.deployments.poison import DeathBook, Deaths, Poison
 from paceline.deployments.session_ids import MAX_KEYS, MIN_KEY_LENGTH
 from paceline.rpc.quotas import Bucket, QuotaAnswer, QuotaAsk, RateAsk, SharedAccount, rates_of
 from paceline.rpc.tenants import Quotas
@@ -41,7 +43,7 @@ SIGN_AFTER_S = 10.0
 """Seconds until a gateway signs with a new key; others look for one every few seconds."""
 START_S = 30.0
 """Seconds that a gateway waits for the ledger when it starts."""
-_VERSION = 1  # of the calls between gateways and ledger: an upgrade may leave an old one running
+_VERSION = 2  # of the calls between gateways and ledger: an upgrade may leave an old one running
 _HEAD = "node:__internal_head__"  # Ray's resource that only the head has
 
 
@@ -52,11 +54,13 @@ class Reply:
     Attributes:
         instance: names the ledger; another one has other keys.
         num_gateways: that call it.
+        deaths: of targets, which all gateways have told of.
     """
 
     instance: str
     num_gateways: int
     answers: dict[str, QuotaAnswer]
+    deaths: Deaths
 
 
 class _Tenant:
@@ -96,8 +100,12 @@ class _Tenant:
         return granted, 0.0 if granted or not ask.wanted else bucket.wait(1.0)
 
 
+News = Mapping[str, tuple[str, ...]]
+"""As :meth:`paceline.deployments.poison.Poison.take_news`."""
+
+
 class Ledger:
-    """The quotas of all tenants, without Ray. Not thread-safe."""
+    """The quotas of all tenants, and requests whose targets died, without Ray. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.instance = secrets.token_hex(8)
@@ -105,9 +113,10 @@ class Ledger:
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
         self._gateways: dict[str, float] = {}  # and when each last called
+        self._deaths = DeathBook(clock)
 
-    def sync(self, gateway: str, asks: Mapping[str, QuotaAsk]) -> Reply:
-        """One gateway's asks, by tenant, and what it gets."""
+    def sync(self, gateway: str, asks: Mapping[str, QuotaAsk], news: News | None = None) -> Reply:
+        """One gateway's asks, by tenant, and what it gets; and its news of targets that died."""
         now = self.called_at = self._clock()
         self._gateways[gateway] = now
         for other, called_at in list(self._gateways.items()):
@@ -118,7 +127,12 @@ class Ledger:
             tenant = self._tenants.setdefault(name, _Tenant())
             tenant.set(ask.quotas, self._clock)
             answers[name] = tenant.answer(gateway, ask)
-        return Reply(self.instance, len(self._gateways), answers)
+        for digest, replicas in (news or {}).items():
+            if replicas:
+                self._deaths.add(digest, replicas)
+            else:
+                self._deaths.forget(digest)
+        return Reply(self.instance, len(self._gateways), answers, self._deaths.all())
 
     def leave(self, gateway: str) -> None:
         """The gateway has stopped, or has not called for long."""
@@ -135,8 +149,8 @@ class LedgerActor:
         self._key = secrets.token_bytes(MIN_KEY_LENGTH)
         self._watcher = asyncio.get_running_loop().create_task(self._end_unused())
 
-    async def sync(self, gateway: str, asks: dict[str, QuotaAsk]) -> Reply:
-        return self._ledger.sync(gateway, asks)
+    async def sync(self, gateway: str, asks: dict[str, QuotaAsk], news: News) -> Reply:
+        return self._ledger.sync(gateway, asks, news)
 
     async def leave(self, gateway: str) -> None:
         self._ledger.leave(gateway)
@@ -157,7 +171,7 @@ class LedgerActor:
 class Link(Protocol):
     """Calls of the ledger."""
 
-    async def sync(self, gateway: str, asks: dict[str, QuotaAsk]) -> Reply: ...
+    async def sync(self, gateway: str, asks: dict[str, QuotaAsk], news: News) -> Reply: ...
 
     async def leave(self, gateway: str) -> None: ...
 
@@ -171,8 +185,8 @@ class RayLink:
         self._name = f"paceline-ledger-v{_VERSION}-{application}"
         self._actor: Any = None
 
-    async def sync(self, gateway: str, asks: dict[str, QuotaAsk]) -> Reply:
-        reply: Reply = await self._call("sync", gateway, asks)
+    async def sync(self, gateway: str, asks: dict[str, QuotaAsk], news: News) -> Reply:
+        reply: Reply = await self._call("sync", gateway, asks, news)
         return reply
 
     async def leave(self, gateway: str) -> None:
@@ -216,6 +230,9 @@ class SharedQuotas:
 
     Args:
         num_gateways: how many share the quotas, until the ledger says so.
+
+    Attributes:
+        poison: what this gateway, and all others, know of requests whose targets died.
     """
 
     def __init__(self, link: Link, *, num_gateways: int = 1) -> None:
@@ -226,9 +243,11 @@ class SharedQuotas:
         self._accounts: dict[str, SharedAccount] = {}
         self._told: set[str] = set()  # tenants of whom the last ask was not empty
         self._wake = asyncio.Event()
+        self.poison = Poison(self._wake.set)
         self._waiters: list[asyncio.Future[None]] = []
         # By the ledger that made them, the last one first, and when they came.
         self._keys: dict[str, tuple[bytes, float]] = {}
+        self._instance = ""  # the ledger that knows what this gateway has told
         self._task: asyncio.Task[None] | None = None
 
     def account(self, who: str, name: str, quotas: Quotas) -> SharedAccount:
@@ -294,7 +313,16 @@ class SharedQuotas:
         asks = {name: account.ask() for name, account in accounts.items()}
         # Of thousands of tenants most are quiet.
         asks = {name: ask for name, ask in asks.items() if self._has_news(name, ask)}
-        reply = await asyncio.wait_for(self._link.sync(self._name, asks), TIMEOUT_S)
+        news = self.poison.take_news()
+        try:
+            reply = await asyncio.wait_for(self._link.sync(self._name, asks, news), TIMEOUT_S)
+        except Exception:
+            self.poison.give_back(news)
+            raise
+        if reply.instance != self._instance:
+            self._instance = reply.instance
+            self.poison.tell_all()
+        self.poison.learn(reply.deaths)
         self._answered(accounts, reply)
 
     def _has_news(self, name: str, ask: QuotaAsk) -> bool:

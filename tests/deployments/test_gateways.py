@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.config import SpeculationConfig
 from paceline.deployments import ledger
 from paceline.deployments.gateway import Relay
-from paceline.deployments.ledger import Ledger, Reply, SharedQuotas
+from paceline.deployments.ledger import Ledger, News, Reply, SharedQuotas
 from paceline.deployments.session_ids import SessionIds
 from paceline.engine import Engine, EngineThread
 from paceline.errors import ResourceExhausted, SessionNotFound
@@ -27,7 +27,7 @@ from paceline.models.base import ModelRunner
 from paceline.rpc.access import Gate
 from paceline.rpc.audit import Audit
 from paceline.rpc.client import AsyncClient, Client
-from paceline.rpc.errors import EpochFenced, from_rpc_error
+from paceline.rpc.errors import EpochFenced, PoisonRequest, from_rpc_error
 from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from paceline.rpc.generate_service import ModelInfo
 from paceline.rpc.quotas import SLICE, QuotaAsk
@@ -87,9 +87,9 @@ class LocalLink:
         self.ledger = Ledger()
         self._key = secrets.token_bytes(32)
 
-    async def sync(self, gateway: str, asks: dict[str, QuotaAsk]) -> Reply:
+    async def sync(self, gateway: str, asks: dict[str, QuotaAsk], news: News) -> Reply:
         await self._call()
-        return self.ledger.sync(gateway, asks)
+        return self.ledger.sync(gateway, asks, news)
 
     async def leave(self, gateway: str) -> None:
         await self._call()
@@ -422,6 +422,66 @@ async def _first_reply(stub: Any, session_id: str, metadata: Any) -> None:
     await call.write(verify_pb2.VerifyFrame(open=opening))
     async for _ in call:
         return
+
+
+async def synced(*gateways: SharedQuotas) -> None:
+    """Return when each gateway has told the ledger its news, and heard those of the others."""
+    for gateway in (*gateways, *gateways):
+        await gateway.fetch()
+
+
+async def test_a_request_that_kills_at_two_gateways_is_refused_at_all() -> None:
+    link = LocalLink()
+    first, second, third = gateways = [SharedQuotas(link, num_gateways=3) for _ in range(3)]
+    for gateway in gateways:
+        gateway.start()
+    try:
+        first.poison.died("a", "target 1")
+        first.poison.died("b", "target 1")
+        await synced(*gateways)
+        assert all(gateway.poison.is_suspect("a") for gateway in gateways)
+        third.poison.lives("b")  # it was the other one
+        with pytest.raises(PoisonRequest, match="2 target processes"):
+            second.poison.died("a", "target 2")
+        await synced(*gateways)
+        for gateway in gateways:
+            with pytest.raises(PoisonRequest, match="2 target processes"):
+                gateway.poison.check("a")
+            assert not gateway.poison.is_suspect("b")
+            gateway.poison.check("c")
+    finally:
+        for gateway in gateways:
+            await gateway.stop()
+
+
+async def test_a_ledger_that_starts_anew_learns_of_poison() -> None:
+    link = LocalLink()
+    first, second = gateways = [SharedQuotas(link, num_gateways=2) for _ in range(2)]
+    for gateway in gateways:
+        gateway.start()
+    try:
+        first.poison.died("a", "target 1")
+        await synced(*gateways)
+        link.is_away = True
+        with pytest.raises(PoisonRequest):
+            second.poison.died("a", "target 2")
+        await synced(*gateways)  # not told
+        first.poison.check("a")
+        link.new()
+        link.is_away = False
+        await synced(*gateways)
+        for gateway in gateways:
+            with pytest.raises(PoisonRequest):
+                gateway.poison.check("a")
+        late = SharedQuotas(link, num_gateways=3)
+        late.start()
+        await synced(late)
+        with pytest.raises(PoisonRequest):
+            late.poison.check("a")
+        await late.stop()
+    finally:
+        for gateway in gateways:
+            await gateway.stop()
 
 
 async def test_a_new_key_is_accepted_before_it_signs(monkeypatch: pytest.MonkeyPatch) -> None:

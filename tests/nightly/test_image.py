@@ -48,6 +48,8 @@ def host_pip() -> list[str]:
     said += subprocess.run([*pip, "list"], capture_output=True, text=True, check=True).stdout
     said += "".join(Path(file).read_text() for file in files)
     folders = {Path(p) for p in re.findall(r"(?:file://|[= '])(/[^\s']+)", said)}
+    # An index in files refers to packages beside it.
+    folders = {path.parent if path.name == "simple" else path for path in folders}
     mounts = [path for path in folders if path.is_dir()] + [Path("/etc/ssl/certs")]
     result = [f"--volume={path}:{path}:ro" for path in mounts]
     return result + [f"--volume={file}:/etc/pip.conf:ro" for file in files[-1:]]

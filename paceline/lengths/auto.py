@@ -31,6 +31,7 @@ from paceline.lengths.base import (
     length_bounds,
 )
 from paceline.lengths.experience import (
+    HEAD_COST,
     RELAY,
     SHARED_MEMORY,
     DepthRates,
@@ -373,9 +374,11 @@ class Auto:
         else:
             self._of(chosen).num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
+        look = self._load.num_running * self._known.look / max(1, len(self._looked)) / verify[0]
+        costs = dict.fromkeys(drafters, HEAD_COST) | dict.fromkeys(self._looked, look)
+        saved = max(0.0, best.gain(speed) - second) / speed / verify[0]
         workload = crowded(self._workload, self._load.num_running)
-        for name in (*drafters, *self._looked):
-            self._known.experience.roster.count(name, workload, name == chosen)
+        self._known.experience.roster.count(workload, costs, chosen, saved)
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None

@@ -7,7 +7,7 @@ the engine and goes to others (:meth:`Experience.document`, :meth:`Experience.me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
@@ -20,10 +20,10 @@ PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
 FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
-TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it is chosen
-LEAST_CHOSEN = 0.05  # share of the rounds in which a drafter must be chosen
+TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays
+HEAD_COST = 0.04  # rounds of AR in each round: a head reads the prompt and all that is committed
 CROWD = 4  # sessions, from which on drafters are judged by the number of sessions
-TRY_AGAIN = 16  # sessions, of which one has a drafter that others did not choose
+TRY_AGAIN = 16  # sessions, of which one has a drafter that did not pay for others
 MOST_WEIGHT = 1.0 / (1.0 - SHARED_MEMORY)  # that decaying counts reach
 
 
@@ -98,6 +98,20 @@ class DepthRates:
         self._weight, self._known = 1.0, None
 
 
+class Balance(NamedTuple):
+    """What sessions had of a drafter: rounds, and what it has saved and has cost in AR's rounds."""
+
+    rounds: float = 0.0
+    saved: float = 0.0
+    cost: float = 0.0
+
+    def plus(self, rounds: float, saved: float, cost: float) -> Balance:
+        return Balance(self.rounds + rounds, self.saved + saved, self.cost + cost)
+
+    def scaled(self, factor: float) -> Balance:
+        return Balance(factor * self.rounds, factor * self.saved, factor * self.cost)
+
+
 class Roster:
     """Which drafters a new session has, where having one costs time though it is not chosen.
 
@@ -106,25 +120,32 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[str, str], tuple[float, float]] = {}  # rounds, and chosen in
+        self.seen: dict[tuple[str, str], Balance] = {}  # by kind of prompt, and drafter
         self._refused: dict[tuple[str, str], int] = {}
 
     def joins(self, drafter: str, workload: str) -> bool:
         """Whether a new session of that kind of prompt (:func:`crowded`) has the drafter."""
         key = workload, drafter
-        rounds, chosen = self.seen.get(key, (0.0, 0.0))
-        if rounds < TRIAL_ROUNDS or chosen >= LEAST_CHOSEN * rounds:
+        known = self.seen.get(key, Balance())
+        if known.rounds < TRIAL_ROUNDS or known.saved >= known.cost:
             return True
         self._refused[key] = refused = self._refused.get(key, 0) + 1
         return refused % TRY_AGAIN == 0
 
-    def count(self, drafter: str, workload: str, chosen: bool) -> None:
-        """Learn from a round of a session that has the drafter."""
-        rounds, before = self.seen.get((workload, drafter), (0.0, 0.0))
-        self.seen[workload, drafter] = (
-            SHARED_MEMORY * rounds + 1.0,
-            SHARED_MEMORY * before + chosen,
-        )
+    def count(
+        self, workload: str, costs: Mapping[str, float], chosen: str | None, saved: float
+    ) -> None:
+        """Learn from a round of a session, with all times in AR's rounds.
+
+        Args:
+            costs: what having each of its drafters takes.
+            chosen: the one that drafts; None: none does.
+            saved: what that is expected to save.
+        """
+        for drafter, cost in costs.items():
+            known = self.seen.get((workload, drafter), Balance()).scaled(SHARED_MEMORY)
+            gain = saved if drafter == chosen else 0.0
+            self.seen[workload, drafter] = known.plus(1.0, gain, cost)
 
 
 class Experience:
@@ -171,7 +192,7 @@ class Experience:
             "version": VERSION,
             "rates": [[*key, *rates.seen] for key, rates in sorted(self._rates.items())],
             "goes_on": [[name, *pair] for name, pair in sorted(self._goes_on.items())],
-            "roster": [[*key, *pair] for key, pair in sorted(self.roster.seen.items())],
+            "roster": [[*key, *balance] for key, balance in sorted(self.roster.seen.items())],
         }
 
     def merge(self, document: Any) -> None:
@@ -185,8 +206,9 @@ class Experience:
             self.rates(longest, workload, drafter, kind).add(tried, hit)
         for name, pair in goes_on.items():
             self._goes_on[name] = _together(self._goes_on.get(name, (0.0, 0.0)), pair)
-        for key, pair in roster.items():
-            self.roster.seen[key] = _together(self.roster.seen.get(key, (0.0, 0.0)), pair)
+        for key, balance in roster.items():
+            known = self.roster.seen.get(key, Balance()).plus(*balance)
+            self.roster.seen[key] = known.scaled(min(1.0, MOST_WEIGHT / max(known.rounds, 1e-9)))
 
 
 def crowded(workload: str, num_sessions: int) -> str:
@@ -210,7 +232,7 @@ _Rates = Mapping[tuple[int, str, str, int], tuple[list[float], list[float]]]
 
 def _checked(
     document: Any,
-) -> tuple[_Rates, dict[str, tuple[float, float]], dict[tuple[str, str], tuple[float, float]]]:
+) -> tuple[_Rates, dict[str, tuple[float, float]], dict[tuple[str, str], Balance]]:
     """The parts of a document.
 
     Raises:
@@ -228,14 +250,26 @@ def _checked(
             rates[key] = [reached for _, reached in pairs], [right for right, _ in pairs]
         goes_on = {str(name): _pair(*pair) for name, *pair in document["goes_on"]}
         roster = {
-            (str(workload), str(name)): _pair(chosen, rounds)[::-1]
-            for workload, name, rounds, chosen in document["roster"]
+            (str(workload), str(name)): Balance(*map(_count, sums))
+            for workload, name, *sums in document["roster"]
         }
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(
             "experience", str(error), f"a document of version {VERSION}, as it was written"
         ) from error
     return rates, goes_on, roster
+
+
+def _count(value: Any) -> float:
+    """A number of rounds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = float(value)
+    if not 0.0 <= number <= 1e6:
+        raise ValueError(f"{number} rounds")
+    return number
 
 
 def _pair(part: Any, whole: Any) -> tuple[float, float]:

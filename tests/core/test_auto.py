@@ -311,7 +311,7 @@ def test_experience_of_two_engines_is_weighed() -> None:
         {"version": 2, "rates": [[1, "short", "suffix", 2, [float("nan")], [1.0]]], "goes_on": [],
          "roster": []},
         {"version": 2, "rates": [], "goes_on": [["draft_model", 3.0, 1.0]], "roster": []},
-        {"version": 2, "rates": [], "goes_on": [], "roster": [["short", "eagle", -1.0, 0.0]]},
+        {"version": 2, "rates": [], "goes_on": [], "roster": [["short", "eagle", 1.0, -1.0, 0.0]]},
     ],
 )  # fmt: skip
 def test_a_document_that_is_none_is_refused(document: Any) -> None:
@@ -394,10 +394,10 @@ def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
     engine = load_engine()
     roster = experience_of(engine.length_context).roster
     for _ in range(100):
-        roster.count("eagle", "short", chosen=False)
+        roster.count("short", {"eagle": 0.04}, None, 0.0)
     assert sum(has_head(engine) for _ in range(2 * TRY_AGAIN)) == 2
     for _ in range(10):
-        roster.count("eagle", "short", chosen=True)
+        roster.count("short", {"eagle": 0.04}, "eagle", 0.5)
     assert all(has_head(engine) for _ in range(4))
 
 
@@ -405,7 +405,7 @@ def test_a_head_is_judged_by_the_size_of_the_batch() -> None:
     engine = load_engine()
     roster = experience_of(engine.length_context).roster
     for _ in range(100):
-        roster.count("eagle", crowded("short", 8), chosen=False)
+        roster.count(crowded("short", 8), {"eagle": 0.04}, None, 0.0)
     assert has_head(engine)
     params = SamplingParams(max_tokens=4)
     for _ in range(8):
@@ -420,8 +420,8 @@ def test_in_a_batch_a_lookup_that_is_not_chosen_joins_few_sessions() -> None:
     engine = load_engine()
     roster = experience_of(engine.length_context).roster
     for _ in range(100):
-        roster.count("suffix", "short", chosen=False)
-        roster.count("suffix", crowded("short", 8), chosen=False)
+        roster.count("short", {"suffix": 0.04}, None, 0.0)
+        roster.count(crowded("short", 8), {"suffix": 0.04}, None, 0.0)
 
     def has_lookup() -> bool:
         session = engine.submit(
@@ -451,11 +451,8 @@ def test_in_a_batch_the_roster_counts_the_lookups_that_were_asked() -> None:
         engine.step()
     assert all(session.error is None for session in sessions)
     seen = experience_of(engine.length_context).roster.seen
-    looks = {
-        name: rounds for (workload, name), (rounds, _) in seen.items() if "short, " in workload
-    }
-    assert looks["suffix"] >= 8
-    assert looks["suffix"] < 8 * 24
+    looks = sum(seen[key].rounds for key in seen if key[0] != "short" and key[1] == "suffix")
+    assert 8 <= looks < 8 * 24
 
 
 def test_drafters_can_be_made_before_the_first_request(demo: Engine, zoo: Path) -> None:

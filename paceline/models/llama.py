@@ -12,6 +12,8 @@ take part where they prove right when the model is loaded; plain torch runs ever
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +33,7 @@ from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama_batch import PackedBatch, pack_segments, run_chosen_layers
 from paceline.models.llama_config import LlamaConfig
-from paceline.models.llama_weights import load_llama_weights
+from paceline.models.llama_weights import LlamaWeights, load_llama_weights
 from paceline.models.native_ops import NativeOps
 from paceline.models.ops import Ops
 from paceline.models.packing import Weight
@@ -102,6 +104,7 @@ class LlamaRunner:
         if self._numerics_class != PORTABLE:
             refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
+        self._folder, self._blocks = folder, blocks
         self._weights = load_llama_weights(
             folder, config, self._ops, dtype=dtype, device=device, blocks=blocks
         )
@@ -114,10 +117,46 @@ class LlamaRunner:
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
         )
         self._graphs: ForwardGraphs | None = None
-        if device.type == "cuda":
-            self._ops = fused_ops(self._weights.stack, batch_invariant)
+        self._prepare_device()
+
+    def _prepare_device(self) -> None:
+        if self.device.type == "cuda":
+            self._ops = fused_ops(self._weights.stack, self.batch_invariant)
             if os.environ.get("PACELINE_CUDA_GRAPHS", "on") != "off":
                 self._use_graphs()
+
+    # --- new weights ---------------------------------------------------------------------------
+
+    def read_weights(self, data: bytes) -> LlamaWeights:
+        """Weights for :meth:`use_weights`, packed; may run beside forwards, in another thread.
+
+        Args:
+            data: safetensors with the tensors of the model's own checkpoint.
+
+        Raises:
+            ModelNotFound, InvalidArgument: as at the load, or no safetensors.
+        """
+        with tempfile.TemporaryDirectory(prefix="paceline-weights-") as place:
+            folder = Path(place)
+            shutil.copyfile(self._folder / "config.json", folder / "config.json")
+            (folder / "model.safetensors").write_bytes(data)
+            weights = load_llama_weights(
+                folder, self.config, self._ops, dtype=self.dtype, device=self.device,
+                blocks=self._blocks, on_disk=False,
+            )  # fmt: skip
+        adapters = self._weights.stack.adapters
+        return replace(weights, stack=replace(weights.stack, adapters=adapters))
+
+    def use_weights(self, weights: LlamaWeights) -> None:
+        """Compute with other weights from the next forward on; call it between two forwards.
+
+        KV entries stay, so what follows them mixes both. That is no harm to a model that drafts;
+        a target must not do it.
+        """
+        old, self._weights = self._weights, weights
+        self._ops.forget(old.stack)
+        self._prepare_device()
+        self.__dict__.pop("fingerprint", None)  # of the old ones
 
     # --- numerics ------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A drafter that learns as it serves, when the traffic changes (Online Speculative Decoding).
 
-The demo target answers prompts of one kind, beginnings of code, and then of another, short word
-problems. The drafter is the target's first two layers, distilled on the target's answers of the
+The demo target answers prompts of one kind, short word problems, and then of another, beginnings
+of code. The drafter is the target's first two layers, distilled on the target's answers of the
 first kind. From then on it learns from its rejections alone, in the thread that serves, so that
 serving and training share one core. The figure has its acceptance over time beside two that do not
 learn as they serve: the same drafter as it was, and one that was distilled offline on the target's
@@ -44,7 +44,7 @@ from paceline.train.online import ONLINE_DIVERGENCES, OnlineTrainer
 from paceline.train.trainer import TrainOptions, train
 
 DRAFTS = SpeculationConfig(method="draft_model", length="fixed", num_speculative_tokens=4)
-KINDS = ("code", "questions")
+KINDS = ("questions", "code")
 PROMPT_TOKENS = 64
 _NAMES = ("Tom", "Anna", "Maria", "Sam", "Lena", "Paul", "Ivy", "Omar", "Nina", "Carl")
 _THINGS = ("apples", "books", "marbles", "cards", "pencils", "stamps", "cookies", "flowers")
@@ -122,7 +122,7 @@ def distil(
 
 
 @dataclass
-class Window:
+class TrafficWindow:
     """Some seconds of traffic."""
 
     seconds: float
@@ -145,7 +145,7 @@ class Traffic:
     engine: Engine
     trainer: OnlineTrainer
     options: argparse.Namespace
-    windows: list[Window] = field(default_factory=list)
+    windows: list[TrafficWindow] = field(default_factory=list)
 
     def run(self) -> None:
         options, engine, trainer = self.options, self.engine, self.trainer
@@ -161,7 +161,7 @@ class Traffic:
             index = int(now / options.window)
             if len(self.windows) <= index:
                 begin = options.window * len(self.windows)
-                self.windows.append(Window(begin + options.window / 2, kind))
+                self.windows.append(TrafficWindow(begin + options.window / 2, kind))
             window = self.windows[-1]
             while len(engine.sessions) < options.sessions:
                 engine.submit(Request(next(prompts[kind]), params, DRAFTS))
@@ -184,7 +184,7 @@ class Traffic:
         engine.events.watchers.remove(recorder)
 
 
-def recovery(windows: Sequence[Window], wanted: float) -> float | None:
+def recovery(windows: Sequence[TrafficWindow], wanted: float) -> float | None:
     """Seconds after the shift from which on the acceptance of three windows is at least wanted."""
     after = [window for window in windows if window.kind == KINDS[1]]
     for i, first in enumerate(after):
@@ -250,14 +250,14 @@ def draw(result: dict[str, Any], file: Path) -> None:
         )  # fmt: skip
     end = (windows[-1]["seconds"] + windows[0]["seconds"]) / 60
     for name, style, label in (
-        ("offline", "-", "distilled offline on the questions"),
+        ("offline", "-", f"distilled offline on {KINDS[1]}"),
         ("frozen", ":", "as it was before the shift"),
     ):
         level = result[name][KINDS[1]]
         axis.plot([shift, end], [level, level], color="black", linestyle=style, label=label)
     axis.axvline(shift, color="grey", linewidth=0.8)
     axis.annotate(
-        "the questions begin", (shift, 0.02), xytext=(4, 0), textcoords="offset points",
+        f"{KINDS[1]} begins", (shift, 0.02), xytext=(4, 0), textcoords="offset points",
         xycoords=("data", "axes fraction"), fontsize="small", color="grey",
     )  # fmt: skip
     axis.set(xlabel="minutes of traffic, training included", ylabel="acceptance", ylim=(0, 1))
@@ -286,11 +286,11 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, default=TARGET_DIR, help="default: the demo's")
-    parser.add_argument("--texts", type=int, default=192, help="answers to distil offline on")
+    parser.add_argument("--texts", type=int, default=384, help="answers to distil offline on")
     parser.add_argument("--steps", type=int, default=200, help="of each offline distillation")
     parser.add_argument("--offline-lr", type=float, default=1e-3)
-    parser.add_argument("--first-seconds", type=float, default=60.0, help="of code")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of questions")
+    parser.add_argument("--first-seconds", type=float, default=60.0, help="of the first kind")
+    parser.add_argument("--seconds", type=float, default=420.0, help="of the second kind")
     parser.add_argument("--window", type=float, default=10.0, help="seconds of a point")
     parser.add_argument("--sessions", type=int, default=8, help="at the same time")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4096, help="rejections to keep")
     parser.add_argument("--rollout", type=int, default=4, help="updates between new weights")
     parser.add_argument("--divergence", choices=ONLINE_DIVERGENCES, default="forward_kl")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("trained/online"))
     parser.add_argument("--out", type=Path, default=Path("docs/figures/online.png"))

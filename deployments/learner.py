@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.engine import EngineThread
     from paceline.models.base import ModelRunner
     from paceline.models.llama_weights import LlamaWeights
-    from paceline.rejections import Rejection
+    from paceline.rejections import RejectedPosition
     from paceline.session import Session
     from paceline.train.online import OnlineTrainer
 
@@ -49,14 +49,14 @@ MAX_VERSIONS = 32
 """Versions of the weights whose acceptance is remembered, the latest ones."""
 
 
-class Weights(NamedTuple):
+class NewWeights(NamedTuple):
     """New weights for a draft model: the tensors of its checkpoint, in safetensors."""
 
     version: int
     data: bytes
 
 
-class Counts(NamedTuple):
+class JudgedCounts(NamedTuple):
     """What a target has counted since its last batch; the tokens are the draft model's."""
 
     judged: int
@@ -73,12 +73,12 @@ class Rollout:
     """
 
     def __init__(self) -> None:
-        self.weights: Weights | None = None
+        self.weights: NewWeights | None = None
         self.loaded: dict[str, int] = {}
         self._seen: dict[str, float] = {}
         self._turn, self._turn_ends = "", 0.0
 
-    def ask(self, replica: str, version: int) -> Weights | None:
+    def ask(self, replica: str, version: int) -> NewWeights | None:
         """What a replica with these weights should load now: nothing while another one loads."""
         now = time.monotonic()
         self._seen[replica], self.loaded[replica] = now, version
@@ -109,7 +109,7 @@ class LearnerDeployment:
     async def __init__(self, config: DeploymentConfig) -> None:
         self._config, self._options = config, config.online
         self._rollout = Rollout()
-        self._inbox: deque[Rejection] = deque()
+        self._inbox: deque[RejectedPosition] = deque()
         self._num_dropped = 0
         self._rates: OrderedDict[int, list[int]] = OrderedDict()  # version -> judged, accepted
         self._trainer = await asyncio.to_thread(self._load)
@@ -135,7 +135,7 @@ class LearnerDeployment:
             divergence=options.divergence, learning_rate=options.learning_rate,
         )  # fmt: skip
 
-    async def add(self, rejections: Sequence[Rejection], counts: Counts) -> None:
+    async def add(self, rejections: Sequence[RejectedPosition], counts: JudgedCounts) -> None:
         """Take a target's rejections, and what it has counted."""
         room = self._options.retention.positions - len(self._inbox)
         self._inbox.extend(rejections[:room])
@@ -146,7 +146,7 @@ class LearnerDeployment:
         while len(self._rates) > MAX_VERSIONS:
             self._rates.popitem(last=False)
 
-    async def next_weights(self, replica: str, version: int) -> Weights | None:
+    async def next_weights(self, replica: str, version: int) -> NewWeights | None:
         """The weights that a replica should load now, if any.
 
         Args:
@@ -173,7 +173,7 @@ class LearnerDeployment:
         if time.monotonic() - self._published_at < self._options.rollout_s:
             return
         data = await asyncio.to_thread(self._trainer.weights)
-        self._rollout.weights = Weights(self._trainer.num_updates, data)
+        self._rollout.weights = NewWeights(self._trainer.num_updates, data)
         self._published_at = time.monotonic()
 
     @property
@@ -231,7 +231,7 @@ class RejectionSender:
             config.online.max_pending, records=records,
             vocab_size=read_config(Path(config.drafter_folder)).get("vocab_size"),
         )  # fmt: skip
-        self._learner, self._lost, self._told = learner, 0, Counts(0, 0, 0)
+        self._learner, self._lost, self._told = learner, 0, JudgedCounts(0, 0, 0)
         engine.call(lambda each: each.events.watchers.append(self._recorder))
 
     async def run(self) -> None:
@@ -241,14 +241,14 @@ class RejectionSender:
             await asyncio.sleep(SEND_S)
             recorder = self._recorder
             batch = recorder.take()
-            now = Counts(
+            now = JudgedCounts(
                 recorder.num_judged, recorder.num_accepted, recorder.num_dropped + self._lost
             )
             if not batch and now == self._told:
                 continue
-            news = Counts(*(total - told for total, told in zip(now, self._told, strict=True)))
+            changes = (new - old for new, old in zip(now, self._told, strict=True))
             try:
-                call = self._learner.add.remote(batch, news)
+                call = self._learner.add.remote(batch, JudgedCounts(*changes))
                 await asyncio.wait_for(call, CALL_TIMEOUT_S)
                 self._told, away = now, False
             except Exception as error:  # serving does not depend on it
@@ -295,7 +295,7 @@ class WeightsFollower:
                     continue  # says that it is the next one's turn
             await asyncio.sleep(ASK_S)
 
-    async def _load(self, found: Weights) -> None:
+    async def _load(self, found: NewWeights) -> None:
         version, data = found
         self.version = version  # also if they cannot be loaded: they are not tried again
         try:

@@ -28,7 +28,7 @@ WINDOW = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rejection:
+class RejectedPosition:
     """A position at which the target rejected the drafted token.
 
     Attributes:
@@ -96,7 +96,7 @@ class RejectionRecorder:
     ) -> None:
         self._limit, self._records, self._vocab_size = limit, records, vocab_size
         self._top_k, self._half = top_k, max(1, window // 2)
-        self._waiting: deque[Rejection] = deque()
+        self._waiting: deque[RejectedPosition] = deque()
         self.num_dropped = self.num_judged = self.num_accepted = 0
 
     def __call__(self, event: RoundEvent) -> None:
@@ -120,13 +120,13 @@ class RejectionRecorder:
         start = max(0, length // self._half - 1) * self._half
         context = np.asarray(session.token_ids[start:length], np.int64)
         self._waiting.append(
-            Rejection(
+            RejectedPosition(
                 session.session_id, start, context, ids.cpu().numpy(), probs.cpu().numpy(),
                 time.time(),
             )
         )  # fmt: skip
 
-    def take(self) -> list[Rejection]:
+    def take(self) -> list[RejectedPosition]:
         """What has been recorded since the last call, oldest first."""
         return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
@@ -169,8 +169,8 @@ class RejectionBuffer:
             raise InvalidArgument("positions", positions, f"at least batch, {batch}")
         self.update_interval, self._batch = update_interval, batch
         self._positions, self._seconds = positions, seconds
-        self._new: deque[Rejection] = deque()
-        self._used: deque[Rejection] = deque()
+        self._new: deque[RejectedPosition] = deque()
+        self._used: deque[RejectedPosition] = deque()
         self._random = random.Random(seed)
         self.num_dropped = 0
 
@@ -182,7 +182,7 @@ class RejectionBuffer:
         """Whether there are enough new rejections for an update."""
         return len(self._new) >= self.update_interval
 
-    def add(self, rejections: Iterable[Rejection]) -> None:
+    def add(self, rejections: Iterable[RejectedPosition]) -> None:
         """Take rejections, and forget those that may be kept no longer."""
         self._new.extend(rejections)
         self.expire()
@@ -196,7 +196,7 @@ class RejectionBuffer:
             self._new.popleft()
             self.num_dropped += 1
 
-    def take(self) -> list[Rejection]:
+    def take(self) -> list[RejectedPosition]:
         """The rejections of an update that is :attr:`due`."""
         new = [self._new.popleft() for _ in range(self.update_interval)]
         more = self._batch - self.update_interval

@@ -401,7 +401,7 @@ class Gate:
         return [account, self._replica]
 
 
-class Share(NamedTuple):
+class Owner(NamedTuple):
     """Whose a session is, as far as the engine has to know.
 
     Attributes:
@@ -482,18 +482,18 @@ class CallAdmission:
         """Whether the current call comes from the session's owner."""
         return self.owner == _caller.get().name
 
-    def share(self, metadata: Any) -> Share:
+    def share(self, metadata: Any) -> Owner:
         """Whose the session is, known here or at the gateway.
 
         Raises:
             InvalidArgument: the gateway's weight is none.
         """
         if self.owner is not None:
-            return Share(self.owner, self.weight, self.teaches)
+            return Owner(self.owner, self.weight, self.teaches)
         told = dict(metadata or ())
         weight = told.get(WEIGHT, "1")
         try:
-            return Share(
+            return Owner(
                 str(told.get(CACHE_SCOPE, "")), float(weight), told.get(ONLINE_TRAINING) == "1"
             )
         except ValueError:

@@ -372,9 +372,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(
-                list(request.token_ids), params, speculation,
-                session_id=session_id, tenant=tenant, weight=weight, adapter=request.adapter,
-                teaches_drafter=teaches,
+                list(request.token_ids), params, speculation, session_id=session_id,
+                tenant=tenant, weight=weight, adapter=request.adapter, teaches_drafter=teaches,
             ),
             on_event=hand_over(loop, on_event),
         )  # fmt: skip

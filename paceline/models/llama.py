@@ -11,9 +11,6 @@ take part where they prove right when the model is loaded; plain torch runs ever
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,13 +25,14 @@ from paceline.models import kernels
 from paceline.models.adapters import load_adapters
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
-from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
+from paceline.models.cuda_ops import CudaOps, DeviceRows
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama_batch import PackedBatch, pack_segments, run_chosen_layers
 from paceline.models.llama_config import LlamaConfig
-from paceline.models.llama_weights import LlamaWeights, load_llama_weights
+from paceline.models.llama_weights import load_llama_weights
 from paceline.models.native_ops import NativeOps
+from paceline.models.new_weights import TakesWeights
 from paceline.models.ops import Ops
 from paceline.models.packing import Weight
 from paceline.models.prefix_cache import PrefixCache
@@ -52,7 +50,7 @@ from paceline.types import FloatArray, IntArray, Need
 Tensor = torch.Tensor
 
 
-class LlamaRunner:
+class LlamaRunner(TakesWeights):
     """A Llama-type model with its KV pool (see :class:`paceline.models.base.ModelRunner`).
 
     Layers are numbered from 0; an early exit after ``n`` layers predicts with the model's own
@@ -118,45 +116,6 @@ class LlamaRunner:
         )
         self._graphs: ForwardGraphs | None = None
         self._prepare_device()
-
-    def _prepare_device(self) -> None:
-        if self.device.type == "cuda":
-            self._ops = fused_ops(self._weights.stack, self.batch_invariant)
-            if os.environ.get("PACELINE_CUDA_GRAPHS", "on") != "off":
-                self._use_graphs()
-
-    # --- new weights ---------------------------------------------------------------------------
-
-    def read_weights(self, data: bytes) -> LlamaWeights:
-        """Weights for :meth:`use_weights`, packed; may run beside forwards, in another thread.
-
-        Args:
-            data: safetensors with the tensors of the model's own checkpoint.
-
-        Raises:
-            ModelNotFound, InvalidArgument: as at the load, or no safetensors.
-        """
-        with tempfile.TemporaryDirectory(prefix="paceline-weights-") as place:
-            folder = Path(place)
-            shutil.copyfile(self._folder / "config.json", folder / "config.json")
-            (folder / "model.safetensors").write_bytes(data)
-            weights = load_llama_weights(
-                folder, self.config, self._ops, dtype=self.dtype, device=self.device,
-                blocks=self._blocks, on_disk=False,
-            )  # fmt: skip
-        adapters = self._weights.stack.adapters
-        return replace(weights, stack=replace(weights.stack, adapters=adapters))
-
-    def use_weights(self, weights: LlamaWeights) -> None:
-        """Compute with other weights from the next forward on; call it between two forwards.
-
-        KV entries stay, so what follows them mixes both. That is no harm to a model that drafts;
-        a target must not do it.
-        """
-        old, self._weights = self._weights, weights
-        self._ops.forget(old.stack)
-        self._prepare_device()
-        self.__dict__.pop("fingerprint", None)  # of the old ones
 
     # --- numerics ------------------------------------------------------------------------------
 

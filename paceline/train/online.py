@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidArgument
 from paceline.models.layouts import stored_tensors
-from paceline.rejections import Rejection, RejectionBuffer
+from paceline.rejections import RejectedPosition, RejectionBuffer
 from paceline.train.checkpoints import check_layers, load_model
 from paceline.train.losses import divergence_loss
 
@@ -29,14 +29,14 @@ JSD_BETA = 0.9
 """Weight of the target in ``jsd``."""
 
 
-def packed_rows(rejections: Sequence[Rejection]) -> tuple[Tensor, Tensor, Tensor]:
+def packed_rows(rejections: Sequence[RejectedPosition]) -> tuple[Tensor, Tensor, Tensor]:
     """The contexts as rows, of which rejections of one session share one.
 
     Returns:
         Token ids, filled up at the right  # int64 [num_rows, longest]
         The row of each rejection, and its place there: that of its last token.  # int64 [n]
     """
-    longest: dict[tuple[str, int], Rejection] = {}
+    longest: dict[tuple[str, int], RejectedPosition] = {}
     for each in rejections:
         key = each.session_id, each.start
         if key not in longest or len(longest[key].token_ids) < len(each.token_ids):
@@ -65,7 +65,7 @@ def top_events(logits: Tensor, top_ids: Tensor) -> Tensor:
 
 
 def rejection_loss(
-    model: Any, rejections: Sequence[Rejection], divergence: str = "forward_kl"
+    model: Any, rejections: Sequence[RejectedPosition], divergence: str = "forward_kl"
 ) -> Tensor:
     """The mean divergence at the rejected positions, a scalar; no other position has a loss.
 

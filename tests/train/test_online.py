@@ -21,7 +21,7 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.loading import load_engine
 from paceline.models.llama import LlamaRunner
 from paceline.rejections import (
-    Rejection,
+    RejectedPosition,
     RejectionBuffer,
     RejectionRecorder,
     drafted_by,
@@ -104,10 +104,10 @@ def code(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def rejection(tokens: Sequence[int] = (1, 2, 3), *, at: float = 0.0, who: str = "s", k: int = 3,
-              start: int = 0) -> Rejection:  # fmt: skip
+              start: int = 0) -> RejectedPosition:  # fmt: skip
     ids = np.arange(5, 5 + k)
     probs = np.full(k, 0.9 / k, np.float32)
-    return Rejection(who, start, np.asarray(tokens, np.int64), ids, probs, at)
+    return RejectedPosition(who, start, np.asarray(tokens, np.int64), ids, probs, at)
 
 
 # --- what is recorded -----------------------------------------------------------------------------

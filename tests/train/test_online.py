@@ -41,6 +41,7 @@ from paceline.train.online import (
     top_events,
 )
 from paceline.train.trainer import TrainOptions, train
+from paceline.types import Draft, Outcome, Verification
 from tests.core.prompts import code_prompts
 from tests.train.conftest import LENGTH
 
@@ -154,6 +155,28 @@ def test_each_rejected_position_is_recorded_and_no_other(
         np.testing.assert_allclose(got.top_probs, probs.topk(8).values.numpy(), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("parents", "path", "committed", "row"),
+    [
+        ((-1, 0, 1), (), (9,), 0),  # the first token is wrong
+        ((-1, 0, 1), (0, 1), (1, 2, 9), 2),
+        ((-1, 0, 1), (0, 1, 2), (1, 2, 3, 9), None),  # all are right
+        ((-1, 0, 1), (0, 1), (1,), None),  # an accepted token ends the text: none was wrong
+        ((-1, -1, 0), (1,), (2, 9), None),  # nothing was drafted behind the accepted token
+        ((-1, -1, 0), (0,), (1, 9), 1),
+        ((), (), (9,), None),
+    ],
+)
+def test_the_row_of_the_rejected_position(
+    parents: tuple[int, ...], path: tuple[int, ...], committed: tuple[int, ...], row: int | None
+) -> None:
+    draft = Draft(np.arange(1, len(parents) + 1), np.asarray(parents, np.int32))
+    accepted = min(len(path), len(committed))
+    verification = Verification(torch.zeros(len(parents) + 1, 12))
+    outcome = Outcome(draft, path, 9, committed, accepted, verification)
+    assert rejected_row(outcome) == row
+
+
 def test_what_is_kept_of_a_context_is_bounded_and_shared(engine: Engine) -> None:
     recorder = watched(engine, window=16)
     engine.generate(prompts(1), GREEDY, DRAFTS)
@@ -231,12 +254,13 @@ def test_a_watcher_that_fails_ends_no_session(engine: Engine) -> None:
 
 def test_an_update_is_due_for_each_full_interval() -> None:
     buffer = RejectionBuffer(4, seconds=1e12)
-    taken = []
+    taken = {}
     for i in range(19):
         buffer.add([rejection([i])])
-        while buffer.due:
-            taken.append([int(each.token_ids[0]) for each in buffer.take()])
-    assert taken == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+        if buffer.due:
+            taken[i] = [int(each.token_ids[0]) for each in buffer.take()]
+            assert not buffer.due
+    assert taken == {3: [0, 1, 2, 3], 7: [4, 5, 6, 7], 11: [8, 9, 10, 11], 15: [12, 13, 14, 15]}
     assert len(buffer) == 3  # each is used once and forgotten
 
 

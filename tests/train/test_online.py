@@ -432,7 +432,16 @@ def test_swapped_weights_are_those_of_a_fresh_load(
     swap(engine, (tmp_path / "model.safetensors").read_bytes())
     fresh = runner_of(load_engine(target, tmp_path))
     assert runner.fingerprint.weights == fresh.fingerprint.weights != before
-    assert len(runner.native_ops._tables if runner.native_ops else ()) <= 1
+
+
+def test_old_weights_are_freed(engine: Engine, drafter: Path) -> None:
+    runner = runner_of(engine)
+    for _ in range(3):
+        engine.generate(code(1), GREEDY, DRAFTS)
+        swap(engine, (drafter / "model.safetensors").read_bytes())
+    engine.generate(code(1), GREEDY, DRAFTS)
+    if runner.native_ops is not None:
+        assert len(runner.native_ops._tables) == 1
 
 
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(engine: Engine) -> None:

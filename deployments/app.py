@@ -19,9 +19,10 @@ from paceline.deployments.config import (
 )
 from paceline.deployments.drafter import HEALTH_TIMEOUT_S, DrafterDeployment
 from paceline.deployments.gateway import GatewayDeployment
+from paceline.deployments.learner import LearnerDeployment
 from paceline.deployments.target import TargetDeployment
 
-TARGET, DRAFTER, GATEWAY = "target", "drafter", "gateway"
+TARGET, DRAFTER, GATEWAY, LEARNER = "target", "drafter", "gateway", "learner"
 """Names of the deployments in the application."""
 
 # Every lease is a Serve request: do not log each one.
@@ -45,7 +46,8 @@ def build(args: dict[str, Any]) -> Application:
         InvalidArgument: as :func:`paceline.deployments.config.parse_config`.
     """
     config = parse_config(args, models_here=False)
-    drafter = _drafter(config) if config.topology == "actors" else None
+    learner = _learner(config) if config.online.enabled else None
+    drafter = _drafter(config, learner) if config.topology == "actors" else None
     return GatewayDeployment.options(
         name=GATEWAY,
         **_num_replicas(config, config.gateway),
@@ -55,10 +57,12 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=config.gateway.drain_s + 5,
         ray_actor_options=config.gateway.actor_options(),
         **_COMMON,
-    ).bind(config, _target(config, drafter))
+    ).bind(config, _target(config, drafter, learner))
 
 
-def _target(config: DeploymentConfig, drafter: Application | None) -> Application:
+def _target(
+    config: DeploymentConfig, drafter: Application | None, learner: Application | None
+) -> Application:
     limits = config.target.limits
     # By its path: Serve pickles a class, and the controller has no need to load this one.
     router = "paceline.deployments.affinity:AffinityRouter"
@@ -72,10 +76,21 @@ def _target(config: DeploymentConfig, drafter: Application | None) -> Applicatio
         graceful_shutdown_timeout_s=config.target.drain_s,
         ray_actor_options=config.target.actor_options(),
         **_COMMON,
-    ).bind(config, drafter)  # fmt: skip
+    ).bind(config, drafter, learner)  # fmt: skip
 
 
-def _drafter(config: DeploymentConfig) -> Application:
+def _learner(config: DeploymentConfig) -> Application:
+    return LearnerDeployment.options(
+        name=LEARNER,
+        num_replicas=1,
+        max_ongoing_requests=1000,
+        graceful_shutdown_timeout_s=1,
+        ray_actor_options=config.online.actor_options(),
+        **_COMMON,
+    ).bind(config)
+
+
+def _drafter(config: DeploymentConfig, learner: Application | None) -> Application:
     return DrafterDeployment.options(
         name=DRAFTER,
         **_num_replicas(config, config.drafter),
@@ -85,7 +100,7 @@ def _drafter(config: DeploymentConfig) -> Application:
         graceful_shutdown_timeout_s=1,
         ray_actor_options=config.drafter.actor_options(),
         **_COMMON,
-    ).bind(config)  # fmt: skip
+    ).bind(config, learner)  # fmt: skip
 
 
 _Role = TargetConfig | DrafterConfig | GatewayConfig

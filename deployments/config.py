@@ -427,6 +427,71 @@ class VllmConfig(_Block):
     )
 
 
+class OnlineRetention(_Block):
+    """How much of the served sessions the learner keeps, and how long; never on a disk."""
+
+    positions: int = Field(4096, ge=1, description="Most rejected positions that are kept.")
+    seconds: float = Field(3600.0, gt=0, description="Seconds that one is kept at most.")
+
+
+class OnlineConfig(_Block):
+    """The draft model learns from its rejected tokens as it serves (docs/training.md).
+
+    A tenant's sessions are kept only if the tenants file says ``online_training: true`` of it.
+    """
+
+    enabled: bool = Field(False, description="Whether the draft model learns.")
+    update_interval: int = Field(
+        64, ge=1, description="New rejected positions for each step of training."
+    )
+    batch: int | None = Field(
+        None,
+        ge=1,
+        description="Positions of a step, with older ones that are still kept; null: the new ones.",
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        "forward_kl", description="Distance between draft model and target that a step reduces."
+    )
+    learning_rate: float = Field(3e-4, gt=0, le=1, description="Learning rate of AdamW.")
+    rollout_s: float = Field(
+        10.0, gt=0, description="Seconds at least between new weights for the drafters."
+    )
+    retention: OnlineRetention = OnlineRetention()
+    without_tenants: bool = Field(
+        False,
+        description="Learn from the sessions of a gateway without a tenants file, which are all "
+        "the operator's own.",
+    )
+    max_pending: int = Field(
+        1024,
+        ge=1,
+        description="Rejected positions that wait in a target for the learner; further ones are "
+        "dropped.",
+    )
+    num_cpus: float = Field(1.0, gt=0, description="CPUs that Ray reserves for the learner.")
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Custom Ray resources that the learner takes, which place it on nodes."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OnlineConfig:
+        batch = self.batch or self.update_interval
+        if batch < self.update_interval:
+            raise ValueError(f"batch must be at least update_interval, {self.update_interval}")
+        if self.retention.positions < batch:
+            raise ValueError(f"retention.positions must be at least the batch, {batch}")
+        return self
+
+    @property
+    def max_replicas(self) -> int:
+        """There is one learner."""
+        return 1
+
+    def actor_options(self) -> dict[str, Any]:
+        """What Ray reserves for the learner."""
+        return {"num_cpus": self.num_cpus, "resources": self.resources}
+
+
 class TracingConfig(_Block):
     """OpenTelemetry traces; what is null is taken from the standard OTEL_* variables."""
 
@@ -478,13 +543,15 @@ class DeploymentConfig(_Block):
     drafter: DrafterConfig = DrafterConfig()
     gateway: GatewayConfig = GatewayConfig()
     vllm: VllmConfig = VllmConfig()
+    online: OnlineConfig = OnlineConfig()
     tracing: TracingConfig = TracingConfig()
 
     @property
-    def roles(self) -> list[_Replicas]:
-        """The blocks of the deployments that the topology has."""
+    def roles(self) -> list[_Replicas | OnlineConfig]:
+        """The blocks of the deployments that there are."""
         drafter = [self.drafter] if self.topology == "actors" else []
-        return [self.target, *drafter, self.gateway]
+        learner = [self.online] if self.online.enabled else []
+        return [self.target, *drafter, *learner, self.gateway]
 
     def num_threads(self, num_cpus: float) -> int:
         """CPU threads of a model in a replica for which Ray reserves ``num_cpus``."""
@@ -582,6 +649,7 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
             "model.drafter", None,
             "a model with topology 'actors', or a drafter.method, or topology 'colocated'",
         )  # fmt: skip
+    _check_online(config)
     if config.drafter_folder is None and method.drafter == "draft_model":
         raise InvalidArgument(
             "speculation.method", method.name,
@@ -630,6 +698,18 @@ def _adapter_folders(config: DeploymentConfig, *, models_here: bool) -> dict[str
             raise ModelNotFound(f"model.adapters.{name}: folder {str(folder)!r} does not exist")
         folders[name] = str(folder)
     return folders
+
+
+def _check_online(config: DeploymentConfig) -> None:
+    """Raise InvalidArgument if nothing in the deployment can learn."""
+    if not config.online.enabled:
+        return
+    if config.engine == "vllm":
+        raise InvalidArgument(
+            "online.enabled", True, "false with engine vllm, which tells no target's distributions"
+        )
+    if config.drafter_folder is None or config.hosted_drafter != "draft_model":
+        raise InvalidArgument("online.enabled", True, "false without a draft model (model.drafter)")
 
 
 # Keys that may hold a secret by mistake: errors do not show their values.

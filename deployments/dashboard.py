@@ -139,6 +139,25 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ("Tokens a second", "short", [(_rate("tenant_tokens", "tenant"), "{{tenant}}")]),
         ),
     ),
+    (
+        "Online training",
+        (
+            (
+                "Acceptance by version of the draft model's weights", "percentunit",
+                [(f"ray_paceline_online_acceptance{_SELECT}", "{{weights}}")],
+            ),
+            (
+                "Updates", "ops",
+                [(_rate("online_updates"), "updates"),
+                 (_rate("online_positions_dropped"), "dropped positions")],
+            ),
+            (
+                "Learner", "short",
+                [(f"ray_paceline_online_positions_buffered{_SELECT}", "kept positions"),
+                 (f"ray_paceline_online_weights_version{_SELECT}", "version of the weights")],
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 

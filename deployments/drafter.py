@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.learner import WeightsFollower
 from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_gauges
 from paceline.rpc.server import start_server
 
 if TYPE_CHECKING:
     from paceline.drafters.base import Drafter
+    from paceline.models.llama_weights import LlamaWeights
 
 HEALTH_TIMEOUT_S = 10.0
 """Seconds for a health check; Serve replaces a replica that fails three in a row."""
@@ -49,9 +52,15 @@ class DrafterDeployment:
     """Drafts for the sessions of any number of target replicas.
 
     When it dies, its sessions draft with another one, or without any until there is one.
+
+    Args:
+        learner: gives the draft model new weights as it serves; None: they stay as they are.
     """
 
-    async def __init__(self, config: DeploymentConfig) -> None:
+    async def __init__(
+        self, config: DeploymentConfig, learner: DeploymentHandle[Any] | None = None
+    ) -> None:
+        self._follower: WeightsFollower | None = None
         self._tracing = config.tracing.start("paceline-drafter")
         # A drafter needs the target's tokenizer, not its weights.
         config = await asyncio.to_thread(config.with_local_models, target_weights=False)
@@ -87,6 +96,21 @@ class DrafterDeployment:
                 address, client.credentials(), options=client.options
             )
         self._leases = LeaseBook(address)
+        if learner is not None:
+            self._follow(learner, drafter)
+
+    def _follow(self, learner: DeploymentHandle[Any], drafter: Drafter) -> None:
+        """Load the learner's weights between two drafts, which this event loop makes."""
+        from paceline.drafters.draft_model import DraftModel
+
+        assert isinstance(drafter, DraftModel)  # the configuration is checked
+
+        async def use(apply: Callable[[LlamaWeights], None], weights: LlamaWeights) -> None:
+            apply(weights)
+
+        replica = self._leases.endpoint.replica_id
+        self._follower = WeightsFollower(learner, replica, drafter.runner, use)
+        self._following = asyncio.create_task(self._follower.run())
 
     async def open_session(self, holder: Holder) -> AsyncIterator[Endpoint]:
         """The lease of one target, for all of its sessions: yields this replica's endpoint."""
@@ -106,6 +130,7 @@ class DrafterDeployment:
             "address": endpoint.address,
             "sessions": self._servicer.num_sessions,
             "leases": self._leases.num_leases,
+            "weights_version": 0 if self._follower is None else self._follower.version,
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -123,6 +148,9 @@ class DrafterDeployment:
 
     async def __del__(self) -> None:
         # Serve awaits this once, after draining, and not if the constructor failed.
+        if self._follower is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         if hasattr(self, "_leases"):
             self._leases.close()
             await self._channel.close()

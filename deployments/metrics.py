@@ -124,6 +124,16 @@ METRICS = (
     Metric("tenant_opens", "counter", "Sessions and calls that a tenant opened.", ("tenant",)),
     Metric("tenant_tokens", "counter", "Tokens that a tenant used, prompts included.", ("tenant",)),
     Metric("drafter_sessions", "gauge", "Sessions for which the drafter keeps state."),
+    # The learner.
+    Metric("online_updates", "counter", "Steps of training of the draft model as it serves."),
+    Metric("online_positions_buffered", "gauge", "Rejected positions that the learner keeps."),
+    Metric("online_positions_dropped", "counter", "Rejected positions that no step has had."),
+    Metric("online_weights_version", "gauge", "Updates that all replicas' weights have at least."),
+    Metric(
+        "online_acceptance", "gauge",
+        "Accepted of the judged tokens of the draft model, 0 to 1, by version of its weights: "
+        "`current` or `previous`.", ("weights",),
+    ),
 )  # fmt: skip
 SERIES = frozenset(name for metric in METRICS for name in metric.series)
 """All names that Prometheus sees."""

@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from paceline.deployments.config import DeploymentConfig
 from paceline.deployments.drafter_leases import DrafterLeases
 from paceline.deployments.experience import ExperienceFile
+from paceline.deployments.learner import RejectionSender, WeightsFollower
 from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_engine
 from paceline.errors import InvalidArgument
@@ -27,6 +28,7 @@ from paceline.tokenizer import chat_template
 if TYPE_CHECKING:
     from paceline.deployments.engines.vllm import VllmEngine
     from paceline.engine import Engine, EngineThread, Serving
+    from paceline.models.llama_weights import LlamaWeights
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +66,14 @@ class TargetDeployment:
 
     Args:
         drafters: the drafter deployment in topology ``actors``, else None.
+        learner: trains the draft model on what the target rejects; None: nothing does.
     """
 
     async def __init__(
-        self, config: DeploymentConfig, drafters: DeploymentHandle[Any] | None = None
+        self,
+        config: DeploymentConfig,
+        drafters: DeploymentHandle[Any] | None = None,
+        learner: DeploymentHandle[Any] | None = None,
     ) -> None:
         # A forward releases the interpreter, and all wait until the engine has it again.
         sys.setswitchinterval(SWITCH_S)
@@ -75,6 +81,7 @@ class TargetDeployment:
         self._pool: DrafterPool | None = None
         self._leasing: asyncio.Task[None] | None = None
         self._experience: asyncio.Task[None] | None = None
+        self._learning: list[asyncio.Task[None]] = []
         tls = config.data_plane_tls
         self._tracing = config.tracing.start("paceline-target")
         self._engine: Serving
@@ -114,6 +121,8 @@ class TargetDeployment:
         if config.engine != "vllm":
             file = ExperienceFile(self._engine, self._fingerprint)
             self._experience = asyncio.create_task(file.run())
+            if learner is not None:
+                await self._learn(engine, learner, config)
         if self._pool is not None:
             ready = await asyncio.to_thread(self._pool.wait_ready, DRAFTER_TIMEOUT_S)
             if not ready:
@@ -151,6 +160,24 @@ class TargetDeployment:
         except InvalidArgument as error:
             logger.warning("requests that name no method will be refused: %s", error)
         return EngineThread(engine).start()
+
+    async def _learn(
+        self, engine: EngineThread, learner: DeploymentHandle[Any], config: DeploymentConfig
+    ) -> None:
+        """Send the learner what the target rejects, and take its weights for a drafter here."""
+        self._learning.append(asyncio.create_task(RejectionSender(engine, learner, config).run()))
+        if config.topology == "actors":
+            return
+        from paceline.drafters.draft_model import DraftModel
+
+        async def use(apply: Callable[[LlamaWeights], None], weights: LlamaWeights) -> None:
+            await asyncio.wrap_future(engine.call(lambda _: apply(weights)))
+
+        drafter = engine.engine.drafters["draft_model"]
+        assert isinstance(drafter, DraftModel)  # the configuration is checked
+        replica = self._leases.endpoint.replica_id
+        follower = WeightsFollower(learner, replica, drafter.runner, use)
+        self._learning.append(asyncio.create_task(follower.run()))
 
     async def _start_vllm(self, config: DeploymentConfig) -> VllmEngine:
         """Start vLLM, in topology ``actors`` with a pool of drafter replicas."""
@@ -249,7 +276,7 @@ class TargetDeployment:
             await self._reporting.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.stop)
-        for task in (self._leasing, self._experience):
+        for task in (self._leasing, self._experience, *self._learning):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

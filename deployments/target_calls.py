@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline.deployments.lease import Endpoint, Lease, Unleased
 from paceline.errors import InvalidArgument
-from paceline.rpc.access import CACHE_SCOPE, WEIGHT, CallAdmission
+from paceline.rpc.access import CACHE_SCOPE, ONLINE_TRAINING, WEIGHT, CallAdmission
 from paceline.rpc.errors import Cancelled, ServerUnavailable, from_rpc_error
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
 from paceline.rpc.tls import ClientTls
@@ -236,6 +236,8 @@ def metadata_of(admission: CallAdmission, span: Span | None = None) -> Metadata:
     if admission.owner is not None:  # metadata cannot carry every tenant's name
         scope = hashlib.sha256(admission.owner.encode()).hexdigest()
         metadata = ((CACHE_SCOPE, scope), (WEIGHT, f"{admission.weight:g}"))
+        if admission.teaches:
+            metadata = (*metadata, (ONLINE_TRAINING, "1"))
     return metadata if span is None else (*metadata, ("traceparent", span.traceparent))
 
 

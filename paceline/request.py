@@ -33,6 +33,8 @@ class Request:
             only the tokens after them.
         constraint: the constraint of ``params``, if the engine's compiler has made it already.
         adapter: name of one of the target's adapters; "" is the target as it is.
+        teaches_drafter: the draft model may learn from the places where it is wrong in this
+            session (:mod:`paceline.rejections`).
         continuations: sequences of token ids that may follow the prompt. The target reads all of
             them in one tree, and tells for each one its log-probabilities and the token after it;
             see :class:`paceline.engine.scores.ScoredTree`.
@@ -50,6 +52,7 @@ class Request:
     committed: Sequence[int] = ()
     constraint: Constraint | None = None
     adapter: str = ""
+    teaches_drafter: bool = False
     continuations: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:

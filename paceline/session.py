@@ -148,6 +148,7 @@ class Session:
         weight: of the tenant's share of the engine.
         priority: among the tenant's sessions, those with a lower number come first.
         adapter: name of the target's adapter that it decodes with; "" is none.
+        teaches_drafter: see :class:`paceline.request.Request`.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
         stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
             something else did.
@@ -175,8 +176,7 @@ class Session:
         self.plan, self.rule = plan, rule or plan.rule
         self.method_name = plan.method.name
         self.traceparent = self.tenant = self.adapter = ""
-        self.weight = 1.0
-        self.priority = 0
+        self.weight, self.priority = 1.0, 0
         self.prediction = tuple(prediction)
         self.constraint = constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)
@@ -196,7 +196,7 @@ class Session:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None))
         self.branches: Draft | None = None
-        self.num_known = 0
+        self.num_known, self.teaches_drafter = 0, False
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens)

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -68,6 +68,8 @@ CACHE_SCOPE = "paceline-cache-scope"
 """Metadata in which a gateway tells a target whose a session is; they share cached prefixes."""
 WEIGHT = "paceline-weight"
 """Metadata with the weight of that tenant's share."""
+ONLINE_TRAINING = "paceline-online-training"
+"""Metadata, "1" if that tenant lets the draft model learn from its sessions."""
 SESSION_ID, LEASE_ID = "paceline-session-id", "paceline-lease-id"
 """Metadata in which it tells the id of a verify session, and the lease that ends with it."""
 
@@ -399,6 +401,20 @@ class Gate:
         return [account, self._replica]
 
 
+class Owner(NamedTuple):
+    """Whose a session is, as far as the engine has to know.
+
+    Attributes:
+        tenant: its name; "" without tenants.
+        weight: of its share of the engine.
+        teaches: the draft model may learn from the session.
+    """
+
+    tenant: str
+    weight: float
+    teaches: bool
+
+
 class CallAdmission:
     """The admission of one session, and its owner. Release it when the session is over.
 
@@ -408,12 +424,13 @@ class CallAdmission:
     Attributes:
         owner: the tenant's name; None without tenants.
         weight: of the tenant's share of a target.
+        teaches: the tenant lets the draft model learn from its sessions.
         span: of the session; None: it is not traced.
     """
 
     __slots__ = (
         "_accounts", "_gate", "_held", "_kept", "_open", "_released", "_reserved", "owner", "span",
-        "weight",
+        "teaches", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -421,6 +438,7 @@ class CallAdmission:
     ) -> None:
         self.owner = caller.name
         self.weight = 1.0 if caller.tenant is None else caller.tenant.weight
+        self.teaches = caller.tenant is not None and caller.tenant.online_training
         self._gate = gate
         self._accounts = accounts
         self._held = not is_open  # counts on the replica's account
@@ -464,18 +482,20 @@ class CallAdmission:
         """Whether the current call comes from the session's owner."""
         return self.owner == _caller.get().name
 
-    def share(self, metadata: Any) -> tuple[str, float]:
-        """Whose the session is and the weight of its share, known here or at the gateway.
+    def share(self, metadata: Any) -> Owner:
+        """Whose the session is, known here or at the gateway.
 
         Raises:
             InvalidArgument: the gateway's weight is none.
         """
         if self.owner is not None:
-            return self.owner, self.weight
-        told = {key: value for key, value in metadata or () if key in (CACHE_SCOPE, WEIGHT)}
+            return Owner(self.owner, self.weight, self.teaches)
+        told = dict(metadata or ())
         weight = told.get(WEIGHT, "1")
         try:
-            return str(told.get(CACHE_SCOPE, "")), float(weight)
+            return Owner(
+                str(told.get(CACHE_SCOPE, "")), float(weight), told.get(ONLINE_TRAINING) == "1"
+            )
         except ValueError:
             raise InvalidArgument(WEIGHT, weight, "a number above 0") from None
 

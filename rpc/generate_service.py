@@ -144,7 +144,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self, request: generate_pb2.GenerateRequest, admission: CallAdmission, metadata: Any
     ) -> AsyncGenerator[generate_pb2.GenerateReply]:
         span = admission.span
-        tenant, weight = admission.share(metadata)
+        tenant, weight, teaches = admission.share(metadata)
         self._check_sizes(request)
         own = fingerprint_of(self._thread.engine.target, request.adapter)
         changed = numerics_differ(request, own, self._numerics_mismatch)
@@ -184,6 +184,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 committed=request.committed_token_ids,
                 constraint=constraint,
                 adapter=request.adapter,
+                teaches_drafter=teaches,
                 continuations=continuations,
             ),
             on_event=hand_over(loop, inbox.put),

@@ -4,6 +4,7 @@
       alice:
         token_sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
         weight: 2
+        online_training: true
         quotas: {max_sessions: 8, tokens_per_minute: 60000}
       bob:
         token: a-text-of-16-characters-or-more
@@ -63,6 +64,7 @@ class _Entry(_Block):
     suspended: bool = False
     quotas: Quotas = Quotas()
     weight: float = Field(1.0, ge=0.01, le=100)
+    online_training: bool = False
 
     def digests(self) -> list[bytes]:
         tokens = (self.token,) if isinstance(self.token, SecretStr) else self.token
@@ -76,13 +78,19 @@ class _File(_Block):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant as the file has it."""
+    """One tenant as the file has it.
+
+    Attributes:
+        weight: of its share of a busy target.
+        online_training: the draft model may learn from its sessions (``online`` of a deployment).
+    """
 
     name: str
     quotas: Quotas
     suspended: bool = False
     digests: tuple[bytes, ...] = field(default=(), repr=False)
-    weight: float = 1.0  # of its share of a busy target
+    weight: float = 1.0
+    online_training: bool = False
 
 
 def digest_of(token: str) -> bytes:
@@ -142,7 +150,14 @@ def _checked(path: str, file: _File) -> dict[str, Tenant]:
                     "tenants", path, f"another token for {name} than for {owners[digest]}"
                 )
     return {
-        name: Tenant(name, entry.quotas, entry.suspended, tuple(entry.digests()), entry.weight)
+        name: Tenant(
+            name,
+            entry.quotas,
+            entry.suspended,
+            tuple(entry.digests()),
+            entry.weight,
+            entry.online_training,
+        )
         for name, entry in file.tenants.items()
     }
 

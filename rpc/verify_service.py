@@ -355,7 +355,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     async def _submit(
         self, request: verify_pb2.OpenRequest, admission: CallAdmission, metadata: Any
     ) -> _Served:
-        tenant, weight = admission.share(metadata)
+        tenant, weight, teaches = admission.share(metadata)
         own = fingerprint_of(self._thread.engine.local_target, request.adapter)
         changed = numerics_differ(request, own, self._numerics_mismatch)
         speculation, params = _speculation(request), _sampling(request)
@@ -372,8 +372,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._drafter.expect(session_id)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(
-                list(request.token_ids), params, speculation,
-                session_id=session_id, tenant=tenant, weight=weight, adapter=request.adapter,
+                list(request.token_ids), params, speculation, session_id=session_id,
+                tenant=tenant, weight=weight, adapter=request.adapter, teaches_drafter=teaches,
             ),
             on_event=hand_over(loop, on_event),
         )  # fmt: skip

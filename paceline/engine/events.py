@@ -63,6 +63,10 @@ class EventDelivery:
 
     Args:
         on_failure: called with a session whose listener failed, and with the error.
+
+    Attributes:
+        watchers: called with each event of a round, of any session, before its listener. One that
+            fails is left out from then on.
     """
 
     def __init__(self, on_failure: Callable[[Session, Exception], None]) -> None:
@@ -70,6 +74,7 @@ class EventDelivery:
         self._handlers: dict[str, EventHandler] = {}
         self._num_sent: dict[str, int] = {}  # characters of each session's text
         self._held: list[RoundEvent] = []
+        self.watchers: list[EventHandler] = []
 
     def register(self, session: Session, handler: EventHandler | None) -> None:
         """Send a session's events to ``handler``; it knows the tokens committed so far."""
@@ -113,9 +118,18 @@ class EventDelivery:
         """Deliver the held events to their listeners."""
         events, self._held = self._held, []
         for event in events:
+            for watcher in list(self.watchers):
+                self._watch(watcher, event)
             self._notify(event)
             if event.finished:
                 self._handlers.pop(event.session.session_id, None)
+
+    def _watch(self, watcher: EventHandler, event: RoundEvent) -> None:
+        try:
+            watcher(event)
+        except Exception:  # serving does not depend on it
+            logger.exception("a watcher of the engine failed and is left out")
+            self.watchers.remove(watcher)
 
     def _notify(self, event: RoundEvent) -> None:
         handler = self._handlers.get(event.session.session_id)

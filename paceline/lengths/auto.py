@@ -319,6 +319,11 @@ class Auto:
         if self._pick.drafter is not None:
             self._of(self._pick.drafter).num_accepted += outcome.num_accepted
 
+    @property
+    def drafter(self) -> str | None:
+        """Which drafter drafted what the last round verified; None: none."""
+        return self._pick.drafter
+
     # --- as a portfolio ------------------------------------------------------------------------
 
     def asks(self, drafter: str) -> int:

@@ -11,7 +11,6 @@ take part where they prove right when the model is loaded; plain torch runs ever
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,13 +25,14 @@ from paceline.models import kernels
 from paceline.models.adapters import load_adapters
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.cuda_graphs import Capture, ForwardGraphs
-from paceline.models.cuda_ops import CudaOps, DeviceRows, fused_ops
+from paceline.models.cuda_ops import CudaOps, DeviceRows
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama_batch import PackedBatch, pack_segments, run_chosen_layers
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_weights import load_llama_weights
 from paceline.models.native_ops import NativeOps
+from paceline.models.new_weights import TakesWeights
 from paceline.models.ops import Ops
 from paceline.models.packing import Weight
 from paceline.models.prefix_cache import PrefixCache
@@ -50,7 +50,7 @@ from paceline.types import FloatArray, IntArray, Need
 Tensor = torch.Tensor
 
 
-class LlamaRunner:
+class LlamaRunner(TakesWeights):
     """A Llama-type model with its KV pool (see :class:`paceline.models.base.ModelRunner`).
 
     Layers are numbered from 0; an early exit after ``n`` layers predicts with the model's own
@@ -102,6 +102,7 @@ class LlamaRunner:
         if self._numerics_class != PORTABLE:
             refuse_portable(numerics, f"this model would run in class {self._numerics_class} here")
         self.batch_invariant = batch_invariant or isinstance(self._ops, NativeOps)
+        self._folder, self._blocks = folder, blocks
         self._weights = load_llama_weights(
             folder, config, self._ops, dtype=dtype, device=device, blocks=blocks
         )
@@ -114,10 +115,7 @@ class LlamaRunner:
             config.num_layers, tokens, config.num_kv_heads, config.head_dim, dtype, device
         )
         self._graphs: ForwardGraphs | None = None
-        if device.type == "cuda":
-            self._ops = fused_ops(self._weights.stack, batch_invariant)
-            if os.environ.get("PACELINE_CUDA_GRAPHS", "on") != "off":
-                self._use_graphs()
+        self._prepare_device()
 
     # --- numerics ------------------------------------------------------------------------------
 

@@ -114,6 +114,7 @@ def load_llama_weights(
     dtype: torch.dtype,
     device: torch.device,
     blocks: str | None = None,
+    on_disk: bool = True,
 ) -> LlamaWeights:
     """The weights of a model folder, packed for ``ops``.
 
@@ -121,6 +122,7 @@ def load_llama_weights(
         dtype: of what is not packed.
         blocks: round weights to blocks of integers, as a GGUF file's type has them ("Q8_0",
             "Q4_0"); None: as they are.
+        on_disk: keep the packed weights on disk for the next load.
 
     Raises:
         ModelNotFound: something in the folder is missing or damaged.
@@ -131,7 +133,7 @@ def load_llama_weights(
     if blocks and packer is None:
         raise InvalidArgument("dtype", blocks.lower(), "float32 or bfloat16 without kernels")
     key, num_weights = "", 0  # nothing packed on disk
-    if packer is not None:
+    if packer is not None and on_disk:
         form, num_weights = int4_format(read_config(folder)), config.num_weights
         key = identity(weight_files(folder), packer.layout, blocks, form)
     with PackedWeights.of(key, num_weights) as store:

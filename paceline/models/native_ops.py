@@ -241,6 +241,10 @@ class NativeOps:
         model.threads = self._num_threads(num_rows, packing, size, work)
         return model, layers
 
+    def forget(self, stack: Stack) -> None:
+        """Free the structures of a stack that is no longer used."""
+        self._tables.pop(id(stack), None)
+
     def _num_threads(self, rows: int, packing: Packing, num_weights: int, work: float) -> int:
         if self.threads is None:
             return _num_threads(packing, num_weights, work)

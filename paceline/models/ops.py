@@ -187,6 +187,10 @@ class Ops(Protocol):
         """The weight that :meth:`pack` packed.  # [outputs, inputs]"""
         ...
 
+    def forget(self, stack: Stack) -> None:
+        """Free what was made for a stack that is no longer used."""
+        ...
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``.  # [R, inputs] -> [R, outputs]"""
         ...

@@ -37,6 +37,9 @@ class TorchOps:
     def unpack(self, weight: Weight) -> Tensor:
         return weight.data
 
+    def forget(self, stack: Stack) -> None:
+        """Nothing is kept of a stack."""
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if not self.by_row:
             return F.linear(x, weight.data, bias)

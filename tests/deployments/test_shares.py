@@ -14,7 +14,7 @@ from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Lease
 from paceline.engine import Engine, EngineThread
 from paceline.loading import load_runner
-from paceline.rpc.access import CACHE_SCOPE, WEIGHT, Gate
+from paceline.rpc.access import CACHE_SCOPE, ONLINE_TRAINING, WEIGHT, Gate
 from paceline.rpc.gen.paceline.v1 import generate_pb2_grpc, verify_pb2, verify_pb2_grpc
 from paceline.rpc.messages import sampling_to_message
 from paceline.rpc.server import start_server
@@ -41,19 +41,20 @@ def engine(tmp_path: Path) -> Iterator[EngineThread]:
 def tenants(tmp_path: Path) -> Tenants:
     path = tmp_path / "tenants.yaml"
     path.write_text(
-        f"tenants:\n  heavy: {{token: {TOKENS['heavy']}, weight: 3}}\n"
+        f"tenants:\n  heavy: {{token: {TOKENS['heavy']}, weight: 3, online_training: true}}\n"
         f"  light: {{token: {TOKENS['light']}}}\n"
     )
     return Tenants(path)
 
 
-async def shares(address: str, engine: EngineThread) -> set[tuple[str, float]]:
-    """Tenants and weights of the engine's sessions: a generation and a verify session of each."""
+async def shares(address: str, engine: EngineThread) -> set[tuple[str, float, bool]]:
+    """Tenants and weights of the engine's sessions, and whether they teach the drafter: a
+    generation and a verify session of each."""
     opening = verify_pb2.OpenRequest(token_ids=PROMPT, sampling=sampling_to_message(LONG))
     calls: list[Any] = []
     async with grpc.aio.insecure_channel(address) as channel:
         for token in TOKENS.values():
-            forged = ((CACHE_SCOPE, "another's"), (WEIGHT, "100"))
+            forged = ((CACHE_SCOPE, "another's"), (WEIGHT, "100"), (ONLINE_TRAINING, "1"))
             metadata = (("authorization", f"Bearer {token}"), *forged)
             call = generate_pb2_grpc.GenerateServiceStub(channel).Generate(
                 message(LONG), metadata=metadata
@@ -64,7 +65,11 @@ async def shares(address: str, engine: EngineThread) -> set[tuple[str, float]]:
             assert (await session.read()).HasField("open")
             calls += [call, session]
         found = await asyncio.wrap_future(
-            engine.call(lambda each: {(s.tenant, s.weight) for s in each.sessions.values()})
+            engine.call(
+                lambda each: {
+                    (s.tenant, s.weight, s.teaches_drafter) for s in each.sessions.values()
+                }
+            )
         )
         for call in calls:
             call.cancel()
@@ -73,7 +78,9 @@ async def shares(address: str, engine: EngineThread) -> set[tuple[str, float]]:
 
 async def test_a_server_knows_its_tenants(engine: EngineThread, tenants: Tenants) -> None:
     async with await start_server(engine=engine, gate=Gate(tenants=tenants)) as server:
-        assert await shares(server.address, engine) == {("heavy", 3.0), ("light", 1.0)}
+        assert await shares(server.address, engine) == {
+            ("heavy", 3.0, True), ("light", 1.0, False),
+        }  # fmt: skip
 
 
 async def test_a_gateway_tells_its_targets(engine: EngineThread, tenants: Tenants) -> None:
@@ -87,9 +94,9 @@ async def test_a_gateway_tells_its_targets(engine: EngineThread, tenants: Tenant
         async with await start_server(register=relay.register, gate=gate) as gateway:
             found = await shares(gateway.address, engine)
         await relay.close()
-    assert sorted(weight for _, weight in found) == [1.0, 3.0]
-    assert len({tenant for tenant, _ in found}) == 2
-    assert not {tenant for tenant, _ in found} & {"", "another's", *TOKENS}
+    assert sorted((weight, teaches) for _, weight, teaches in found) == [(1.0, False), (3.0, True)]
+    assert len({tenant for tenant, *_ in found}) == 2
+    assert not {tenant for tenant, *_ in found} & {"", "another's", *TOKENS}
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "x", ""])

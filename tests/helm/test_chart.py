@@ -255,6 +255,16 @@ def test_roles_have_their_own_pools(chart: Chart) -> None:
         assert ("--no-weights" in init["command"]) == shortened
 
 
+def test_the_learner_shares_a_pod_with_the_draft_model(chart: Chart) -> None:
+    cpus = {"resources": {"limits": {"cpu": "3"}}}
+    for topology, role in (("actors", "drafter"), ("colocated", "target")):
+        online = {"enabled": True, "num_cpus": 0.5}
+        values = {"topology": topology, "online": online, "pods": {role: cpus}}
+        (application,) = serve_config(render(chart, values))["applications"]
+        config = application["args"]
+        assert config[role]["num_cpus"] + config["online"]["num_cpus"] == 3
+
+
 def test_models_are_named_as_everywhere(chart: Chart) -> None:
     def command(models: dict[str, Any]) -> list[str]:
         values = {"topology": "colocated", "speculation": {"method": "ar"}, "models": models}
@@ -369,6 +379,10 @@ def test_a_sweep_with_models_of_its_own(chart: Chart) -> None:
         ({"sweep": {"set": ["a'b"]}}, "'/sweep/set/0'"),
         ({"kuberay-operator": {"enabled": "no"}}, "'/kuberay-operator/enabled'"),
         # What no schema can say is said by the templates.
+        (
+            {"online": {"enabled": True, "num_cpus": 64}},
+            "online.num_cpus: got 64, expected less than",
+        ),
         ({"models": {"target": "llama"}}, 'models.target: got "llama", expected ORG/NAME or hf:'),
         ({"models": {"drafter": "a/b"}}, "models.target: name the target of models.drafter"),
         ({"models": {"target": "pvc:a", "drafter": "pvc:b"}}, "models.pvc.claimName: name the"),
@@ -429,7 +443,7 @@ def test_defaults_are_those_of_the_schema() -> None:
             elif value != theirs[name]:
                 differ[f"{path}{name}"] = value
 
-    blocks = ("model", "topology", "target", "drafter", "gateway", "tracing")
+    blocks = ("model", "topology", "target", "drafter", "gateway", "online", "tracing")
     walk({name: defaults[name] for name in blocks}, config, "")
     # A pod that is removed has more time to drain than a command at a terminal.
     assert differ == {"target.drain_s": 30, "gateway.drain_s": 30}

@@ -61,6 +61,11 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
     },
     "gpu": GPU,
+    "online": {
+        "online": {"enabled": True, "retention": {"seconds": 600}},
+        "pods": {"drafter": {"resources": {"limits": {"cpu": "3"}}}},
+        "tenants": {"inline": {"alice": {**TENANT, "online_training": True}}},
+    },
     "tls-secrets": {
         "tls": {
             "mode": "secret",

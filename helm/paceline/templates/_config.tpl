@@ -2,8 +2,8 @@
 
 {{/* The blocks of the values, overridden by those of a sweep's best.yaml, as YAML. */}}
 {{- define "paceline.args" -}}
-{{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "tracing" -}}
-{{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "tracing") -}}
+{{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "tracing" -}}
+{{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "tracing") -}}
 {{- range .Values.applications -}}
   {{- $best := deepCopy (default dict .args) -}}
   {{- range $key := keys $best -}}
@@ -87,6 +87,15 @@ file. Empty for the demo pair. */}}
     {{- $_ := set $block "num_gpus" (include "paceline.gpus" $pod.resources | float64) -}}
   {{- end -}}
   {{- $_ := set $block "resources" (dict (printf "paceline_%s" $role) 1) -}}
+{{- end -}}
+{{- if $args.online.enabled -}}
+  {{- $role := ternary "drafter" "target" (eq $args.topology "actors") -}}
+  {{- $block := index $args $role -}}
+  {{- $left := subf $block.num_cpus $args.online.num_cpus -}}
+  {{- if le $left 0.0 -}}
+    {{- include "paceline.refuse" (list "online.num_cpus" $args.online.num_cpus (printf "less than the CPUs of pods.%s.resources, %v, which the learner shares" $role $block.num_cpus)) -}}
+  {{- end -}}
+  {{- $_ := set $block "num_cpus" $left -}}
 {{- end -}}
 {{- $gateway := $args.gateway -}}
 {{- $_ := set $gateway "host" "0.0.0.0" -}}

@@ -456,6 +456,19 @@ class ModelTarget:
         self.runner.truncate(sequence, min(length - 1, sequence.length))
 
 
+def last_layer_entries(
+    target: ModelTarget, session: SessionView
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that the last layer has of an open session's committed tokens.
+
+    Only if num_layers is not 0.  # 2 x [length, kv_heads, head_dim]
+    """
+    assert isinstance(target.runner, LlamaRunner)
+    sequence = target._sequences[session.session_id]
+    keys, values = target.runner.keys_and_values(sequence, -1)
+    return keys[0], values[0]
+
+
 def _match(
     tokens: Sequence[int], above: Sequence[int], known: Mapping[tuple[int, int], int], first: int
 ) -> tuple[list[int], list[int], list[int]]:

@@ -347,6 +347,98 @@ def fuse_models(
         )
 
 
+@together.command("fork", cls=Command)
+def fork_answer(
+    prompt: Prompt,
+    model: Annotated[
+        str | None,
+        model_option(
+            "A model that was fine-tuned to fork: a folder, a GGUF file or a name. Default: a "
+            "small one that lists animals."
+        ),
+    ] = None,
+    fork: Annotated[
+        str, typer.Option(metavar="TEXT", help="The token behind which a branch begins.")
+    ] = "[Fork]",
+    child: Annotated[
+        str, typer.Option(metavar="TEXT", help="The token that is given to a branch first.")
+    ] = "[Child]",
+    method: Annotated[
+        str, typer.Option(metavar="NAME", help="How each branch decodes: a lossless method.")
+    ] = "auto",
+    one_by_one: Annotated[
+        bool, typer.Option("--one-by-one", help="Write one branch after another.")
+    ] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """APAR: a model opens branches of its own answer, which are written in parallel.
+
+    Each branch is shown when it ends, with its place in the tree; then the answer in order.
+    `--max-tokens` is the most of a path from the root to a leaf.
+
+    Examples:
+
+    - `paceline together fork $'cat, owl, pike:\\n'`
+    - `paceline together fork $'cat, owl, pike:\\n' --method token_recycling`
+    """
+    set_threads(threads, model)
+    from paceline.config import SpeculationConfig
+    from paceline.demo import FORKS_DIR
+    from paceline.loading import load_engine
+    from paceline.sampling import SamplingParams
+    from paceline.together.forks import ForkedAnswer, ForkTokens
+
+    text = read_prompt(prompt)
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    with err.status("loading the model ..."):
+        engine = load_engine(model or FORKS_DIR)
+    assert engine.tokenizer is not None
+    tokens = ForkTokens.named(engine.tokenizer, fork, child)
+    answer = ForkedAnswer(
+        engine, tokens, params, SpeculationConfig(method=method), parallel=not one_by_one
+    )
+    texts: dict[tuple[int, ...], str] = {}
+    for piece in answer.write(engine.tokenizer.encode(text)):
+        texts[piece.address] = texts.get(piece.address, "") + piece.text
+        if piece.finished and not as_json:
+            _summary(f"[{_place_of(piece.address)}] {texts[piece.address]!r}")
+    if as_json:
+        rows = [
+            {
+                "branch": _place_of(address),
+                "text": texts.get(address, ""),
+                "token_ids": branch.session.output_ids,
+                "forks": branch.forks,
+                "tokens_above": branch.above,
+            }
+            for address, branch in answer.branches.items()
+        ]
+        print_json(
+            {
+                "text": answer.text,
+                "branches": rows,
+                "tokens": answer.num_tokens,
+                "longest_path": answer.longest_path,
+                "steps": answer.num_steps,
+            }
+        )
+        return
+    out.print(answer.text, markup=False, highlight=False, soft_wrap=True)
+    _summary(
+        f"{answer.num_tokens} tokens in {len(answer.branches)} branches, {answer.longest_path} on "
+        f"the longest path; {answer.num_steps} steps"
+    )
+
+
+def _place_of(address: tuple[int, ...]) -> str:
+    """A branch's place as people count: "root", "1", "1.2"."""
+    return ".".join(str(number + 1) for number in address) or "root"
+
+
 _ADDRESS = re.compile(r"https?://.+|(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):\d+")
 _PLACE = "a folder, a GGUF file or a name; HOST:PORT (gRPC) or http://HOST:PORT of a server."
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from paceline.acceptance.base import AcceptanceRule
@@ -226,6 +227,16 @@ def _with_head(kind: str) -> DrafterPart:
     return DrafterPart(make=make, replay="tree")
 
 
+def _with_memory(kind: str) -> DrafterPart:
+    def make(context: DrafterContext) -> Drafter:
+        from paceline.drafters.head import MemoryHeadDrafter
+        from paceline.target import last_layer_entries
+
+        return MemoryHeadDrafter(context.head(kind), partial(last_layer_entries, context.target))
+
+    return DrafterPart(make=make)
+
+
 def _with_pseudo_tokens(kind: str) -> DrafterPart:
     def make(context: DrafterContext) -> Drafter:
         from paceline.drafters.pseudo import PseudoTokenDrafter
@@ -288,6 +299,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "falcon": _with_head("falcon"),
     "dovetail": _with_head("dovetail"),
     "moa": _with_head("moa"),
+    "longspec": _with_memory("longspec"),
     "ppd": _with_pseudo_tokens("ppd"),
     "hidden_transfer": _with_pseudo_tokens("hidden_transfer"),
     "early_exit": EARLY_EXIT,
@@ -1181,6 +1193,18 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 6, "node_budget": 10},
             needs=frozenset({Need.LAYER_STATES}),
             head="moa",
+        ),
+        Method(
+            name="longspec",
+            paper="Yang et al.: LongSpec, 2025, arXiv 2502.17421",
+            summary="A block with a window of its own that reads the target's KV entries.",
+            drafter="longspec",
+            shape="confidence",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 5, "node_budget": 10},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="longspec",
         ),
         Method(
             name="ppd",

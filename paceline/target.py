@@ -245,12 +245,13 @@ class ModelTarget:
         """
         self._drafted.pop(session.session_id, None)
         self._entries.pop(session.session_id, None)
-        sequence = self._sequences.pop(session.session_id, None)
+        sequence = self._sequences.get(session.session_id)
         if sequence is not None:
             if session.finish_reason != "error":
                 if session.branches is not None:
                     _keep_prompt(self.runner, session, sequence)
-                self._publish(session, sequence)
+                self.publish(session)
+            del self._sequences[session.session_id]
             self.runner.free(sequence)
 
     @property
@@ -259,7 +260,9 @@ class ModelTarget:
         runner = self.runner
         return runner.prefixes if self.shares_prefixes and isinstance(runner, LlamaRunner) else None
 
-    def _publish(self, session: SessionView, sequence: KVSequence) -> None:
+    def publish(self, session: SessionView) -> None:
+        """Let other sessions begin with the entries of an open one's committed tokens."""
+        sequence = self._sequences[session.session_id]
         if self.prefixes is not None and _shareable(session):
             assert isinstance(self.runner, LlamaRunner)
             self.runner.publish(sequence, session.token_ids[: sequence.length], session.tenant)
@@ -312,7 +315,7 @@ class ModelTarget:
             elif _num_read(sequence) <= session.length:
                 _keep_prompt(self.runner, session, sequence)
             if sequence.length == session.length - 1:
-                self._publish(session, sequence)
+                self.publish(session)
         verifications = [
             _verification(*results[i], order, guess)
             for i, (order, guess) in enumerate(zip(orders, guesses, strict=True), len(prefill))
@@ -451,6 +454,19 @@ class ModelTarget:
         self._forget_draft(session)
         sequence = self._sequences[session.session_id]
         self.runner.truncate(sequence, min(length - 1, sequence.length))
+
+
+def last_layer_entries(
+    target: ModelTarget, session: SessionView
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that the last layer has of an open session's committed tokens.
+
+    Only if num_layers is not 0.  # 2 x [length, kv_heads, head_dim]
+    """
+    assert isinstance(target.runner, LlamaRunner)
+    sequence = target._sequences[session.session_id]
+    keys, values = target.runner.keys_and_values(sequence, -1)
+    return keys[0], values[0]
 
 
 def _match(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,9 @@ from paceline.types import (
 
 if TYPE_CHECKING:
     from paceline.view import SessionView
+
+
+Memory = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Reading:
@@ -165,6 +168,33 @@ class HeadDrafter(Drafter):
                 path = outcome.path[: len(outcome.token_ids) - 1]
                 features = features[[0, *(node + 1 for node in path)]]
             reading.features.append(features)
+
+
+class MemoryHeadDrafter(HeadDrafter):
+    """As :class:`HeadDrafter`, of a head that also reads KV entries of the target's last layer.
+
+    The head has them while it drafts and keeps no copy (LongSpec, arXiv 2502.17421).
+
+    Args:
+        entries_of: keys and values for a session's tokens but the last.
+            # 2 x [length, kv_heads, head_dim]
+    """
+
+    def __init__(self, head: Head, entries_of: Callable[[SessionView], Memory]) -> None:
+        super().__init__(head)
+        self._entries_of = entries_of
+
+    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
+        for session, state in zip(sessions, self._states_of(sessions), strict=True):
+            state.memory = self._entries_of(session)
+        return super().root(sessions)
+
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
+        try:
+            return super().propose(sessions, budgets)
+        finally:
+            for state in self._states_of(sessions):
+                state.forget_memory()
 
 
 def _scope(session: SessionView) -> tuple[str, str]:

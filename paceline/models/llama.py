@@ -199,12 +199,12 @@ class LlamaRunner(TakesWeights):
         assert isinstance(sequence, PooledSequence)
         self._pool.publish(sequence, token_ids, scope)
 
-    def keys_and_values(self, sequence: KVSequence) -> tuple[Tensor, Tensor]:
-        """Committed KV entries in position order.  # 2 x [layers, length, kv_heads, head_dim]"""
+    def keys_and_values(self, sequence: KVSequence, first: int = 0) -> tuple[Tensor, Tensor]:
+        """KV entries of the layers from one on.  # 2 x [layers, length, kv_heads, head_dim]"""
         assert isinstance(sequence, PooledSequence)
         slots = sequence.slots[: sequence.length].astype(np.int64)
         index = torch.from_numpy(slots).to(self.device)
-        return self._pool.keys[:, index], self._pool.values[:, index]
+        return self._pool.keys[first:, index], self._pool.values[first:, index]
 
     # --- forward -------------------------------------------------------------------------------
 

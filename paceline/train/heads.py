@@ -158,7 +158,8 @@ class DraftHeadTask:
             rows: # [batch, length + 1] int64
             mask: the tokens that have a loss; None: all.  # bool [batch, length + 1]
         """
-        wants = self.head.needs & {Need.HIDDEN_STATES, Need.LAYER_STATES}
+        wants = self.head.needs | self.head.training_needs
+        wants &= {Need.HIDDEN_STATES, Need.LAYER_STATES}
         wants |= {Need.HIDDEN_STATES}
         hidden, logits, states = [], [], []
         for part in rows.split(_ROWS):

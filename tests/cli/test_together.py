@@ -85,6 +85,23 @@ def test_fuse_takes_models_of_any_vocabulary(cli: Cli, target_folder: Path) -> N
     assert with_silent["text"] == alone["text"] != found["text"]
 
 
+def test_fork_shows_each_branch_and_the_answer_in_order(cli: Cli) -> None:
+    options = ("fork", "cat, owl, pike:\n", "--method", "ar")
+    found = together(cli, *options)
+    names = [row["branch"] for row in found["branches"]]
+    assert sorted(names) == sorted(
+        ["root", *(f"{i}{j}" for i in (1, 2, 3) for j in ("", ".1", ".2"))]
+    )
+    assert found["steps"] == found["longest_path"] < found["tokens"]
+    one_by_one = together(cli, *options, "--one-by-one")
+    assert one_by_one["text"] == found["text"]
+    assert one_by_one["steps"] > 3 * found["steps"]
+    result = cli("together", *options)
+    assert result.stdout == found["text"] + "\n"
+    assert "[2] ' is a bird. It eats, and it lives.'" in result.stderr
+    assert f"{found['tokens']} tokens in 10 branches" in result.stderr
+
+
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[tuple[str, str]]:
     """Servers of the demo's drafter and of its target."""
@@ -166,6 +183,8 @@ def test_the_first_steps_are_the_large_models(cli: Cli) -> None:
         (("superpose", "x", "--corpus", "nowhere.txt"), "corpus"),
         (("fuse", "x", "--weight", 0.5), "weights: got [0.5]"),
         (("fuse", "x", "--max-bytes", 0), "max_bytes: got 0"),
+        (("fork", "x", "--fork", "two words"), "fork: got 'two words'"),
+        (("fork", "x", "--model", "demo"), "fork: got '[Fork]'"),
         (("reason", "x", "--threshold", 11), "threshold: got 11"),
         (("reason", "x", "--ca", "ca.pem"), "together with --server"),
     ],

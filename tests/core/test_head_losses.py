@@ -246,6 +246,12 @@ def moa(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
     return soft + w["feature"] * feature(drafted, batch.hidden[:, 1:])
 
 
+def longspec(head: Any, batch: HeadBatch, _w: dict[str, float]) -> float:
+    phase = int(torch.randint(8, (), generator=torch.Generator().manual_seed(SEED)))
+    drafted = head(batch.layer_states[:, :-1], batch.token_ids[:, 1:], phase)  # type: ignore[index]
+    return teacher(head.target.logits(drafted), batch.logits[:, 1:])
+
+
 def pseudo(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
     """KL(target, guess) at every place, the i-th guess weighted decay^i."""
     places = torch.arange(LENGTH - 3)
@@ -320,6 +326,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Expected, dict[str, float]]] = {
     ),
     "moa": ("moa", {}, moa, {"feature": 1}),
     "moa, weighted": ("moa", {"feature_weight": 0.3}, moa, {"feature": 0.3}),
+    "longspec": ("longspec", {}, longspec, {}),
     "ppd": ("ppd", {"places": 0}, pseudo, {"decay": 0.8}),
     "hidden_transfer": (
         "hidden_transfer", {"places": 0, "decay": 0.5}, pseudo, {"decay": 0.5},

@@ -23,6 +23,7 @@ from paceline.models.heads.falcon import Falcon
 from paceline.models.heads.fspad import Fspad
 from paceline.models.heads.hidden_transfer import HiddenTransfer
 from paceline.models.heads.hydra import Hydra, HydraPP
+from paceline.models.heads.longspec import LongSpec
 from paceline.models.heads.medusa import Medusa
 from paceline.models.heads.moa import MixtureOfAttentions
 from paceline.models.heads.mtp import Mtp
@@ -57,6 +58,7 @@ HEADS: Mapping[str, type[Head]] = {
         Falcon,
         Dovetail,
         MixtureOfAttentions,
+        LongSpec,
         PromptDecoding,
         HiddenTransfer,
     )

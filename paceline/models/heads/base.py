@@ -185,6 +185,7 @@ class Head(nn.Module, ABC):
     Attributes:
         kind: name in ``HEADS``, in folders and on the command line.
         needs: ``HIDDEN_STATES`` or ``LAYER_STATES``: what its features are.
+        training_needs: what its loss needs beside those.
         last_acceptance: of a head that estimates it: how likely the target accepts a token drawn
             from each row of its last answer.  # [num_rows]
     """
@@ -192,6 +193,7 @@ class Head(nn.Module, ABC):
     last_acceptance: FloatArray | None = None
     kind: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset({Need.HIDDEN_STATES})
+    training_needs: ClassVar[frozenset[Need]] = frozenset()
     Options: ClassVar[type[Any]]
 
     def __init__(self, target: HeadTarget, options: Any) -> None:

@@ -247,12 +247,14 @@ class ModelTarget:
         self._entries.pop(session.session_id, None)
         sequence = self._sequences.get(session.session_id)
         if sequence is not None:
-            if session.finish_reason != "error":
-                if session.branches is not None:
-                    _keep_prompt(self.runner, session, sequence)
-                self.publish(session)
-            del self._sequences[session.session_id]
-            self.runner.free(sequence)
+            try:
+                if session.finish_reason != "error":
+                    if session.branches is not None:
+                        _keep_prompt(self.runner, session, sequence)
+                    self.publish(session)
+            finally:
+                del self._sequences[session.session_id]
+                self.runner.free(sequence)
 
     @property
     def prefixes(self) -> PrefixCache | None:

@@ -277,11 +277,10 @@ class Auto:
         self._credit = 0.0  # seconds that may be spent on learning
         self._session: SessionView | None = None
         self._pace = _Pace(MEMORY)
-        self._workload = ""
         self._stop = ConfidenceStop(1, 0.0)
         self.stop_rule: StopRule | None = self._stop
         self._pick = Pick(None, 0)
-        self._num_ar = 0
+        self._workload, self._num_ar = "", 0
         self._rest = Rest()
 
     # --- as a length controller ----------------------------------------------------------------
@@ -311,8 +310,8 @@ class Auto:
             self._known.looked(draft_seconds / self._step.num_looking)
         self._known.learnt.record(self._step, outcome, draft_seconds, verify_seconds)
         seconds = draft_seconds + verify_seconds
-        most = LEARNING_SHARE * MOST_CREDIT * seconds
-        self._credit = min(self._credit + LEARNING_SHARE * seconds, most)
+        share = LEARNING_SHARE * seconds
+        self._credit = min(self._credit + share, MOST_CREDIT * share)
         seconds += self._known.learnt.overhead
         self._known.pace.add(len(outcome.token_ids), seconds)
         self._pace.add(len(outcome.token_ids), seconds)
@@ -367,10 +366,10 @@ class Auto:
         if best.speed * verify[0] <= LEAST_GAIN:
             chosen, depth = None, 0
         others = (offer.gain(speed) for offer in offers if offer.drafter != chosen)
-        second = max(others, default=best.gain(speed))
+        lead = (best.gain(speed) - max(others, default=best.gain(speed))) / speed
         for name in self._found:
             candidate = self._of(name)
-            saved = (best.gain(speed) - second) / speed if name == chosen else 0.0
+            saved = lead if name == chosen else 0.0
             candidate.worth = WORTH_MEMORY * candidate.worth + (1.0 - WORTH_MEMORY) * saved
         saved = 0.0 if chosen is None else (best.gain(speed) - offers[0].gain(speed)) / speed
         self._rest.looked(saved, self._load.num_running * self._known.look, verify[0])
@@ -381,9 +380,9 @@ class Auto:
             self._stop.threshold = self._least_sure(chosen, depth, speed)
         look = self._load.num_running * self._known.look / max(1, len(self._looked)) / verify[0]
         costs = dict.fromkeys(drafters, HEAD_COST) | dict.fromkeys(self._looked, look)
-        saved = max(0.0, best.gain(speed) - second) / speed / verify[0]
         workload = crowded(self._workload, self._load.num_running)
-        self._known.experience.roster.count(workload, costs, chosen, saved)
+        roster = self._known.experience.roster
+        roster.count(workload, costs, chosen, max(0.0, lead) / verify[0])
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None

@@ -276,12 +276,11 @@ class Auto:
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
         self._session: SessionView | None = None
-        self._pace = _Pace(MEMORY)
+        self._pace, self._rest = _Pace(MEMORY), Rest()
         self._stop = ConfidenceStop(1, 0.0)
         self.stop_rule: StopRule | None = self._stop
         self._pick = Pick(None, 0)
         self._workload, self._num_ar = "", 0
-        self._rest = Rest()
 
     # --- as a length controller ----------------------------------------------------------------
 
@@ -359,14 +358,15 @@ class Auto:
             offers += self._offers(name, draft.num_nodes, (0.0, 0.0, 1.0), speed)
         for name in drafters:
             offers += self._offers(name, self._longest_of(name), self._cost(name), speed)
-        # No round can be worth more than the best one: a higher speed was luck.
-        # And estimates are not so accurate that a smaller gain would be one.
+        # A higher speed than the best round's was luck, and estimates are not so accurate.
         speed = LEAST_GAIN * min(speed, max(offer.speed for offer in offers))
         chosen, depth, *_ = best = max(offers, key=lambda offer: offer.gain(speed))
         if best.speed * verify[0] <= LEAST_GAIN:
             chosen, depth = None, 0
-        others = (offer.gain(speed) for offer in offers if offer.drafter != chosen)
-        lead = (best.gain(speed) - max(others, default=best.gain(speed))) / speed
+        # Lookups often find the same: one of them, which is chosen then, has what all would save.
+        rivals = (o for o in offers if o.drafter != chosen and o.drafter not in self._found)
+        second = max((offer.gain(speed) for offer in rivals), default=best.gain(speed))
+        lead = 0.0 if chosen is None else (best.gain(speed) - second) / speed
         for name in self._found:
             candidate = self._of(name)
             saved = lead if name == chosen else 0.0
@@ -381,8 +381,7 @@ class Auto:
         look = self._load.num_running * self._known.look / max(1, len(self._looked)) / verify[0]
         costs = dict.fromkeys(drafters, HEAD_COST) | dict.fromkeys(self._looked, look)
         workload = crowded(self._workload, self._load.num_running)
-        roster = self._known.experience.roster
-        roster.count(workload, costs, chosen, max(0.0, lead) / verify[0])
+        self._known.experience.roster.count(workload, costs, chosen, lead / verify[0])
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None

@@ -28,11 +28,10 @@ from paceline.tokenizer import Tokenizer
 
 LONGEST_READ = 256
 """Tokens of a prompt that a head of method ``auto`` reads at most."""
-MOST_AGAIN = 16
-"""Tokens of the prefix cache that the target computes again for a head, whatever the request."""
-AGAIN_SHARE, MOST_AGAIN_ALONE = 0.5, 64
-"""The same for a request with few others beside it: a share of ``max_tokens``, and at most so many.
-A token in a batch costs an eighth of a round or less, and a head saves more than a sixteenth."""
+MOST_AGAIN, AGAIN_SHARE, MOST_AGAIN_OF_LONG = 16, 0.5, 64
+"""Tokens at most that the target has in its prefix cache and computes again for a head: the first
+number, or a share of ``max_tokens`` up to the last. A token in a forward of several costs an eighth
+of a round or less, and a head saves more than a sixteenth. In a batch it saves too little."""
 
 
 class Intake:
@@ -219,7 +218,7 @@ class Intake:
         reads_states = not self._drafters.remote
         roster = experience_of(self.length_context).roster
         workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
-        num_sessions = self._num_sessions()
+        num_sessions = self._num_sessions() + 1
         workload = crowded(workload, num_sessions)
         for methods in AUTO_CHOICES:
             for method in (self._catalogue[name] for name in methods if name in self._catalogue):
@@ -247,10 +246,10 @@ class Intake:
         drafter = self._drafters.get(head)
         known = 0 if drafter is None else drafter.num_known(prompt, *owner)
         cached = num_cached(self._target, prompt[:-1], *owner)
-        again = MOST_AGAIN
-        if self._num_sessions() < CROWD:
-            share = int(AGAIN_SHARE * request.params.max_tokens)
-            again = max(again, min(share, MOST_AGAIN_ALONE))
+        share = int(AGAIN_SHARE * request.params.max_tokens)
+        again = max(MOST_AGAIN, min(share, MOST_AGAIN_OF_LONG))
+        if self._num_sessions() + 1 >= CROWD:
+            again = 0
         return len(prompt) - known <= LONGEST_READ and cached - known <= again
 
     def _check_prediction(self, prediction: Sequence[int], plan: Plan) -> None:

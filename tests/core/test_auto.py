@@ -30,6 +30,7 @@ from paceline.lengths.experience import (
     MOST_WEIGHT,
     TRY_AGAIN,
     Experience,
+    Roster,
     crowded,
     experience_of,
 )
@@ -441,18 +442,25 @@ def test_in_a_batch_a_lookup_that_is_not_chosen_joins_few_sessions() -> None:
 def test_in_a_batch_the_roster_counts_the_lookups_that_were_asked() -> None:
     engine = load_engine()
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    sessions = [
-        engine.submit(
-            Request([*range(40), n, *range(20)], params, SpeculationConfig(method="auto"))
-        )
-        for n in range(100, 108)
-    ]
+    config = SpeculationConfig(method="auto")
+    prompts = ([*range(40), n, *range(20)] for n in range(100, 108))
+    sessions = [engine.submit(Request(prompt, params, config)) for prompt in prompts]
     while engine.has_work:
         engine.step()
     assert all(session.error is None for session in sessions)
     seen = experience_of(engine.length_context).roster.seen
-    looks = sum(seen[key].rounds for key in seen if key[0] != "short" and key[1] == "suffix")
-    assert 8 <= looks < 8 * 24
+    for name in ("suffix", "copyspec", "prompt_lookup"):
+        found = seen["short, 16", name]  # eight sessions
+        assert 0 < found.rounds < 8 * 24
+
+
+def test_what_a_drafter_saved_counts_against_what_it_cost() -> None:
+    roster = Roster()
+    for chosen in ("a", None, None, None) * 25:
+        roster.count("short", {"a": 0.04, "b": 0.04}, chosen, 0.2)
+    assert all(roster.joins("a", "short") for _ in range(TRY_AGAIN))  # 5 rounds for 4
+    assert sum(roster.joins("b", "short") for _ in range(2 * TRY_AGAIN)) == 2
+    assert all(roster.joins("b", "long") for _ in range(TRY_AGAIN))  # nothing known
 
 
 def test_drafters_can_be_made_before_the_first_request(demo: Engine, zoo: Path) -> None:

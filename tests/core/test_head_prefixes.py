@@ -10,7 +10,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.base import DRAFTERS
 from paceline.engine import Engine, EngineLimits
 from paceline.engine.events import RoundEvent
-from paceline.engine.intake import AGAIN_SHARE, LONGEST_READ, MOST_AGAIN, MOST_AGAIN_ALONE
+from paceline.engine.intake import AGAIN_SHARE, LONGEST_READ, MOST_AGAIN, MOST_AGAIN_OF_LONG
 from paceline.lengths.experience import CROWD
 from paceline.loading import load_runner
 from paceline.model_names import resolve_model
@@ -186,7 +186,7 @@ def test_the_target_does_not_compute_much_again_for_it() -> None:
 
 def test_for_a_long_answer_it_computes_more_again() -> None:
     engine = make()
-    prompt = list(range(100, 100 + MOST_AGAIN_ALONE + BLOCK + 1))
+    prompt = list(range(100, 100 + MOST_AGAIN_OF_LONG + BLOCK + 1))
     Run(engine, prompt[: 2 * BLOCK + 1], "ar")
     assert not joins(engine, prompt, max_tokens=int(2 * BLOCK / AGAIN_SHARE) - 1)
     assert joins(engine, prompt, max_tokens=int(2 * BLOCK / AGAIN_SHARE))

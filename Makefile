@@ -160,7 +160,7 @@ lint: $(STAMP) ## style, types, import contracts, commit subjects, generated cod
 	@$(BIN)/python -m paceline.deployments.dashboard --check
 	@$(BIN)/python helm/generate.py --check
 	@$(BIN)/python .ci/release.py --check
-	@long=$$(git log --since=2026-11-25 --no-merges --format='%h %s' 2>/dev/null | \
+	@long=$$(git log --since=2026-11-26T01:00:00Z --no-merges --format='%h %s' 2>/dev/null | \
 	  awk '{ subject = $$0; sub(/^[^ ]+ /, "", subject); if (length(subject) > 72) print }'); \
 	if [ -n "$$long" ]; then echo "commit subjects of more than 72 characters:" >&2; \
 	  echo "$$long" >&2; exit 1; fi

@@ -228,11 +228,11 @@ class Intake:
                     and (request.prediction or not method.reads_prediction)
                     and (request.params.constraint or not method.reads_constraint)
                 ):
-                    name = method.drafter
-                    costs = method.needs or num_sessions >= CROWD
-                    if (not method.needs or self._reads_little(name, request)) and (
-                        not costs or roster.joins(name, workload)
-                    ):
+                    name, costs = method.drafter, method.needs or num_sessions >= CROWD
+                    if method.needs and not self._reads_little(name, request):
+                        break
+                    # A request with a prediction asks for its drafter.
+                    if not costs or method.reads_prediction or roster.joins(name, workload):
                         names.append(name)
                     break
         return config.model_copy(update={DRAFTERS.name: tuple(names) or None})

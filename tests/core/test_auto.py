@@ -439,6 +439,22 @@ def test_in_a_batch_a_lookup_that_is_not_chosen_joins_few_sessions() -> None:
     assert sum(has_lookup() for _ in range(2 * TRY_AGAIN)) == 2
 
 
+def test_in_a_batch_a_prediction_always_has_its_drafter() -> None:
+    engine = load_engine()
+    roster = experience_of(engine.length_context).roster
+    workload = crowded("prediction", 8)
+    for _ in range(100):
+        roster.count(workload, {"predicted_outputs": 0.04}, None, 0.0)
+    params, config = SamplingParams(max_tokens=4), SpeculationConfig(method="auto")
+    sessions = [
+        engine.submit(Request([1, 2, n], params, config, prediction=[5, 6, 7])) for n in range(8)
+    ]
+    assert all("predicted_outputs" in (s.config[DRAFTERS] or ()) for s in sessions)
+    while engine.has_work:
+        engine.step()
+    assert all(session.error is None for session in sessions)
+
+
 def test_in_a_batch_the_roster_counts_the_lookups_that_were_asked() -> None:
     engine = load_engine()
     params = SamplingParams(max_tokens=24, ignore_eos=True)

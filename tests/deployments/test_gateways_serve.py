@@ -145,7 +145,7 @@ async def test_the_ledger_is_one_and_comes_back(app: str, engine: Any) -> None:
     """A session that began before is still served at both gateways."""
     prompt_ids = engine.tokenizer.encode(PROMPTS[0])
     addresses = [g["address"] for g in await asyncio.to_thread(_replicas, "gateway")]
-    name = f"paceline-ledger-v1-{NAME}"
+    name = f"paceline-ledger-v2-{NAME}"
     ledger = ray.get_actor(name, namespace="serve")
     instance, key = ray.get(ledger.key.remote())
     assert len(key) == 32

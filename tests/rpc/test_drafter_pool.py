@@ -293,25 +293,29 @@ def test_frames_of_several_targets_share_a_forward() -> None:
 
 def test_frames_of_one_target_that_wait_share_a_forward_and_keep_their_order() -> None:
     """Its sessions need not be in step; frames that name one session come one after the other."""
-    drafter = Batches()
-    with served(drafter) as (address, servicer), targets(address, 1) as (remote,):
-        drafter.gate = threading.Event()
-        sessions = [session_of([i + 1], f"s{i}") for i in range(4)]
-        futures = [remote.propose([session], [Budget(2, 2)])[0] for session in sessions]
-        assert eventually(lambda: drafter.sizes == [1])
-        time.sleep(0.2)
-        sessions[3].token_ids.append(9)
-        futures += remote.propose([sessions[3]], [Budget(2, 2)])
-        remote.close(sessions[1])
-        time.sleep(0.1)
-        drafter.gate.set()
-        drafts = [future.result(5) for future in futures]
-        assert [int(draft.token_ids[0]) for draft in drafts] == [1, 2, 3, 4, 9]
-        # Usually 1, 3 and 1; the second may come apart where the machine is busy.
-        assert drafter.sizes[0] == drafter.sizes[-1] == 1
-        assert max(drafter.sizes) > 1
-        assert sum(drafter.sizes) == 5
-        assert eventually(lambda: servicer.num_sessions == 3)
+    shared = []
+    for _ in range(5):  # on a busy machine frames may come apart
+        drafter = Batches()
+        with served(drafter) as (address, servicer), targets(address, 1) as (remote,):
+            drafter.gate = threading.Event()
+            sessions = [session_of([i + 1], f"s{i}") for i in range(4)]
+            futures = [remote.propose([session], [Budget(2, 2)])[0] for session in sessions]
+            assert eventually(lambda: drafter.sizes == [1])  # noqa: B023  # called at once
+            time.sleep(0.2)
+            sessions[3].token_ids.append(9)
+            futures += remote.propose([sessions[3]], [Budget(2, 2)])
+            remote.close(sessions[1])
+            time.sleep(0.1)
+            drafter.gate.set()
+            drafts = [future.result(5) for future in futures]
+            assert [int(draft.token_ids[0]) for draft in drafts] == [1, 2, 3, 4, 9]
+            assert drafter.sizes[0] == drafter.sizes[-1] == 1
+            assert sum(drafter.sizes) == 5
+            assert eventually(lambda: servicer.num_sessions == 3)
+        shared.append(max(drafter.sizes) > 1)
+        if shared[-1]:
+            break
+    assert shared[-1]
 
 
 def test_a_target_at_fault_does_not_take_the_others_along_for_long() -> None:

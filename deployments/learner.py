@@ -24,7 +24,6 @@ from ray.serve.handle import DeploymentHandle
 from paceline.deployments.config import DeploymentConfig
 from paceline.deployments.metrics import Exporter, Reporting
 from paceline.errors import InvalidArgument
-from paceline.models.layouts import read_config
 
 if TYPE_CHECKING:
     from paceline.engine import EngineThread
@@ -219,6 +218,7 @@ class RejectionSender:
     def __init__(
         self, engine: EngineThread, learner: DeploymentHandle[Any], config: DeploymentConfig
     ) -> None:
+        from paceline.models.layouts import read_config
         from paceline.rejections import RejectionRecorder
 
         assert config.drafter_folder is not None  # the configuration is checked

@@ -3,8 +3,8 @@
 A target's death loses the work of all its sessions, and says nothing about which of them caused it.
 Suspects are those whose request the target had taken and whose first token had not come since. They
 are tried again one at a time, so that a second death names one of them. Gateways tell each other
-through the ledger (:mod:`paceline.deployments.ledger`): a request that killed a target at two of them
-is refused at all of them.
+through the ledger (:mod:`paceline.deployments.ledger`), so a request that kills at two of them is
+refused at all of them.
 """
 
 from __future__ import annotations

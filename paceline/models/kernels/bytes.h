@@ -327,7 +327,7 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
                         int tiles, const struct target *t)
 {
     const int inputs = (k + 3) / 4 * 4;
-    const int group = group_size(rows), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    const int group = group_size(rows, 0), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
     const int groups = (all + group - 1) / group;
     const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
     const size_t bytes = rows * (sizeof(float) + (size_t)inputs * sizeof(byte_in));

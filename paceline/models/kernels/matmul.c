@@ -110,7 +110,7 @@ static int linear(const void *x, const void *packed, int packing, int rows, int 
         return byte_product(x, packed, rows, k, threads, share, packing == TILE_BYTES, t);
     const int pairs = packing != FLOATS, dots = packing == DOTS;
     const int steps = pairs ? k / 2 : k;
-    const int group = group_size(rows), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    const int group = group_size(rows, packing == HALVES), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
     const int groups = (all + group - 1) / group;
     const size_t panel = (size_t)steps * LINE, stride = dots ? k / 2 : k;
     float *wide = NULL;

@@ -12,7 +12,7 @@
 #define MAX_ROWS 6
 #define PANELS(rows) ((rows) <= 3 ? 8 : 4)
 #elif HAS_FMA
-#define GROUP 4
+#define GROUP 8
 #define MAX_ROWS (SUBSTEPS == 1 ? 6 : 5) /* halves need registers for themselves */
 #define PANELS(rows) ((rows) == 1 ? 4 : (rows) + SUBSTEPS <= 4 ? 2 : 1)
 #else /* a multiply-add is many instructions: nothing is gained by several rows */
@@ -21,14 +21,26 @@
 #define PANELS(rows) 1
 #endif
 
+/* Panels that a thread takes together for `rows` rows. Without wide vectors, only one row of halves has time
+ * for eight streams of weights. */
+ALWAYS_INLINE int group_size(int rows, int halves)
+{
+    return rows <= (W == 16 ? 3 : halves) ? GROUP : 4;
+}
+
+/* Whether chunks are short. Where registers hold the sums of one panel only, the panels of a group are then
+ * read side by side all the same: memory gives several streams more than one. Many rows take longer to
+ * compute than to read, and a few steps of k are read in no time. */
+ALWAYS_INLINE int in_turns(int rows, int halves, int steps)
+{
+    return W == 8 && rows + halves > 1 && rows <= 16 && steps >= 256;
+}
+
 /* Steps of k that all rows take before the next ones: a core's own cache holds a group's panels for them, and
  * for the chunk that is fetched meanwhile. Sums wait in memory between two chunks, which changes no bit. */
-#define CHUNK(group) (2048 / (group))
-
-/* Panels that a thread takes together for `rows` rows. */
-ALWAYS_INLINE int group_size(int rows)
+ALWAYS_INLINE int chunk_size(int rows, int halves, int steps)
 {
-    return rows <= 3 ? GROUP : 4;
+    return in_turns(rows, halves, steps) ? 16 : 2048 / group_size(rows, halves);
 }
 
 /* Blocks of several rows fetch what comes next, unless they read four panels or more and memory takes longer

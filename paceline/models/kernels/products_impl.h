@@ -84,7 +84,10 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
                  float *sums, int rows, int steps, int panels)
 {
     const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int size = CHUNK(group_size(rows)), chunks = (steps + size - 1) / size;
+    const int halves = SUBSTEPS == 2, size = chunk_size(rows, halves, steps);
+    const int chunks = (steps + size - 1) / size;
+    const int fetches = in_turns(rows, halves, steps) ? blocks > 1 || (halves && rows > 1)
+                                                      : rows >= FETCH_ROWS;
     for (int c = 0; c < chunks; c++) {
         const int from = (int)((int64_t)steps * c / chunks);
         const int to = (int)((int64_t)steps * (c + 1) / chunks);
@@ -93,7 +96,7 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
             /* Blocks of even size: 7 rows as 4 + 3 cost less than as 6 + 1. */
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
             NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
-                       FETCH_TURN(b, rows >= FETCH_ROWS), blocks, end - r, panels);
+                       FETCH_TURN(b, fetches), blocks, end - r, panels);
         }
     }
 }

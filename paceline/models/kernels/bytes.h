@@ -12,15 +12,14 @@ struct byte_panel {
 };
 
 /* For each instruction set: the type of inputs and what is added to them; the SUMS of a panel, each a native
- * vector of int32; the panels and rows whose sums the registers hold; from how many rows on blocks fetch
- * what comes next. step adds four k of 16 outputs, finish turns them into 16 sums. */
+ * vector of int32; the panels and rows whose sums the registers hold. step adds four k of 16 outputs, finish
+ * turns them into 16 sums. */
 #if W == 16 && defined(__AVX512VNNI__)
 typedef uint8_t byte_in;
 #define BYTE_SHIFT 128
 #define SUMS 1
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) <= 3 ? 8 : 4)
-#define BYTE_FETCH_ROWS 9
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -41,7 +40,6 @@ typedef int16_t byte_in;
 #define SUMS 2
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) == 1 ? 1 : 2)
-#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -68,7 +66,6 @@ typedef uint8_t byte_in;
 #define SUMS 2
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
-#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -90,7 +87,6 @@ typedef int16_t byte_in;
 #define SUMS 4
 #define BYTE_ROWS 3
 #define BYTE_PANELS(rows) 1
-#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -119,12 +115,10 @@ typedef int8_t byte_in;
 #define SUMS 4
 #define BYTE_ROWS 6
 #define BYTE_PANELS(rows) ((rows) <= 2 ? 2 : 1)
-#define BYTE_FETCH_ROWS 2
 #else
 #define SUMS 8
 #define BYTE_ROWS 2
 #define BYTE_PANELS(rows) 1
-#define BYTE_FETCH_ROWS 2
 #endif
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
@@ -164,7 +158,6 @@ typedef int8_t byte_in;
 #define SUMS 4
 #define BYTE_ROWS 1
 #define BYTE_PANELS(rows) 1
-#define BYTE_FETCH_ROWS 2
 
 ALWAYS_INLINE void byte_step(nat_int *sums, const int8_t *w, const byte_in *x)
 {
@@ -357,8 +350,7 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
                     byte_tiles(from, inputs, w, panel, scales + r, t, r, p * WIDTH, count, panels);
                 else
                     byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, group * panel,
-                              FETCH_TURN(b, rows >= BYTE_FETCH_ROWS), blocks, rows * (b + 1) / blocks - r,
-                              panels);
+                              FETCH_TURN(b, rows), blocks, rows * (b + 1) / blocks - r, panels);
             }
         }
         if (tiles)

@@ -76,7 +76,6 @@ ALWAYS_INLINE vec dot(vec acc, vec w, vec value)
 }
 
 #define NAME(f) f##_dots
-#define FETCH_ROWS MANY_STREAMS(9)
 #define X float
 #define SUBSTEPS 1
 #define VALUE(x) set_(x)

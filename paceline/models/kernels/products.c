@@ -14,7 +14,6 @@ ALWAYS_INLINE vec half_of(const char *pairs, int high)
 }
 
 #define NAME(f) f##_floats
-#define FETCH_ROWS MANY_STREAMS(9)
 #define X float
 #define SUBSTEPS 1
 #define VALUE(x) set_(x)
@@ -23,7 +22,6 @@ ALWAYS_INLINE vec half_of(const char *pairs, int high)
 #include "products_impl.h"
 
 #define NAME(f) f##_halves
-#define FETCH_ROWS MANY_STREAMS(4)
 #define X float
 #define SUBSTEPS 2
 #define VALUE(x) set_(x)

@@ -28,27 +28,19 @@ ALWAYS_INLINE int group_size(int rows, int halves)
     return rows <= (W == 16 ? 3 : halves) ? GROUP : 4;
 }
 
-/* Whether chunks are short. Where registers hold the sums of one panel only, the panels of a group are then
- * read side by side all the same: memory gives several streams more than one. Many rows take longer to
- * compute than to read, and a few steps of k are read in no time. */
-ALWAYS_INLINE int in_turns(int rows, int halves, int steps)
-{
-    return W == 8 && rows + halves > 1 && rows <= 16 && steps >= 256;
-}
-
 /* Steps of k that all rows take before the next ones: a core's own cache holds a group's panels for them, and
- * for the chunk that is fetched meanwhile. Sums wait in memory between two chunks, which changes no bit. */
-ALWAYS_INLINE int chunk_size(int rows, int halves, int steps)
+ * for the chunk that is fetched meanwhile. Where the registers hold the sums of half a group, both halves are
+ * read side by side in short turns. Sums wait in memory between two chunks, which changes no bit. */
+ALWAYS_INLINE int chunk_size(int group)
 {
-    return in_turns(rows, halves, steps) ? 16 : 2048 / group_size(rows, halves);
+    return W < 16 && group > 4 ? 16 : 2048 / group;
 }
 
-/* Blocks of several rows fetch what comes next, unless they read four panels or more and memory takes longer
- * than arithmetic: then the processor reads faster by itself, because instructions that fetch wait in the
- * same few places as loads. */
-#define FETCH(from) __builtin_prefetch(from, 0, 3)
-#define FETCH_TURN(block, fetches) ((fetches) ? (block) : -1) /* -1: never */
-#define MANY_STREAMS(rows) (W == 16 ? (rows) : 2) /* from so many rows on, arithmetic takes longer than reading */
+/* Blocks of several rows fetch what comes next, into the cache that a core keeps its panels in: what goes
+ * to the first level instead waits in the few places that loads need, too, and memory and arithmetic take
+ * their time one after the other. One row is read faster by the processor itself. */
+#define FETCH(from) __builtin_prefetch(from, 0, 2)
+#define FETCH_TURN(block, rows) ((rows) > 1 ? (block) : -1) /* -1: never */
 
 /* Where results go; panels may have more outputs than these. */
 struct target {

@@ -1,7 +1,6 @@
 /* Products of rows with panels of weights. Included once for each kind of weights, with NAME(f), X (the type
  * of inputs), SUBSTEPS (inputs that 64 bytes of a panel hold), VALUE(x) (a vec of one input),
- * WEIGHTS(from, substep), STEP(sums, weights, value) and FETCH_ROWS (from how many rows on blocks fetch
- * what comes next) set. */
+ * WEIGHTS(from, substep) and STEP(sums, weights, value) set. */
 
 /* Steps [from, to) of k for a block of rows and panels; its sums so far, [rows][GROUP][WIDTH], are in
  * memory. Each of `turns` such blocks fetches a share of the next chunk, spread over its own steps, so that
@@ -84,10 +83,7 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
                  float *sums, int rows, int steps, int panels)
 {
     const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int halves = SUBSTEPS == 2, size = chunk_size(rows, halves, steps);
-    const int chunks = (steps + size - 1) / size;
-    const int fetches = in_turns(rows, halves, steps) ? blocks > 1 || (halves && rows > 1)
-                                                      : rows >= FETCH_ROWS;
+    const int size = chunk_size(group_size(rows, SUBSTEPS == 2)), chunks = (steps + size - 1) / size;
     for (int c = 0; c < chunks; c++) {
         const int from = (int)((int64_t)steps * c / chunks);
         const int to = (int)((int64_t)steps * (c + 1) / chunks);
@@ -96,7 +92,7 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
             /* Blocks of even size: 7 rows as 4 + 3 cost less than as 6 + 1. */
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
             NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
-                       FETCH_TURN(b, fetches), blocks, end - r, panels);
+                       FETCH_TURN(b, rows), blocks, end - r, panels);
         }
     }
 }
@@ -107,4 +103,3 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
 #undef VALUE
 #undef WEIGHTS
 #undef STEP
-#undef FETCH_ROWS

@@ -322,6 +322,8 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
     const int inputs = (k + 3) / 4 * 4;
     const int group = group_size(rows, 0), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
     const int groups = (all + group - 1) / group;
+    /* One panel after the other is one long stream, which the processor reads ahead by itself. */
+    const int lines = BYTE_PANELS(1) == 1 ? INT32_MAX : inputs / 4;
     const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
     const size_t bytes = rows * (sizeof(float) + (size_t)inputs * sizeof(byte_in));
     tiles = tiles && rows > BYTE_ROWS;
@@ -350,7 +352,8 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
                     byte_tiles(from, inputs, w, panel, scales + r, t, r, p * WIDTH, count, panels);
                 else
                     byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, group * panel,
-                              FETCH_TURN(b, rows), blocks, rows * (b + 1) / blocks - r, panels);
+                              fetch_turn(b, rows, lines, BYTE_PANELS(4) == 4), blocks,
+                              rows * (b + 1) / blocks - r, panels);
             }
         }
         if (tiles)

@@ -36,11 +36,17 @@ ALWAYS_INLINE int chunk_size(int group)
     return W < 16 && group > 4 ? 16 : 2048 / group;
 }
 
-/* Blocks of several rows fetch what comes next, into the cache that a core keeps its panels in: what goes
- * to the first level instead waits in the few places that loads need, too, and memory and arithmetic take
- * their time one after the other. One row is read faster by the processor itself. */
+/* Blocks fetch what comes next, into the cache that a core keeps its panels in: what goes to the first level
+ * instead waits in the few places that loads need, too, and memory and arithmetic take their time one after
+ * the other. */
 #define FETCH(from) __builtin_prefetch(from, 0, 2)
-#define FETCH_TURN(block, rows) ((rows) > 1 ? (block) : -1) /* -1: never */
+
+/* Which share of the next panels a block fetches; -1: none. A few rows with all streams of weights at once
+ * are read faster by the processor itself, unless panels end before it has seen that they go on. */
+ALWAYS_INLINE int fetch_turn(int block, int rows, int lines, int all_streams)
+{
+    return rows > (all_streams ? 4 : 1) || lines <= 320 ? block : -1;
+}
 
 /* Where results go; panels may have more outputs than these. */
 struct target {

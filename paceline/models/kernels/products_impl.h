@@ -92,7 +92,7 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
             /* Blocks of even size: 7 rows as 4 + 3 cost less than as 6 + 1. */
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
             NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
-                       FETCH_TURN(b, rows), blocks, end - r, panels);
+                       fetch_turn(b, rows, steps, W == 16 && SUBSTEPS == 1), blocks, end - r, panels);
         }
     }
 }

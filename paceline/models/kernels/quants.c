@@ -267,7 +267,7 @@ static void quant_round(const void *x, size_t at, struct quant_inputs *out, int 
 /* Panels that a block of rows takes together. Several streams are read faster than one, and sums that do not
  * wait for each other hide the latency of additions; with more panels, registers run out. */
 #if W == 16
-#define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : (rows) <= 4 || (bits) == 8 ? 4 : 2)
+#define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : (rows) <= 4 || ((bits) == 8 && (rows) <= 6) ? 4 : 2)
 #elif HAS_FMA
 #define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : 4)
 #else

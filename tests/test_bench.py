@@ -120,6 +120,7 @@ def rows_of(result: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_result_has_every_method_category_and_field(
     target: Path, drafter: Path, questions: Path
 ) -> None:

@@ -137,6 +137,7 @@ def kernels_in(wheel: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     patterns = (
@@ -169,12 +170,14 @@ def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
         assert in_wheel(path) in names
 
 
+@pytest.mark.slow
 def test_the_wheels_top_level_is_paceline_alone(wheel: Path) -> None:
     roots = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     distribution = "-".join(wheel.name.split("-")[:2])
     assert roots == {"paceline", f"{distribution}.dist-info"}
 
 
+@pytest.mark.slow
 def test_wheel_is_small_enough_to_ship_weights(wheel: Path) -> None:
     """Those of the demo pair, its heads, the other models, and the heads for SmolLM2."""
     limits = {
@@ -195,6 +198,7 @@ def test_wheel_is_small_enough_to_ship_weights(wheel: Path) -> None:
     assert wheel.stat().st_size <= 25e6 + beside
 
 
+@pytest.mark.slow
 def test_wheel_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
@@ -209,6 +213,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_installed_wheel_generates_without_ray_and_grpc(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
@@ -244,6 +249,7 @@ def make_stranger(folder: Path) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 def test_installed_beside_packages_of_the_folders_names(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
@@ -270,6 +276,7 @@ def test_installed_beside_packages_of_the_folders_names(wheel: Path, tmp_path: P
     assert "--space" in run_installed(site, empty, site / "bin/paceline", "sweep", "run", "--help")
 
 
+@pytest.mark.slow
 def test_wheel_brings_the_kernels(wheel: Path, source: Path) -> None:
     assert kernels_in(wheel) == {build.library_name(name) for name in HERE}
     tags = wheel.stem.split("-")[-3:]
@@ -336,6 +343,7 @@ def test_an_editable_install_brings_no_libraries(source: Path, tmp_path: Path) -
     assert not [*source.rglob("*.so"), *tmp_path.rglob("*.so")]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_installed_wheel_has_its_kernels_without_a_compiler(
     installed: Path, tmp_path: Path

@@ -119,6 +119,7 @@ def test_tokens_are_those_of_ar(case: Case, chat: Chat) -> None:
     chat.check(case, prompts, num_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(len(TEMPERATURES)))
 def test_methods_that_share_a_batch_have_the_tokens_of_ar(turn: int, chat: Chat) -> None:
     """Every method with Q4_1: as one leaves the batch the next joins, each with its own knobs."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from paceline.bench.board_rows import read_row
 from tests.cli.conftest import Cli
 
 
+@pytest.mark.slow
 def test_a_board_is_measured_continued_shown_and_checked(
     cli: Cli, target_folder: Path, tmp_path: Path
 ) -> None:

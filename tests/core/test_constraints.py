@@ -117,6 +117,7 @@ def exact_methods(demo: Engine) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize(

@@ -371,6 +371,7 @@ def test_it_learns_what_the_target_writes(tmp_path: Path) -> None:
     assert accepted_length(decode(head, tmp_path, "longspec")) > 2.5
 
 
+@pytest.mark.slow
 def test_the_end_of_the_context(zoo: Path, tmp_path: Path) -> None:
     check_end_of_context(LongSpec, LongSpecOptions(window=8), zoo, tmp_path)
 

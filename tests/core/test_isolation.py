@@ -72,6 +72,7 @@ def small(tiny_folder: Path) -> Iterator[Small]:
     small.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(arrivals, limits)
 def test_any_schedule_of_arrivals_and_cancellations(

@@ -139,6 +139,7 @@ async def scores_of(relay: Relay, data: bytes) -> list[list[float]]:
     return [logprobs for _, logprobs in sorted(found.items())]
 
 
+@pytest.mark.slow
 async def test_continuations_that_kill(fleet: Fleet) -> None:
     gate = Gate()
     relay = Relay(fleet, idle_timeout_s=60, resume_s=20, gate=gate)
@@ -162,6 +163,7 @@ async def test_continuations_that_kill(fleet: Fleet) -> None:
     await relay.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [MAX_UNREACHED - 1, MAX_UNREACHED])
 async def test_targets_that_are_gone_but_still_offered(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dead: int

@@ -123,6 +123,7 @@ def test_a_step_less_or_more_changes_no_weight(talks: list[Talk], tmp_path: Path
         assert torch.equal(one, other), name
 
 
+@pytest.mark.slow
 def test_the_measured_length_is_that_of_serving(talks: list[Talk], tmp_path: Path) -> None:
     """A trained head drafts better than an untrained one, and as the measurement says."""
     trainer = ChatHeadTrainer(

@@ -113,6 +113,7 @@ def test_specdecpp_learns_on_the_drafters_tokens_in_mixed_texts(zoo: Path) -> No
 # --- a predictor for each head --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ldlp_learns_from_the_rounds_of_a_head(zoo: Path, tmp_path: Path) -> None:
     target = make_model("llama_gqa", zoo, num_hidden_layers=2)
     heads = tmp_path / "heads"
@@ -142,6 +143,7 @@ def test_ldlp_learns_from_the_rounds_of_a_head(zoo: Path, tmp_path: Path) -> Non
 # --- what ships -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_shipped_disco_is_no_worse_than_the_best_fixed_length() -> None:
     """By tokens per cost, where drafting a token costs a tenth of a verification."""
     engine = load_engine()

@@ -514,6 +514,7 @@ def two_domains(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out, folder / "drafter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("divergence", "rounds"),
     [

@@ -161,6 +161,7 @@ def chat(
     - `paceline chat`
     - `paceline chat --target ./model --method suffix_decoding -t 0.7`
     """
+    from paceline.deployments.experience import kept_experience
     from paceline.loading import load_engine
     from paceline.methods import METHODS
     from paceline.tokenizer import chat_template
@@ -191,16 +192,17 @@ def chat(
         with suppress(ImportError):
             import readline  # noqa: F401  # input() has a history then
         err.print("[dim]/help lists the commands; ctrl-d leaves[/]")
-    while (line := _read()) is not None:
-        text = line.strip()
-        try:
-            if text.startswith("/"):
-                if not _obey(talk, *text.split(maxsplit=1)):
-                    break
-            elif text:
-                _show(talk, text)
-        except PacelineError as error:
-            err.print(str(error), style="red", highlight=False)
+    with kept_experience(engine, chosen):
+        while (line := _read()) is not None:
+            text = line.strip()
+            try:
+                if text.startswith("/"):
+                    if not _obey(talk, *text.split(maxsplit=1)):
+                        break
+                elif text:
+                    _show(talk, text)
+            except PacelineError as error:
+                err.print(str(error), style="red", highlight=False)
 
 
 def _read() -> str | None:

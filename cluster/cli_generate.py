@@ -223,6 +223,7 @@ def run_here(
         transcript: file to write; None writes none.
         with_fingerprint: add the fingerprint to the result, which reads all weights.
     """
+    from paceline.deployments.experience import kept_experience
     from paceline.methods import METHODS
     from paceline.plan import resolve
     from paceline.request import Request
@@ -256,26 +257,27 @@ def run_here(
     splitter = PieceSplitter(engine.tokenizer)
     pieces: list[Piece] = []
 
-    session = engine.submit(
-        Request(
-            prompt_ids(request, engine.tokenizer, target_path),
-            request.params,
-            config,
-            prediction=engine.tokenizer.encode(request.prediction, False),
-            adapter="adapter" if request.adapter else "",
-        ),
-        on_event=lambda event: pieces.extend(
-            splitter.split(event.token_ids, event.num_accepted, event.text)
-        ),
-    )
-    try:
-        while engine.has_work:
-            engine.step()
-            if pieces:
-                yield pieces[:]
-                pieces.clear()
-    finally:
-        engine.cancel(session.session_id)  # does nothing when it has finished
+    with kept_experience(engine, config.method):
+        session = engine.submit(
+            Request(
+                prompt_ids(request, engine.tokenizer, target_path),
+                request.params,
+                config,
+                prediction=engine.tokenizer.encode(request.prediction, False),
+                adapter="adapter" if request.adapter else "",
+            ),
+            on_event=lambda event: pieces.extend(
+                splitter.split(event.token_ids, event.num_accepted, event.text)
+            ),
+        )
+        try:
+            while engine.has_work:
+                engine.step()
+                if pieces:
+                    yield pieces[:]
+                    pieces.clear()
+        finally:
+            engine.cancel(session.session_id)  # does nothing when it has finished
     if session.error is not None:
         raise session.error
     numerics_of: dict[str, Any] = {}

@@ -1,7 +1,8 @@
 """Keeps what method ``auto`` has learnt in a file, for the next start and for other replicas.
 
 The file lies in the cache folder, one for each model: replicas of a node share it, and so do those
-of several nodes whose cache folder is a shared volume. It holds numbers only, nothing of any text.
+of several nodes whose cache folder is a shared volume. `paceline generate` and `chat` have one of
+their own. It holds numbers only, nothing of any text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from paceline.cache import cache_folder, locked
@@ -29,19 +31,32 @@ _TIMEOUT_S = 10.0  # for an engine that is in a long step
 logger = logging.getLogger(__name__)
 
 
+_Use = Callable[["Engine"], dict[str, Any]]
+
+
 class ExperienceFile:
     """Exchanges an engine's experience with the file of its model.
 
     Args:
-        fingerprint: of the target.
+        on_engine: calls a function with the engine, between two steps, and returns its result.
+        model: tells the engine's target from others.
     """
 
-    def __init__(self, engine: EngineThread, fingerprint: str) -> None:
-        name = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
+    def __init__(self, on_engine: Callable[[_Use], dict[str, Any]], model: str) -> None:
+        name = hashlib.sha256(model.encode()).hexdigest()[:32]
         self.path = cache_folder("experience") / f"{name}.json"
-        self._engine = engine
+        self._on_engine = on_engine
         self._written = ""
         self._works = True
+
+    @staticmethod
+    def of_thread(thread: EngineThread, fingerprint: str) -> ExperienceFile:
+        """That of an engine on a thread of its own.
+
+        Args:
+            fingerprint: of its target.
+        """
+        return ExperienceFile(lambda use: thread.call(use).result(_TIMEOUT_S), fingerprint)
 
     def exchange(self) -> None:
         """Learn what others have added to the file, and write what is known now.
@@ -52,7 +67,7 @@ class ExperienceFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with locked(self.path.with_suffix(".lock")):
                 found = self._read()
-                known = self._engine.call(lambda engine: _merged(engine, found)).result(_TIMEOUT_S)
+                known = self._on_engine(lambda engine: _merged(engine, found))
                 text = json.dumps(known)
                 part = self.path.with_suffix(f".{os.getpid()}.tmp")
                 part.write_text(text, "utf-8")
@@ -81,16 +96,39 @@ class ExperienceFile:
         """Exchange every :data:`INTERVAL_S` seconds until cancelled, and then once more."""
         try:
             while True:
-                await asyncio.to_thread(self._try_to_exchange)
+                await asyncio.to_thread(self.try_to_exchange)
                 await asyncio.sleep(INTERVAL_S)
         finally:
-            await asyncio.to_thread(self._try_to_exchange)
+            await asyncio.to_thread(self.try_to_exchange)
 
-    def _try_to_exchange(self) -> None:
+    def try_to_exchange(self) -> None:
+        """Exchange; a failure is logged."""
         try:
             self.exchange()
         except Exception:  # serving does not depend on it
             logger.exception("cannot exchange experience with %s", self.path)
+
+
+@contextlib.contextmanager
+def kept_experience(engine: Engine, method: str) -> Iterator[None]:
+    """Begin with what was learnt before with this target, and keep what is learnt inside.
+
+    Args:
+        method: of the requests; only "auto" learns.
+    """
+    from paceline.profile import LoadCosts  # loads torch, which who builds an application has not
+
+    costs = engine.length_context.measure
+    if method != "auto" or not isinstance(costs, LoadCosts):
+        yield
+        return
+    # A fingerprint would be better, but takes a reading of all weights.
+    file = ExperienceFile(lambda use: use(engine), json.dumps(costs.key, sort_keys=True))
+    file.try_to_exchange()
+    try:
+        yield
+    finally:
+        file.try_to_exchange()
 
 
 def _merged(engine: Engine, found: Any) -> dict[str, Any]:

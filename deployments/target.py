@@ -119,7 +119,7 @@ class TargetDeployment:
             tuple(str(target.fingerprint_of(adapter)) for adapter in target.adapters),
         )  # fmt: skip
         if config.engine != "vllm":
-            file = ExperienceFile(self._engine, self._fingerprint)
+            file = ExperienceFile.of_thread(engine, self._fingerprint)
             self._experience = asyncio.create_task(file.run())
             if learner is not None:
                 await self._learn(engine, learner, config)

@@ -407,6 +407,11 @@ class LoadCosts:
         self._profile: CostProfile | None = None
         self.source = "not measured yet: nothing has drafted"
 
+    @property
+    def key(self) -> dict[str, str]:
+        """What the costs are valid for (:func:`profile_key`)."""
+        return self._key()
+
     def __call__(self) -> CostProfile | None:
         """The costs; None where they cannot be measured now."""
         if self._profile is None:

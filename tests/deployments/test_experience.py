@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.deployments.experience import ExperienceFile
+from paceline.deployments.experience import ExperienceFile, kept_experience
 from paceline.engine import EngineThread
 from paceline.lengths.experience import experience_of
 from paceline.loading import load_engine
@@ -44,7 +44,7 @@ def test_a_replica_learns_what_another_one_has_written(
     own_cache: Path, replicas: list[EngineThread]
 ) -> None:
     first, second = replicas
-    files = [ExperienceFile(thread, FINGERPRINT) for thread in replicas]
+    files = [ExperienceFile.of_thread(thread, FINGERPRINT) for thread in replicas]
     generate(first)
     files[0].exchange()
     assert known(second)["rates"] == []
@@ -60,7 +60,7 @@ def test_a_replica_learns_what_another_one_has_written(
 def test_a_damaged_file_is_replaced(
     own_cache: Path, replicas: list[EngineThread], content: str
 ) -> None:
-    file = ExperienceFile(replicas[0], FINGERPRINT)
+    file = ExperienceFile.of_thread(replicas[0], FINGERPRINT)
     file.path.parent.mkdir(parents=True)
     file.path.write_text(content)
     generate(replicas[0])
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(
     own_cache: Path, replicas: list[EngineThread], caplog: pytest.LogCaptureFixture
 ) -> None:
     (own_cache / "paceline" / "experience").write_text("a file where the folder should be")
-    file = ExperienceFile(replicas[0], FINGERPRINT)
+    file = ExperienceFile.of_thread(replicas[0], FINGERPRINT)
     file.exchange()
     file.exchange()
     assert caplog.text.count("starts anew after a restart") == 1
@@ -82,7 +82,7 @@ def test_the_last_exchange_comes_when_it_is_stopped(
     own_cache: Path, replicas: list[EngineThread]
 ) -> None:
     async def serve() -> ExperienceFile:
-        file = ExperienceFile(replicas[0], FINGERPRINT)
+        file = ExperienceFile.of_thread(replicas[0], FINGERPRINT)
         task = asyncio.create_task(file.run())
         async with asyncio.timeout(30):
             while not await asyncio.to_thread(file.path.exists):  # noqa: ASYNC110  # another's file
@@ -94,3 +94,19 @@ def test_the_last_exchange_comes_when_it_is_stopped(
 
     file = asyncio.run(serve())
     assert json.loads(file.path.read_text())["rates"]
+
+
+def test_an_engine_without_a_server_goes_on_where_the_last_one_ended(own_cache: Path) -> None:
+    learnt = []
+    for _ in range(2):
+        engine = load_engine()
+        with kept_experience(engine, "auto"):
+            learnt.append(experience_of(engine.length_context).document()["rates"])
+            engine.generate([(1, 2, 3, 1, 2)], SamplingParams(max_tokens=64),
+                            SpeculationConfig(method="auto"))  # fmt: skip
+    assert learnt[0] == [] != learnt[1]
+    (file,) = (own_cache / "paceline" / "experience").glob("*.json")
+    before = file.read_text()
+    with kept_experience(engine, "ar"):  # learns nothing
+        pass
+    assert file.read_text() == before

@@ -11,7 +11,7 @@
 
 #define MAX_HEAD_DIM 256
 enum rope { GLOBAL, LOCAL, NO_ROPE };
-#define BLOCK_ROWS 16 /* neighbouring rows of a sequence for which attention reads keys and values once */
+#define BLOCK_ROWS 16 /* rows of a sequence, times heads, for which attention reads keys and values once */
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
 #define AHEAD 64 /* slots between the one in use and the one that is asked for */
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
@@ -25,7 +25,7 @@ enum rope { GLOBAL, LOCAL, NO_ROPE };
 #define VALUES_TWO 1
 #endif
 
-_Static_assert(SHARED_FLOATS <= WIDTH * MAX_HEAD_DIM, "attend_head holds as many");
+_Static_assert(SHARED_FLOATS <= WIDTH * MAX_HEAD_DIM, "attend_heads holds as many");
 
 /* A head dimension, rounded up to whole vectors. */
 #define PADDED(dim) (((dim) + WIDTH - 1) / WIDTH * WIDTH)
@@ -146,17 +146,18 @@ ALWAYS_INLINE void prefetch(const void *entries, const int32_t *slots, int from,
     }
 }
 
-/* One query head of several rows over their contexts. Neighbouring rows have most of a context in common,
- * so all rows take the same few slots before the next ones, and each slot is read once. A row's results do
- * not depend on the others.
+/* Neighbouring query heads of several rows over their contexts. Heads of a group read the same keys and
+ * values, and neighbouring rows have most of a context in common. So all take the same few slots before the
+ * next ones, and each slot is read once; `rows` counts each head of each row. The results of one do not
+ * depend on the others.
  * query, out: of the first row, the others follow after a stride; scores: [rows][padded]; shared: how many
  * slots a context has in common with the last row's, from the first on; first: whether no earlier head has
- * read these keys and values; cap: of scores, 0 for none; sink: as of weigh. */
-ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *keys, const void *values,
-                               void *out, size_t out_stride, const int32_t *const *contexts,
-                               const int *lengths, const int *shared, size_t padded, int rows,
-                               size_t width, float scale, float cap, float sink, float *scores, int first,
-                               int narrow, const int dim)
+ * read these keys and values; cap: of scores, 0 for none; sinks: as of weigh, of each head. */
+ALWAYS_INLINE void attend_heads(const void *query, size_t stride, const void *keys, const void *values,
+                                void *out, size_t out_stride, const int32_t *const *contexts,
+                                const int *lengths, const int *shared, size_t padded, int rows, int heads,
+                                size_t width, float scale, float cap, const float *sinks, float *scores,
+                                int first, int narrow, const int dim)
 {
     float queries[BLOCK_ROWS][MAX_HEAD_DIM], sums[BLOCK_ROWS][SUMS * MAX_HEAD_DIM];
     float totals[BLOCK_ROWS], entries[WIDTH * MAX_HEAD_DIM] __attribute__((aligned(64)));
@@ -166,7 +167,7 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
         longest = lengths[r] > longest ? lengths[r] : longest;
         for (int d = 0; d < dim; d += WIDTH)
             store_(queries[r] + d,
-                   mul_(read_(query, r * stride + d, dim - d, narrow), set_(scale)));
+                   mul_(read_(query, r / heads * stride + r % heads * dim + d, dim - d, narrow), set_(scale)));
         for (int d = 0; d < SUMS * wide; d += WIDTH) /* memset takes half as wide stores */
             store_(sums[r] + d, set_(0.0f));
     }
@@ -192,7 +193,7 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
         for (int j = 0; j < lengths[r]; j += WIDTH)
             store_(scores + r * padded + j, soft_cap(load_(scores + r * padded + j), cap));
     for (int r = 0; r < rows; r++)
-        totals[r] = weigh(scores + r * padded, lengths[r], sink);
+        totals[r] = weigh(scores + r * padded, lengths[r], sinks[r % heads]);
     for (int j = 0; j < longest; j += most) {
         int held = 0;
         PREFETCH(values, j + AHEAD, j + AHEAD + most);
@@ -218,20 +219,21 @@ ALWAYS_INLINE void attend_head(const void *query, size_t stride, const void *key
             const float *s = sums[r] + d;
             const vec even = add_(load_(s), load_(s + wide));
             const vec odd = add_(load_(s + 2 * wide), load_(s + 3 * wide));
-            write_(out, r * out_stride + d, div_(add_(even, odd), set_(totals[r])), dim - d, narrow);
+            write_(out, r / heads * out_stride + r % heads * dim + d,
+                   div_(add_(even, odd), set_(totals[r])), dim - d, narrow);
         }
 #undef PREFETCH
 }
 
-/* As attend_head; the compiler gets common head dimensions as constants. */
+/* As attend_heads; the compiler gets common head dimensions as constants. */
 static void attend(const void *query, size_t stride, const void *keys, const void *values, void *out,
                    size_t out_stride, const int32_t *const *contexts, const int *lengths,
-                   const int *shared, size_t padded, int rows, size_t width, float scale, float cap,
-                   float sink, float *scores, int first, int narrow, int dim)
+                   const int *shared, size_t padded, int rows, int heads, size_t width, float scale,
+                   float cap, const float *sinks, float *scores, int first, int narrow, int dim)
 {
 #define ATTEND(d)                                                                                 \
-    attend_head(query, stride, keys, values, out, out_stride, contexts, lengths, shared, padded, rows, \
-                width, scale, cap, sink, scores, first, narrow, d)
+    attend_heads(query, stride, keys, values, out, out_stride, contexts, lengths, shared, padded, rows, \
+                 heads, width, scale, cap, sinks, scores, first, narrow, d)
 #if HAS_FMA
     if (dim == 32)
         ATTEND(32);

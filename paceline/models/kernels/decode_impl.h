@@ -126,7 +126,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
 #pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 1e4 / SLOWER)
     {
         const size_t padded = ((size_t)rows->longest + WIDTH - 1) / WIDTH * WIDTH;
-        const int most = rows->count < BLOCK_ROWS ? rows->count : BLOCK_ROWS;
+        const int most = rows->count * group < BLOCK_ROWS ? rows->count * group : BLOCK_ROWS;
         float *scores = aligned_alloc(64, most * padded * (sizeof(float) + sizeof(int32_t)));
         int32_t *memory = (int32_t *)(scores + most * padded);
         if (!scores)
@@ -137,6 +137,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
             const int from = blocks[block], count = scores ? blocks[block + 1] - from : 0;
             const int32_t *contexts[BLOCK_ROWS];
             int lengths[BLOCK_ROWS], shared[BLOCK_ROWS], last_prefix = 0, last_hidden = 0;
+            const int together = count * group > BLOCK_ROWS ? BLOCK_ROWS / count : group;
             for (int r = count - 1; r >= 0; r--) {
                 const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
                 const int hidden = window && prefix + path > window ? prefix + path - window : 0;
@@ -158,11 +159,22 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
                 shared[r] = hidden == last_hidden ? common - hidden : 0;
             }
             const ELEM *k = keys + g * dim, *v = values + g * dim;
-            for (int h = g * group; h < (g + 1) * group; h++) {
-                const ELEM *query = qkv + from * stride + h * dim;
-                ELEM *o = out + from * out_stride + h * dim;
-                attend(query, stride, k, v, o, out_stride, contexts, lengths, shared, padded, count, width,
-                       scale, cap, sinks ? LOAD(sinks[h]) : -INFINITY, scores, h == g * group, sizeof(ELEM) == 2, dim);
+            const int end = (g + 1) * group;
+            for (int h = g * group; h < end; h += together) {
+                const int num = end - h < together ? end - h : together;
+                const int32_t *contexts_of[BLOCK_ROWS];
+                int lengths_of[BLOCK_ROWS], shared_of[BLOCK_ROWS];
+                float sinks_of[BLOCK_ROWS];
+                for (int i = 0; i < count * num; i++) {
+                    contexts_of[i] = contexts[i / num];
+                    lengths_of[i] = lengths[i / num];
+                    shared_of[i] = shared[i / num];
+                }
+                for (int i = 0; i < num && count; i++)
+                    sinks_of[i] = sinks ? LOAD(sinks[h + i]) : -INFINITY;
+                attend(qkv + from * stride + h * dim, stride, k, v, out + from * out_stride + h * dim,
+                       out_stride, contexts_of, lengths_of, shared_of, padded, count * num, num, width,
+                       scale, cap, sinks_of, scores, h == g * group, sizeof(ELEM) == 2, dim);
             }
         }
         free(scores);

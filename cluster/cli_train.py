@@ -460,6 +460,10 @@ def _head_command(kind: str) -> Any:
     return typer.main.get_command(app)
 
 
+TextFiles = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Text, as for `distill`. Default: the demo corpus."),
+]
 HeadFolder = Annotated[
     Path | None,
     typer.Option(
@@ -563,6 +567,55 @@ def judge(
         show_tree(result)
 
 
+@_command("words")
+def words(
+    target: Target = None,
+    data: TextFiles = None,
+    folder: HeadFolder = None,
+    count: Annotated[int, typer.Option(metavar="N", help="Words, at most.")] = 1024,
+    rows: Annotated[
+        int, typer.Option(metavar="N", help="Rows of 128 tokens that the target reads.")
+    ] = 800,
+    steps: Annotated[int, typer.Option(metavar="N", help="Training steps.")] = 1500,
+    seed: TrainSeed = 0,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Train the output layer of whole words for `paceline together words` (MuMo).
+
+    The words are those of the text that the target's tokenizer cuts into several tokens. The target
+    does not change.
+
+    Example:
+
+    - `paceline train words --target ./model --data text.jsonl`
+    """
+    with err.status("loading torch ..."):
+        from paceline.demo import HEADS_DIR, TARGET_DIR
+        from paceline.loading import load_runner
+        from paceline.model_names import resolve_model
+        from paceline.models.llama import LlamaRunner
+        from paceline.train.data import load_text
+        from paceline.train.words import train_words
+
+    from paceline.errors import InvalidArgument
+
+    set_threads(threads, target)
+    place = resolve_model(target or "demo")
+    runner = load_runner(place)
+    if not isinstance(runner, LlamaRunner):
+        raise InvalidArgument("target", target, "a model on the fast path (Llama, Mistral, Qwen)")
+    out_folder = folder or (HEADS_DIR if place == TARGET_DIR else place / "heads")
+    result = train_words(
+        runner, place, load_text(place, data or [], 128, 64), out_folder,
+        count=count, num_rows=rows, steps=steps, seed=seed,
+    )  # fmt: skip
+    if as_json:
+        print_json(result)
+    else:
+        show_tree(result)
+
+
 Sizes = Annotated[
     list[str] | None,
     typer.Option(
@@ -576,10 +629,7 @@ Sizes = Annotated[
 @_command("scaling")
 def scaling(
     target: Target = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Text, as for `distill`. Default: the demo corpus."),
-    ] = None,
+    data: TextFiles = None,
     size: Sizes = None,
     tokens: Annotated[
         list[int] | None,

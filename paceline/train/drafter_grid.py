@@ -27,7 +27,7 @@ from paceline.train.distill import sample_text
 from paceline.train.draft_models import DraftTask
 from paceline.train.drafter_law import DrafterPoint, DrafterPoints, DrafterSize
 from paceline.train.losses import acceptance
-from paceline.train.trainer import TrainOptions, train
+from paceline.train.trainer import Batch, TrainOptions, train
 
 SHARED = ("model.embed_tokens.", "model.norm.", "lm_head.")
 """Parameters that a drafter takes from the target and does not train."""
@@ -121,13 +121,21 @@ class Judge:
 
 
 class GridTask(DraftTask):
-    """Pretrains a drafter's layers on text, by cross entropy; the judge measures it."""
+    """Pretrains a drafter's layers on text, by cross entropy; the judge measures it.
+
+    Attributes:
+        steps_here: steps of this process, without those before an interruption.
+    """
 
     def __init__(self, target: Path, text: TrainingText, drafter: Path, judge: Judge) -> None:
         super().__init__(target, text, name="scaling", drafter=drafter, divergence="ce")
-        self._judge = judge
+        self._judge, self.steps_here = judge, 0
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not name.startswith(SHARED))
+
+    def loss(self, batch: Batch) -> Tensor:
+        self.steps_here += 1
+        return super().loss(batch)
 
     def evaluate(self) -> dict[str, float]:
         return self._judge.measure(self.model)
@@ -190,10 +198,12 @@ def train_grid(
         )  # fmt: skip
         started = time.process_time()
         result = train(task, options)
+        spent = time.process_time() - started
         point = DrafterPoint(
             size.layers, size.intermediate, num_trained(drafter), steps * step_tokens,
             result.metrics["acceptance"], result.metrics["agreement"],
-            time.process_time() - started,
+            # All steps cost what those did that were not done before an interruption.
+            spent * steps / task.steps_here if task.steps_here else 0.0,
         )  # fmt: skip
         found = found.plus(point)
         found.save(file)

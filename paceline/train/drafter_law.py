@@ -71,7 +71,7 @@ class DrafterPoint:
         tokens: that it was trained on.
         acceptance, agreement: shares of its tokens that are kept, by rejection sampling at
             temperature 1, and at temperature 0.
-        core_seconds: processor time of its training.
+        core_seconds: processor time of its training; 0: not known.
     """
 
     layers: int
@@ -281,9 +281,16 @@ class TrainingCost:
 
 
 def fit_training_cost(points: Sequence[DrafterPoint]) -> TrainingCost:
-    """Fit the cost of training, neither part below zero, by least squares of seconds per token."""
-    rates = np.array([p.core_seconds / p.tokens for p in points])
-    x = np.stack([np.ones(len(points)), [float(p.params) for p in points]], 1)
+    """Fit the cost of training, neither part below zero, by least squares of seconds per token.
+
+    Raises:
+        InvalidArgument: no point has a time.
+    """
+    timed = [p for p in points if p.core_seconds > 0]
+    if not timed:
+        raise InvalidArgument("points", "no core_seconds", "points with times")
+    rates = np.array([p.core_seconds / p.tokens for p in timed])
+    x = np.stack([np.ones(len(timed)), [float(p.params) for p in timed]], 1)
     (each, of_param), *_ = np.linalg.lstsq(x, rates)
     if of_param < 0:
         return TrainingCost(float(rates.mean()), 0.0)

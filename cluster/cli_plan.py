@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from paceline.cluster.cli_output import err, out
 from paceline.demo import GRID_FILE
@@ -50,6 +51,7 @@ class PlanReport:
 
 def measure_sizes(target: Path, sizes: Sequence[DrafterSize]) -> list[DrafterCosts]:
     """What drafters of these sizes cost here; their weights are random, which costs the same."""
+    transformers_logging.disable_progress_bar()
     model = load_model(target)
     found: list[DrafterCosts] = []
     for place, size in enumerate(sizes):
@@ -77,6 +79,7 @@ def run(
     *,
     core_seconds: float,
     batch: int,
+    from_tokens: int,
     measure: Measure,
     plot_file: Path | None,
 ) -> PlanReport:
@@ -84,6 +87,7 @@ def run(
 
     Args:
         sizes: to choose among; without any, those of the points.
+        from_tokens: points that were trained on fewer tokens do not count.
 
     Raises:
         InvalidArgument: an option is wrong, or the points are of another target.
@@ -92,6 +96,7 @@ def run(
     folder = resolve_model(target or "demo")
     if points.target != fingerprint(folder):
         raise InvalidArgument("points", str(file or GRID_FILE), f"points of the target {folder}")
+    points = replace(points, points=tuple(p for p in points.points if p.tokens >= from_tokens))
     law = fit_law(points.points, measure)
     chosen = [DrafterSize.parse(each) for each in sizes] or sorted({p.size for p in points.points})
     with err.status("measuring target and drafters ..."):
@@ -144,7 +149,7 @@ def show(report: PlanReport) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     titles = (
         "drafter", "parameters", "tokens", report.measure, "tokens/s", "at least", "at most",
-        "length", "best in", "log(batch)",
+        "length", "best in",
     )  # fmt: skip
     for title in titles:
         table.add_column(title, justify="right")
@@ -153,7 +158,6 @@ def show(report: PlanReport) -> None:
             str(each.size), f"{each.params:,}", f"{each.tokens:,}{'*' * each.extrapolated}",
             f"{each.acceptance:.3f} ± {2 * each.error:.3f}", f"{each.speed:.0f}",
             f"{each.low:.0f}", f"{each.high:.0f}", str(each.depth), f"{each.best_in:.0%}",
-            f"{each.by_batch.slope:+.0f}, R² {each.by_batch.r2:.2f}",
         )  # fmt: skip
     out.print(table)
     out.print(
@@ -164,6 +168,12 @@ def show(report: PlanReport) -> None:
     best = plan.chosen
     out.print(
         f"train: {best.size} on {best.tokens} tokens" if best else "train: none, AR is as fast",
+        highlight=False,
+    )
+    law_of_batches = plan.drafters[0].by_batch
+    out.print(
+        f"in batches: {law_of_batches.intercept:.0f} {law_of_batches.slope:+.0f} log(batch) tokens/s "
+        f"for each session, R² {law_of_batches.r2:.2f}",
         highlight=False,
     )
 

@@ -707,7 +707,11 @@ def plan(
             metavar="S",
             help="Seconds of a core, of the kind that the points were trained on, for a training.",
         ),
-    ] = 3600.0,
+    ] = 600.0,
+    from_tokens: Annotated[
+        int,
+        typer.Option(metavar="N", help="Fit to drafters that saw at least N tokens. Default: all."),
+    ] = 0,
     batch: Annotated[int, typer.Option(metavar="N", help="Sessions that decode together.")] = 1,
     greedy: Annotated[
         bool,
@@ -727,7 +731,7 @@ def plan(
 
     Examples:
 
-    - `paceline train plan --budget-s 3600`
+    - `paceline train plan --budget-s 60`
     - `paceline train plan --points ./grid/points.json --target ./model --batch 8 --size 2x1024`
     """
     with err.status("loading torch ..."):
@@ -736,8 +740,8 @@ def plan(
     set_threads(threads, target)
     made = cli_plan.run(
         points, target, size or [],
-        core_seconds=budget_s, batch=batch, measure="agreement" if greedy else "acceptance",
-        plot_file=plot,
+        core_seconds=budget_s, batch=batch, from_tokens=from_tokens,
+        measure="agreement" if greedy else "acceptance", plot_file=plot,
     )  # fmt: skip
     if as_json:
         print_json(cli_plan.as_json(made))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from paceline.errors import InvalidArgument
 from paceline.train.checkpoints import all_logits, check_layers, load_model, save_model
@@ -170,6 +171,7 @@ def train_grid(
         raise InvalidArgument("tokens", list(tokens), f"sizes, and at least {step_tokens} tokens")
     from paceline.profile import fingerprint, processor
 
+    transformers_logging.disable_progress_bar()
     file = out / "points.json"
     model = load_model(target).requires_grad_(False)
     judge = Judge(model, text.held_out)

@@ -170,10 +170,10 @@ def show(report: PlanReport) -> None:
         f"train: {best.size} on {best.tokens} tokens" if best else "train: none, AR is as fast",
         highlight=False,
     )
-    law_of_batches = plan.drafters[0].by_batch
+    batches = plan.drafters[0].by_batch
     out.print(
-        f"in batches: {law_of_batches.intercept:.0f} {law_of_batches.slope:+.0f} log(batch) tokens/s "
-        f"for each session, R² {law_of_batches.r2:.2f}",
+        f"{plan.drafters[0].size} in batches: {batches.intercept:.0f} {batches.slope:+.0f} log(batch) "
+        f"tokens/s for each session, R² {batches.r2:.2f}",
         highlight=False,
     )
 

@@ -174,20 +174,25 @@ def _features(params: float, tokens: float) -> _Floats:
     return np.array([1.0, math.log(params), math.log(tokens)])
 
 
-def fit_law(points: Sequence[DrafterPoint], measure: Measure = "acceptance") -> DrafterLaw:
+def fit_law(
+    points: Sequence[DrafterPoint],
+    measure: Measure = "acceptance",
+    least_sizes: int = LEAST_SIZES,
+) -> DrafterLaw:
     """Fit the law by least squares.
 
     Raises:
-        InvalidArgument: fewer than 4 sizes or 2 numbers of tokens, or an unknown measure.
+        InvalidArgument: fewer than ``least_sizes`` sizes or 2 numbers of tokens, or an unknown
+            measure.
     """
     if measure not in get_args(Measure):
         raise InvalidArgument("measure", measure, f"one of {', '.join(get_args(Measure))}")
     sizes, counts = {p.params for p in points}, {p.tokens for p in points}
-    if len(sizes) < LEAST_SIZES or len(counts) < LEAST_TOKENS:
+    if len(sizes) < least_sizes or len(counts) < LEAST_TOKENS:
         raise InvalidArgument(
             "points",
             f"{len(sizes)} sizes and {len(counts)} numbers of tokens",
-            f"at least {LEAST_SIZES} sizes and {LEAST_TOKENS} numbers of tokens",
+            f"at least {least_sizes} sizes and {LEAST_TOKENS} numbers of tokens",
         )
     x = np.stack([_features(p.params, p.tokens) for p in points])
     y = np.array([getattr(p, measure) for p in points])
@@ -228,10 +233,11 @@ def hold_out_sizes(
     Raises:
         InvalidArgument: what is left is too little for a law.
     """
+    least = LEAST_SIZES - 1
     held: list[HeldOutSize] = []
     sizes = sorted({p.params for p in points})
     for params in sizes:
-        law = fit_law([p for p in points if p.params != params], measure)
+        law = fit_law([p for p in points if p.params != params], measure, least)
         own = [p for p in points if p.params == params]
         errors = tuple(law.predict(params, p.tokens) - getattr(p, measure) for p in own)
         held.append(HeldOutSize(own[0].size, params, errors, params in (sizes[0], sizes[-1])))

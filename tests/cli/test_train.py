@@ -110,7 +110,9 @@ def test_a_grid_is_trained_and_planned_with(
     plan = ("train", "plan", "--points", out / "points.json", "--target", target_folder)
     picture = tmp_path / "plan.png"
     options = ("--budget-s", "5", "--batch", "2", "--size", "2x16", "--size", "5x16")
-    found = json.loads(cli(*plan, *options, "--plot", picture, "--json").stdout)
+    result = cli(*plan, *options, "--plot", picture, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert {each["size"] for each in found["drafters"]} == {"2x16", "5x16"}
     speeds = [each["speed"] for each in found["drafters"]]
     assert speeds == sorted(speeds, reverse=True) and found["batch"] == 2

@@ -153,8 +153,9 @@ def test_the_demos_words_save_steps_and_its_weights_are_as_they_were() -> None:
     weights = [TARGET_DIR / "model.safetensors"]
     assert head.target == digest_files(weights)  # what the head was trained beside
     runner, tokenizer = load_runner(TARGET_DIR), load_tokenizer(TARGET_DIR)
-    before = runner.fingerprint
     prompt = tokenizer.encode("class Stack:\n    def __init__(self):\n        ")
+    plain = write_words(runner, None, prompt, 48)
     found = write_words(runner, head, prompt, 48)
     assert found.num_words > 2 and len(found.steps) < 0.95 * 48
-    assert runner.fingerprint == before and head.target == digest_files(weights)
+    assert write_words(runner, None, prompt, 48) == plain
+    assert head.target == digest_files(weights)

@@ -95,6 +95,8 @@ def test_a_size_that_was_left_out_is_predicted_from_the_others() -> None:
     for each in hold_out_sizes(planted()):
         assert np.abs(each.errors).max() < 1e-9
         assert each.beyond == (each.size.layers in (1, 5))
+    four = [p for p in planted() if p.layers < 5]
+    assert len(hold_out_sizes(four)) == 4  # what is left, three sizes, is enough to be judged by
     odd = [replace(p, acceptance=p.acceptance + 0.1 * (p.layers == 3)) for p in planted()]
     held = {each.size.layers: each for each in hold_out_sizes(odd)}
     assert held[3].errors == pytest.approx([-0.1] * 3)  # the others know nothing of its bonus

@@ -34,7 +34,7 @@ from paceline.train.drafter_law import (
     plan_drafter,
 )
 
-BATCHES, NODES, DEPTHS, REPETITIONS = (1, 2, 4, 8, 16), (1, 2, 3, 5, 9), (1, 4, 8), 3
+BATCHES, NODES, DEPTHS, REPETITIONS = (1, 2, 4, 8, 16), (1, 2, 3, 5, 9), (1, 4, 8), 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,8 +172,8 @@ def show(report: PlanReport) -> None:
     )
     batches = plan.drafters[0].by_batch
     out.print(
-        f"{plan.drafters[0].size} in batches: {batches.intercept:.0f} {batches.slope:+.0f} log(batch) "
-        f"tokens/s for each session, R² {batches.r2:.2f}",
+        f"{plan.drafters[0].size} in batches: {batches.intercept:.0f} {batches.slope:+.0f} "
+        f"log(batch) tokens/s for each session, R² {batches.r2:.2f}",
         highlight=False,
     )
 
@@ -196,15 +196,20 @@ def draw(report: PlanReport, file: Path) -> None:
             ends, [report.law.predict(params, t) for t in ends], color=colour,
             label=f"{own[0].size}: {params:,}",
         )  # fmt: skip
-    left.set(xscale="log", xlabel="training tokens", ylabel=report.measure, title="law and points")
+    left.set(
+        xscale="log", xlabel="training tokens", ylabel=report.measure, title="law and points",
+        xticks=tokens, xticklabels=[f"{count:,}" for count in tokens],
+    )  # fmt: skip
+    left.minorticks_off()
     left.legend(fontsize="small", title="layers × width: parameters", title_fontsize="small")
-    for each in report.plan.drafters:
-        law = each.by_batch
-        speeds = [law.intercept + law.slope * np.log(batch) for batch in BATCHES]
-        right.plot(BATCHES, speeds, label=f"{each.size}, {each.tokens:,} tokens")
+    for number, each in enumerate(report.plan.drafters[:2]):
+        law, label = each.by_batch, f"{each.size}, {each.tokens:,} tokens"
+        right.plot(each.speeds.keys(), each.speeds.values(), "o", color=f"C{number}", label=label)
+        fitted = [law.intercept + law.slope * np.log(batch) for batch in each.speeds]
+        right.plot(each.speeds.keys(), fitted, color=f"C{number}", linewidth=0.8)
     right.set(
         xscale="log", xlabel="sessions that decode together", ylabel="tokens/s of a session",
-        title="planned drafters: fitted speed", xticks=BATCHES, xticklabels=BATCHES,
+        title="planned drafters and the fit", xticks=BATCHES, xticklabels=BATCHES,
     )  # fmt: skip
     right.minorticks_off()
     right.legend(fontsize="small")

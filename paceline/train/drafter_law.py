@@ -344,7 +344,8 @@ class PlannedDrafter:
         low, high: the speed with an acceptance two standard errors below and above.
         depth: speculation length at that speed; 0: drafting would not pay.
         best_in: share of the laws that fit the points as well in which this size is the fastest.
-        by_batch: the law of decode batches, at the predicted acceptance.
+        speeds: by batch size, at the predicted acceptance.
+        by_batch: the law of decode batches that is fitted to them.
     """
 
     size: DrafterSize
@@ -358,6 +359,7 @@ class PlannedDrafter:
     high: float
     depth: int
     best_in: float
+    speeds: Mapping[int, float]
     by_batch: BatchLaw
 
 
@@ -421,13 +423,13 @@ def plan_drafter(
         low, high = (
             each.speed(min(1.0, max(0.0, acceptance + side * error)), batch)[0] for side in (-2, 2)
         )
-        batches = each.profile.batches
-        by_batch = fit_batch_law(batches, [each.speed(acceptance, b)[0] for b in batches])
+        by_batch = {size: each.speed(acceptance, size)[0] for size in each.profile.batches}
+        batch_law = fit_batch_law(list(by_batch), list(by_batch.values()))
         outside = not law.covers(each.params, tokens)
         planned.append(
             PlannedDrafter(
                 each.size, each.params, tokens, acceptance, error, outside,
-                speed, low, high, depth, best_in, by_batch,
+                speed, low, high, depth, best_in, by_batch, batch_law,
             )
         )  # fmt: skip
     planned.sort(key=lambda drafter: (-drafter.speed, drafter.params))

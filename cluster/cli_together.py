@@ -479,7 +479,7 @@ def write_whole_words(
     - `paceline together words 'class Stack:' --no-words`
     """
     set_threads(threads, model)
-    from paceline.demo import HEADS_DIR, TARGET_DIR
+    from paceline.demo import TARGET_DIR, WORDS_FILE
     from paceline.model_names import resolve_model
     from paceline.models.llama import LlamaRunner
     from paceline.together.words import WordHead, write_words
@@ -491,8 +491,8 @@ def write_whole_words(
     if not isinstance(loaded.runner, LlamaRunner):
         raise InvalidArgument("model", model, "a model on the fast path (Llama, Mistral, Qwen)")
     place = resolve_model(model or TARGET_DIR)
-    folder = HEADS_DIR if place == TARGET_DIR else place / "heads"
-    head = None if no_words else WordHead.load(words or folder / "words.safetensors")
+    file = words or (WORDS_FILE if place == TARGET_DIR else place / "heads" / WORDS_FILE.name)
+    head = None if no_words else WordHead.load(file)
     found = write_words(
         loaded.runner, head, loaded.tokenizer.encode(text), max_tokens,
         top_k=top_k, length_power=length_power, stop_ids=loaded.stop_ids,

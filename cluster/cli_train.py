@@ -591,7 +591,7 @@ def words(
     - `paceline train words --target ./model --data text.jsonl`
     """
     with err.status("loading torch ..."):
-        from paceline.demo import HEADS_DIR, TARGET_DIR
+        from paceline.demo import TARGET_DIR, WORDS_FILE
         from paceline.loading import load_runner
         from paceline.model_names import resolve_model
         from paceline.models.llama import LlamaRunner
@@ -605,7 +605,7 @@ def words(
     runner = load_runner(place)
     if not isinstance(runner, LlamaRunner):
         raise InvalidArgument("target", target, "a model on the fast path (Llama, Mistral, Qwen)")
-    out_folder = folder or (HEADS_DIR if place == TARGET_DIR else place / "heads")
+    out_folder = folder or (WORDS_FILE.parent if place == TARGET_DIR else place / "heads")
     result = train_words(
         runner, place, load_text(place, data or [], 128, 64), out_folder,
         count=count, num_rows=rows, steps=steps, seed=seed,

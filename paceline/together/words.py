@@ -224,4 +224,4 @@ def _score(likelihood: Tensor, tree: Draft, nodes: Sequence[int], length_power: 
     for node in nodes:
         parent, token = int(tree.parent_indices[node]), int(tree.token_ids[node])
         total += float(likelihood[parent + 1, token])
-    return total / len(nodes) ** length_power
+    return float(total / len(nodes) ** length_power)

@@ -71,7 +71,7 @@ def num_trained(drafter: Any) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Judge:
+class DraftMeter:
     """What drafters of one target are measured on: text that the target writes.
 
     After the first quarter of each held-out row the target writes the rest, of every other row
@@ -122,15 +122,15 @@ class Judge:
 
 
 class GridTask(DraftTask):
-    """Pretrains a drafter's layers on text, by cross entropy; the judge measures it.
+    """Pretrains a drafter's layers on text, by cross entropy; the meter measures it.
 
     Attributes:
         steps_here: steps of this process, without those before an interruption.
     """
 
-    def __init__(self, target: Path, text: TrainingText, drafter: Path, judge: Judge) -> None:
+    def __init__(self, target: Path, text: TrainingText, drafter: Path, meter: DraftMeter) -> None:
         super().__init__(target, text, name="scaling", drafter=drafter, divergence="ce")
-        self._judge, self.steps_here = judge, 0
+        self._meter, self.steps_here = meter, 0
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not name.startswith(SHARED))
 
@@ -139,7 +139,7 @@ class GridTask(DraftTask):
         return super().loss(batch)
 
     def evaluate(self) -> dict[str, float]:
-        return self._judge.measure(self.model)
+        return self._meter.measure(self.model)
 
 
 def train_grid(
@@ -174,7 +174,7 @@ def train_grid(
     transformers_logging.disable_progress_bar()
     file = out / "points.json"
     model = load_model(target).requires_grad_(False)
-    judge = Judge(model, text.held_out)
+    meter = DraftMeter(model, text.held_out)
     settings = {
         "length": text.length, "batch_size": batch_size, "learning_rate": learning_rate,
         "seed": seed, "bfloat16": bfloat16,
@@ -192,8 +192,8 @@ def train_grid(
         drafter = new_drafter(model, size)
         start = out / f"{size}-start"
         save_model(drafter, target, start)
-        task = GridTask(target, text, start, judge)
-        _ = judge.logits  # the judge's own time does not count
+        task = GridTask(target, text, start, meter)
+        _ = meter.logits  # its own time does not count
         options = TrainOptions(
             out=folder, steps=steps, batch_size=batch_size, learning_rate=learning_rate,
             warmup=max(1, steps // 20), seed=seed, eval_every=steps, bfloat16=bfloat16,

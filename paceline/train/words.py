@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
 from paceline.models.base import Segment
@@ -151,7 +151,8 @@ class WordTask:
         held_out: WordPlaces,
         settings: Mapping[str, Any],
     ) -> None:
-        self.model, self._training, self._held_out = head, training, held_out
+        self.model: nn.Module = head
+        self._head, self._training, self._held_out = head, training, held_out
         self.num_rows = len(training.labels)
         self.settings = settings
 
@@ -180,7 +181,7 @@ class WordTask:
         }
 
     def save(self, folder: Path) -> None:
-        self.model.save(folder / f"{KIND}.safetensors")
+        self._head.save(folder / f"{KIND}.safetensors")
 
     def describe_rows(self, rows: IntArray) -> str:
         return f"places {rows.tolist()} of the text"

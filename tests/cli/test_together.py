@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DRAFTER_DIR, TARGET_DIR, WORDS_FILE
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
@@ -217,6 +217,5 @@ def test_words_take_fewer_steps_than_tokens(cli: Cli) -> None:
 
 
 def test_words_of_another_model_are_refused(cli: Cli, drafter_folder: Path) -> None:
-    file = TARGET_DIR.parent / "heads" / "words.safetensors"
-    result = cli("together", "words", "a", "--model", drafter_folder, "--words", file)
+    result = cli("together", "words", "a", "--model", drafter_folder, "--words", WORDS_FILE)
     assert result.exit_code == 2 and "words: got 'a head for states of 160'" in result.stderr

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import SpeculationConfig
-from paceline.demo import HEADS_DIR, TARGET_DIR
+from paceline.demo import HEADS_DIR, TARGET_DIR, WORDS_FILE
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.loading import load_runner
@@ -147,9 +147,8 @@ def test_a_head_is_kept_and_only_fits_its_model(
 
 
 def test_the_demos_words_save_steps_and_its_weights_are_as_they_were() -> None:
-    file = HEADS_DIR / "words.safetensors"
-    head = WordHead.load(file)
-    assert file.stat().st_size < 1_000_000
+    head = WordHead.load(WORDS_FILE)
+    assert WORDS_FILE.stat().st_size < 1_000_000
     weights = [TARGET_DIR / "model.safetensors"]
     assert head.target == digest_files(weights)  # what the head was trained beside
     runner, tokenizer = load_runner(TARGET_DIR), load_tokenizer(TARGET_DIR)

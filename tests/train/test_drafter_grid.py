@@ -12,7 +12,7 @@ from paceline.loading import load_engine
 from paceline.train import drafter_grid
 from paceline.train.checkpoints import load_model
 from paceline.train.data import TrainingText
-from paceline.train.drafter_grid import SHARED, Judge, new_drafter, num_trained, train_grid
+from paceline.train.drafter_grid import SHARED, DraftMeter, new_drafter, num_trained, train_grid
 from paceline.train.drafter_law import DrafterPoint, DrafterSize
 from tests.train.conftest import LENGTH
 
@@ -37,22 +37,22 @@ def test_drafters_are_measured_on_what_the_target_writes(
 ) -> None:
     """Greedy rows for the agreement, sampled ones for the acceptance; the prompt does not count."""
     target = load_model(random_target)
-    judge = Judge(target, text.held_out[:4])
-    prompt = judge.prompt
+    meter = DraftMeter(target, text.held_out[:4])
+    prompt = meter.prompt
     drafter = new_drafter(target, DrafterSize(1, 16))
     with torch.no_grad():
         for row in range(0, 4, 2):
-            logits = target(judge.text[row : row + 1]).logits[0, prompt - 1 : -1]
-            assert torch.equal(logits.argmax(-1), judge.text[row, prompt:])
-        assert torch.equal(judge.text[:, :prompt], text.held_out[:4, :prompt])
-        p = drafter(judge.text[:, :-1]).logits[:, prompt - 1 :].softmax(-1)
-        q = target(judge.text[:, :-1]).logits[:, prompt - 1 :].softmax(-1)
-    found = judge.measure(drafter)
+            logits = target(meter.text[row : row + 1]).logits[0, prompt - 1 : -1]
+            assert torch.equal(logits.argmax(-1), meter.text[row, prompt:])
+        assert torch.equal(meter.text[:, :prompt], text.held_out[:4, :prompt])
+        p = drafter(meter.text[:, :-1]).logits[:, prompt - 1 :].softmax(-1)
+        q = target(meter.text[:, :-1]).logits[:, prompt - 1 :].softmax(-1)
+    found = meter.measure(drafter)
     accepted = torch.minimum(p, q).sum(-1)[1::2].mean()
     agreed = (p.argmax(-1) == q.argmax(-1))[::2].double().mean()
     assert found["acceptance"] == pytest.approx(float(accepted), rel=1e-4)
     assert found["agreement"] == pytest.approx(float(agreed))
-    assert judge.measure(target) == {"acceptance": pytest.approx(1.0), "agreement": 1.0}
+    assert meter.measure(target) == {"acceptance": pytest.approx(1.0), "agreement": 1.0}
 
 
 def test_an_interrupted_grid_goes_on(

@@ -439,6 +439,91 @@ def _place_of(address: tuple[int, ...]) -> str:
     return ".".join(str(number + 1) for number in address) or "root"
 
 
+@together.command("words", cls=Command)
+def write_whole_words(
+    prompt: Prompt,
+    top_k: Annotated[
+        int, typer.Option(metavar="K", help="Candidates of a step, tokens and words together.")
+    ] = 10,
+    length_power: Annotated[
+        float,
+        typer.Option(
+            metavar="X",
+            help="Log-likelihoods are divided by the number of tokens to this power; at 0 no word "
+            "is written.",
+        ),
+    ] = 1.0,
+    words: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of `paceline train words`. Default: the file words.safetensors in the folder "
+            "`heads` of the model, for the demo target that of Paceline.",
+        ),
+    ] = None,
+    no_words: Annotated[
+        bool, typer.Option("--no-words", help="The model's own tokens only: greedy decoding.")
+    ] = False,
+    model: Annotated[str | None, model_option(_LARGE)] = None,
+    max_tokens: MaxTokens = 64,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """MuMo: whole words from a second output layer; the model picks the best of the candidates.
+
+    **Bold** words took one forward instead of one for each of their tokens.
+
+    Examples:
+
+    - `paceline together words 'class Stack:'`
+    - `paceline together words 'class Stack:' --no-words`
+    """
+    set_threads(threads, model)
+    from paceline.demo import TARGET_DIR, WORDS_FILE
+    from paceline.model_names import resolve_model
+    from paceline.models.llama import LlamaRunner
+    from paceline.together.words import WordHead, write_words
+    from paceline.tokenizer import IncrementalDecoder
+
+    text = read_prompt(prompt)
+    with err.status("loading the model ..."):
+        loaded = _load(model, TARGET_DIR)
+    if not isinstance(loaded.runner, LlamaRunner):
+        raise InvalidArgument("model", model, "a model on the fast path (Llama, Mistral, Qwen)")
+    place = resolve_model(model or TARGET_DIR)
+    file = words or (WORDS_FILE if place == TARGET_DIR else place / "heads" / WORDS_FILE.name)
+    head = None if no_words else WordHead.load(file)
+    found = write_words(
+        loaded.runner, head, loaded.tokenizer.encode(text), max_tokens,
+        top_k=top_k, length_power=length_power, stop_ids=loaded.stop_ids,
+    )  # fmt: skip
+    if as_json:
+        steps = [
+            {"text": loaded.tokenizer.decode(step.token_ids), "token_ids": list(step.token_ids),
+             "rank": step.rank}
+            for step in found.steps
+        ]  # fmt: skip
+        print_json(
+            {
+                "text": loaded.tokenizer.decode(found.token_ids),
+                "token_ids": list(found.token_ids),
+                "steps": steps,
+                "words": found.num_words,
+            }
+        )
+        return
+    decoder = IncrementalDecoder(loaded.tokenizer)
+    for step in found.steps:
+        pieces = "".join(decoder.push(token) for token in step.token_ids)
+        show_piece(pieces, len(step.token_ids) > 1)
+    show_piece(decoder.flush(), False)
+    out.print()
+    _summary(
+        f"{len(found.token_ids)} tokens in {len(found.steps)} steps, {found.num_words} of them "
+        "whole words"
+    )
+
+
 _ADDRESS = re.compile(r"https?://.+|(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):\d+")
 _PLACE = "a folder, a GGUF file or a name; HOST:PORT (gRPC) or http://HOST:PORT of a server."
 

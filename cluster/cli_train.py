@@ -20,6 +20,7 @@ from paceline.cluster.cli_options import (
     Json,
     RayAddress,
     Target,
+    Threads,
     model_option,
 )
 from paceline.cluster.cli_output import (
@@ -459,6 +460,10 @@ def _head_command(kind: str) -> Any:
     return typer.main.get_command(app)
 
 
+TextFiles = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Text, as for `distill`. Default: the demo corpus."),
+]
 HeadFolder = Annotated[
     Path | None,
     typer.Option(
@@ -560,3 +565,185 @@ def judge(
         print_json(result)
     else:
         show_tree(result)
+
+
+@_command("words")
+def words(
+    target: Target = None,
+    data: TextFiles = None,
+    folder: HeadFolder = None,
+    count: Annotated[int, typer.Option(metavar="N", help="Words, at most.")] = 1024,
+    rows: Annotated[
+        int, typer.Option(metavar="N", help="Rows of 128 tokens that the target reads.")
+    ] = 800,
+    steps: Annotated[int, typer.Option(metavar="N", help="Training steps.")] = 1500,
+    seed: TrainSeed = 0,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Train the output layer of whole words for `paceline together words` (MuMo).
+
+    The words are those of the text that the target's tokenizer cuts into several tokens. The target
+    does not change.
+
+    Example:
+
+    - `paceline train words --target ./model --data text.jsonl`
+    """
+    with err.status("loading torch ..."):
+        from paceline.demo import TARGET_DIR, WORDS_FILE
+        from paceline.loading import load_runner
+        from paceline.model_names import resolve_model
+        from paceline.models.llama import LlamaRunner
+        from paceline.train.data import load_text
+        from paceline.train.words import train_words
+
+    from paceline.errors import InvalidArgument
+
+    set_threads(threads, target)
+    place = resolve_model(target or "demo")
+    runner = load_runner(place)
+    if not isinstance(runner, LlamaRunner):
+        raise InvalidArgument("target", target, "a model on the fast path (Llama, Mistral, Qwen)")
+    out_folder = folder or (WORDS_FILE.parent if place == TARGET_DIR else place / "heads")
+    result = train_words(
+        runner, place, load_text(place, data or [], 128, 64), out_folder,
+        count=count, num_rows=rows, steps=steps, seed=seed,
+    )  # fmt: skip
+    if as_json:
+        print_json(result)
+    else:
+        show_tree(result)
+
+
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--size",
+        metavar="LAYERSxWIDTH",
+        help="Layers of a drafter and width of their MLPs. Repeatable.",
+    ),
+]
+
+
+@_command("scaling")
+def scaling(
+    target: Target = None,
+    data: TextFiles = None,
+    size: Sizes = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="Tokens that a drafter is trained on. Repeatable."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder of drafters and points.json.")
+    ] = Path("trained/scaling"),
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens in each row of text.")] = 128,
+    held_out_rows: Annotated[
+        int, typer.Option(metavar="N", help="Rows that the target goes on from, to measure on.")
+    ] = 32,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "-b", metavar="N", help="Rows in each step.")
+    ] = 4,
+    learning_rate: Annotated[
+        float, typer.Option("--lr", metavar="X", help="Learning rate after the warm-up.")
+    ] = 3e-3,
+    bfloat16: Annotated[
+        bool, typer.Option("--bfloat16", help="Compute in bfloat16; the weights stay in float32.")
+    ] = False,
+    seed: TrainSeed = 0,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Train small drafters of several sizes on several numbers of tokens (Scylla's grid).
+
+    `paceline train plan` fits the scaling laws to the points. The defaults take some minutes.
+
+    Example:
+
+    - `paceline train scaling --target ./model --data text.jsonl --out ./grid`
+    """
+    with err.status("loading torch ..."):
+        from paceline.model_names import resolve_model
+        from paceline.train.data import load_text
+        from paceline.train.drafter_grid import SIZES, TOKENS, train_grid
+        from paceline.train.drafter_law import DrafterPoint, DrafterSize
+
+    set_threads(threads, target)
+    place = resolve_model(target or "demo")
+    sizes = [DrafterSize.parse(each) for each in size or SIZES]
+
+    def show(point: DrafterPoint) -> None:
+        err.print(
+            f"{point.size}: {point.params} parameters, {point.tokens} tokens, acceptance "
+            f"{point.acceptance:.3f}, agreement {point.agreement:.3f}, {point.core_seconds:.0f} s"
+        )
+
+    found = train_grid(
+        place, load_text(place, data or [], length, held_out_rows), sizes, tokens or TOKENS, folder,
+        batch_size=batch_size, learning_rate=learning_rate, seed=seed, bfloat16=bfloat16,
+        on_point=show,
+    )  # fmt: skip
+    if as_json:
+        print_json({"file": str(folder / "points.json"), "points": len(found.points)})
+    else:
+        out.print(f"points: {folder / 'points.json'}", markup=False, soft_wrap=True)
+
+
+@_command("plan")
+def plan(
+    points: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Points of `paceline train scaling`. Default: those of the demo target that come "
+            "with Paceline.",
+        ),
+    ] = None,
+    target: Target = None,
+    budget_s: Annotated[
+        float,
+        typer.Option(
+            metavar="S",
+            help="Seconds of a core, of the kind that the points were trained on, for a training.",
+        ),
+    ] = 600.0,
+    from_tokens: Annotated[
+        int,
+        typer.Option(metavar="N", help="Fit to drafters that saw at least N tokens. Default: all."),
+    ] = 0,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sessions that decode together.")] = 1,
+    greedy: Annotated[
+        bool,
+        typer.Option("--greedy", help="Plan for temperature 0; otherwise for temperature 1."),
+    ] = False,
+    size: Sizes = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw points, law and speeds here.")
+    ] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the scaling laws to trained drafters, and say which one to train (Scylla).
+
+    What target and drafters cost is measured here, with random weights; acceptance comes from the
+    law. Training none is always a choice.
+
+    Examples:
+
+    - `paceline train plan --budget-s 60`
+    - `paceline train plan --points ./grid/points.json --target ./model --batch 8 --size 2x1024`
+    """
+    with err.status("loading torch ..."):
+        from paceline.cluster import cli_plan
+
+    set_threads(threads, target)
+    made = cli_plan.run(
+        points, target, size or [],
+        core_seconds=budget_s, batch=batch, from_tokens=from_tokens,
+        measure="agreement" if greedy else "acceptance", plot_file=plot,
+    )  # fmt: skip
+    if as_json:
+        print_json(cli_plan.as_json(made))
+    else:
+        cli_plan.show(made)

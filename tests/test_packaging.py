@@ -141,6 +141,7 @@ def kernels_in(wheel: Path) -> set[str]:
 def test_wheel_holds_everything_that_is_not_code_too(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     patterns = (
+        "paceline/demo/*",
         "paceline/demo/target/*",
         "paceline/demo/drafter/*",
         "paceline/demo/heads/*",

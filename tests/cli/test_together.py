@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DRAFTER_DIR, TARGET_DIR, WORDS_FILE
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
@@ -201,3 +201,21 @@ def test_models_that_share_no_tokenizer_are_refused(cli: Cli, target_folder: Pat
         result = cli("together", command, "x", "--small", target_folder)
         assert result.exit_code != 0
         assert "tokenizer" in result.stderr
+
+
+def test_words_take_fewer_steps_than_tokens(cli: Cli) -> None:
+    prompt = "class Stack:\n    def __init__(self"
+    found = together(cli, "words", prompt, "-n", 24)
+    assert len(found["token_ids"]) == 24 > len(found["steps"])
+    assert found["words"] == sum(len(step["token_ids"]) > 1 for step in found["steps"]) > 0
+    assert "".join(step["text"] for step in found["steps"]).startswith(found["text"])
+    plain = together(cli, "words", prompt, "-n", 24, "--no-words")
+    assert plain["text"] == ar_text(TARGET_DIR, prompt, 24)
+    assert plain["words"] == 0 and len(plain["steps"]) == 24
+    shown = cli("together", "words", prompt, "-n", 24, "--length-power", 0)
+    assert plain["text"] in shown.stdout and "24 tokens in 24 steps, 0 of them" in shown.stderr
+
+
+def test_words_of_another_model_are_refused(cli: Cli, drafter_folder: Path) -> None:
+    result = cli("together", "words", "a", "--model", drafter_folder, "--words", WORDS_FILE)
+    assert result.exit_code == 2 and "words: got 'a head for states of 160'" in result.stderr

@@ -94,3 +94,47 @@ def test_conversations_go_through_a_template(cli: Cli, target_folder: Path, tmp_
     result = cli("train", "distill", *common, "--out", tmp_path / "none")
     assert result.exit_code == 2
     assert "talks.jsonl:1" in result.stderr and "--chat" in result.stderr
+
+
+def test_a_grid_is_trained_and_planned_with(
+    cli: Cli, target_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """Four sizes, of which the plan is fitted; it measures what a fifth one costs."""
+    out = tmp_path / "grid"
+    sizes = [part for layers in (1, 2, 3, 4) for part in ("--size", f"{layers}x16")]
+    common = ("--target", target_folder, "--data", text_file, "--out", out)
+    small = ("--length", "24", "--held-out-rows", "4", "--tokens", "96", "--tokens", "192")
+    result = cli("train", "scaling", *common, *small, *sizes, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"file": str(out / "points.json"), "points": 8}
+    plan = ("train", "plan", "--points", out / "points.json", "--target", target_folder)
+    picture = tmp_path / "plan.png"
+    options = ("--budget-s", "5", "--batch", "2", "--size", "2x16", "--size", "5x16")
+    result = cli(*plan, *options, "--plot", picture, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {each["size"] for each in found["drafters"]} == {"2x16", "5x16"}
+    speeds = [each["speed"] for each in found["drafters"]]
+    assert speeds == sorted(speeds, reverse=True) and found["batch"] == 2
+    assert (found["train"] is None) == (speeds[0] <= found["ar_speed"] * (1 + 1e-9))
+    assert [each["size"] for each in found["held_out"]] == ["1x16", "2x16", "3x16", "4x16"]
+    assert picture.stat().st_size > 5000
+    shown = cli(*plan, *options, "--greedy")
+    assert shown.exit_code == 0 and "agreement = " in shown.stdout and "train: " in shown.stdout
+    other = cli("train", "plan", "--target", target_folder)
+    assert other.exit_code == 2 and "points of the target" in other.stderr
+    bad = cli(*plan, "--size", "2y16")
+    assert bad.exit_code == 2 and "LAYERSxINTERMEDIATE" in bad.stderr
+
+
+def test_words_are_trained_into_the_heads_of_a_target(
+    cli: Cli, target_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    result = cli(
+        "train", "words", "--target", target_folder, "--data", text_file, "--out", tmp_path,
+        "--count", "8", "--rows", "4", "--steps", "3", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["words"] == 8 and Path(found["file"]) == tmp_path / "words.safetensors"
+    assert Path(found["file"]).stat().st_size == found["bytes"]

@@ -10,6 +10,7 @@ from benchmarks.codebooks import (
     PATTERNS,
     Source,
     collect,
+    delay,
     flat,
     law,
     lay_out,
@@ -94,3 +95,12 @@ def test_the_decode_loop_has_the_computed_law(name: str) -> None:
 def test_the_law_of_flat_is_the_source() -> None:
     source = Source(2, 3, 2)
     np.testing.assert_allclose(law(source, flat(2, 3)), source.joint, rtol=1e-10)
+
+
+def test_small_patterns_as_they_are_drawn() -> None:
+    assert flat(2, 2) == [[(0, 0)], [(1, 0)], [(0, 1)], [(1, 1)]]
+    assert delay(2, 3) == [[(0, 0)], [(0, 1), (1, 0)], [(0, 2), (1, 1)], [(1, 2)]]
+    # Frames 0 and 1 are one run, 2 and 3 the other.
+    assert stack_delay(2, 4) == [
+        [(0, 0)], [(0, 2), (1, 0)], [(0, 1), (1, 2)], [(0, 3), (1, 1)], [(1, 3)],
+    ]  # fmt: skip

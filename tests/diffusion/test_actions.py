@@ -52,11 +52,14 @@ class Source:
 class Modes(Source):
     """Two ways to do the same, equally probable: all positions are 1, or all are 2.
 
-    A position leaves the way that the others go with probability 1e-3, so a text that has mixed
-    them still has a probability. The first position is the prompt and tells nothing.
+    A position leaves the way that the others go with probability ``away``, so a text that has
+    mixed them still has a probability; 0.5: fair coins. The first position is the prompt and tells
+    nothing.
     """
 
-    away = 1e-3
+    def __init__(self, items: int, away: float = 1e-3) -> None:
+        super().__init__(items)
+        self.away = away
 
     def one(self, state, row):
         others = [int(token) for at, token in enumerate(state) if at not in (0, row)]
@@ -114,6 +117,7 @@ def test_more_steps_than_positions_commit_one_each() -> None:
     assert denoiser.trace == [1] * 7
 
 
+@pytest.mark.timeout(60)  # a schedule that takes back what it commits would go on for ever
 @pytest.mark.parametrize("steps", [1, 2, 5, 30])
 def test_taking_everything_back_ends_with_the_last_step(steps: int) -> None:
     _, denoiser = write(Modes(8), steps=steps, drop=0.0)
@@ -184,6 +188,15 @@ def test_a_fall_since_the_commit_counts_and_the_level_does_not() -> None:
         known=1, sureness=torch.tensor([1.0, 0.3, 0.9, 0.9, 0.0, 0.0]),
     )  # fmt: skip
     assert schedule.remask(view).tolist() == [False, False, False, True, False, False]
+
+
+def test_what_was_no_surer_when_it_was_committed_has_not_fallen() -> None:
+    """Fair coins have probability 0.5 at their commit and ever after."""
+    for seed in range(5):
+        plain, _ = write(Modes(8, away=0.5), seed, steps=4)
+        again, denoiser = write(Modes(8, away=0.5), seed, steps=4, drop=0.1)
+        assert again == plain
+        assert denoiser.trace == [1, 2, 2, 2]
 
 
 def test_the_easy_first_order_suits_every_chunk_and_no_fixed_one_does() -> None:

@@ -93,7 +93,7 @@ def measure_actions(model: DiffusionModel, knobs: dict[str, Any], count: int) ->
     """Share of right chunks of one setting of `remask`, on held-out chunks."""
     rng, right, forwards = random.Random("held out chunks"), 0, 0
     for _ in range(count):
-        wipe = Wipe.drawn(rng)
+        wipe = Wipe.drawn(rng, held_out=True)
         schedule = make_schedule("remask", **knobs)
         result = model.generate(wipe.prompt, schedule=schedule, max_tokens=CHUNK_TOKENS)
         right += wipe.right_tokens(result.text) == CHUNK_TOKENS

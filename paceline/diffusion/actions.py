@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,22 @@ class Wipe:
     speeds: tuple[int, int]
 
     @staticmethod
-    def drawn(rng: random.Random) -> Wipe:
+    def drawn(rng: random.Random, *, held_out: bool) -> Wipe:
+        """One that is trained on, or one that is not."""
         speeds = [int(speed) for speed in SPEEDS]
-        return Wipe(
-            rng.randrange(STEPS),
-            (rng.randrange(CELLS), rng.randrange(CELLS)),
-            (rng.choice(speeds), rng.choice(speeds)),
-        )
+        while True:
+            wipe = Wipe(
+                rng.randrange(STEPS),
+                (rng.randrange(CELLS), rng.randrange(CELLS)),
+                (rng.choice(speeds), rng.choice(speeds)),
+            )
+            if wipe.is_held_out == held_out:
+                return wipe
+
+    @property
+    def is_held_out(self) -> bool:
+        """An eighth of all is not trained on."""
+        return zlib.crc32(self.prompt.encode()) % 8 == 0
 
     @property
     def prompt(self) -> str:
@@ -111,7 +121,7 @@ def batch(step: int, count: int) -> torch.Tensor:
     rng, ids = random.Random(step), {word: i for i, word in enumerate(WORDS)}
     rows = []
     for _ in range(count):
-        wipe = Wipe.drawn(rng)
+        wipe = Wipe.drawn(rng, held_out=False)
         cells = [str(cell) for cells in wipe.chunk() for cell in cells]
         rows.append([ids[word] for word in (*wipe.prompt.split(), *cells)])
     return torch.tensor(rows)

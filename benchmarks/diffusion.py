@@ -2,10 +2,13 @@
 
     python -m benchmarks.diffusion [--count 25] [--model DIR] [--plot FILE] [--out FILE]
     python -m benchmarks.diffusion --any-subset [--count 25]
+    python -m benchmarks.diffusion --actions [--count 25]
 
 Tokens count up to and with the end of the answer. The dashed line of `shuffle` is the closed form
 for an ideal model that writes that many of four items in a forward. With `--any-subset` the model
-of `paceline infill` writes the answers, and tokens are bytes.
+of `paceline infill` writes the answers, and tokens are bytes. With `--actions` the schedule
+`remask` writes chunks of actions, each order in the same numbers of forwards; a chunk is right if
+it moves as its prompt says at all its steps.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from paceline.demo import DIFFUSION_DIR
+from paceline.demo import ACTIONS_DIR, DIFFUSION_DIR
 from paceline.diffusion import DiffusionModel, make_schedule
+from paceline.diffusion.actions import CHUNK_TOKENS, Wipe
 from paceline.diffusion.any_subset import AnySubsetModel, SeededDice, infill
+from paceline.diffusion.schedules import ORDERS
 from paceline.diffusion.tasks import TASKS, example, shuffle_accuracy
 
 POINTS: dict[str, list[dict[str, float]]] = {
@@ -84,6 +89,32 @@ def measure_any_subset(task: str, draft_tokens: int, count: int) -> Any:
     }
 
 
+def measure_actions(model: DiffusionModel, knobs: dict[str, Any], count: int) -> Any:
+    """Share of right chunks of one setting of `remask`, on held-out chunks."""
+    rng, right, forwards = random.Random("held out chunks"), 0, 0
+    for _ in range(count):
+        wipe = Wipe.drawn(rng, held_out=True)
+        schedule = make_schedule("remask", **knobs)
+        result = model.generate(wipe.prompt, schedule=schedule, max_tokens=CHUNK_TOKENS)
+        right += wipe.right_tokens(result.text) == CHUNK_TOKENS
+        forwards += result.counts.forwards
+    return {
+        "task": "actions",
+        "schedule": "remask",
+        "knobs": knobs,
+        "accuracy": right / count,
+        "tokens_per_forward": count * CHUNK_TOKENS / forwards,
+    }
+
+
+ACTIONS: list[dict[str, Any]] = [
+    {"steps": steps, "order": order, **back}
+    for back in ({}, {"least": 0.5}, {"drop": 0.3})
+    for steps in (4, 8)
+    for order in ORDERS
+]
+
+
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -112,12 +143,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=25)
     parser.add_argument("--model", type=Path, default=DIFFUSION_DIR)
     parser.add_argument("--any-subset", action="store_true")
+    parser.add_argument("--actions", action="store_true")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.any_subset:
         rows = [measure_any_subset(task, k, args.count) for task in TASKS for k in (1, 4, 10)]
+    elif args.actions:
+        model = DiffusionModel(ACTIONS_DIR)
+        rows = [measure_actions(model, knobs, args.count) for knobs in ACTIONS]
     else:
         model = DiffusionModel(args.model)
         rows = [
@@ -136,7 +171,7 @@ def main() -> None:
     Console().print(table)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if args.plot and not args.any_subset:
+    if args.plot and not (args.any_subset or args.actions):
         plot(rows, args.plot)
 
 

@@ -21,7 +21,7 @@ def diffuse(
             "--schedule",
             metavar="NAME",
             help="static, freedave (the same text in fewer forwards), confidence, prophet, sched, "
-            "dparallel, set_block, learn2pd or apd.",
+            "dparallel, set_block, learn2pd, apd or remask.",
         ),
     ] = "freedave",
     knobs: Annotated[

@@ -54,20 +54,24 @@ class Counts:
         return self.tokens / max(self.forwards, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenBlock:
-    """What stays the same while a block is written.
+    """A block while it is written.
 
     Attributes:
         front: tokens of the finished blocks, prompt included.
         known: rows of the block that the prompt fills.
         noise: of each row, above temperature 0.  # [rows, vocab_size]
+        sureness: how probable each row's token was when it was committed.  # [rows]
+        step: forwards so far.
     """
 
     context: Context
     front: list[int]
     known: int
     noise: Tensor | None
+    sureness: Tensor
+    step: int = 0
 
 
 @dataclass(slots=True)
@@ -90,13 +94,16 @@ class Denoiser:
     sub_block_cache: bool = False
     counts: Counts = field(default_factory=Counts)
     trace: list[int] = field(default_factory=list)
-    """Positions committed by each forward."""
+    """Positions committed by each forward, less those that it masked again."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise InvalidArgument("temperature", self.temperature, "at least 0")
         if self.sub_block_cache and self.schedule.num_drafts:
             allowed = f"false with schedule {self.schedule.name}, whose drafts need whole forwards"
+            raise InvalidArgument("sub_block_cache", True, allowed)
+        if self.sub_block_cache and self.schedule.remasks:
+            allowed = f"false with schedule {self.schedule.name}, which looks at all positions"
             raise InvalidArgument("sub_block_cache", True, allowed)
 
     def decode(self, prompt: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
@@ -119,7 +126,8 @@ class Denoiser:
             state = torch.full((rows,), self.runner.blocks.mask_token_id)
             state[: len(known)] = torch.tensor(known, dtype=state.dtype)
             noise = self._noise(context.length, rows)
-            state = self._denoise(_OpenBlock(context, front, len(known), noise), state)
+            block = _OpenBlock(context, front, len(known), noise, torch.ones(rows))
+            state = self._denoise(block, state)
             written, ended = self._until_end(state[len(known) :].tolist())
             self.counts.tokens += len(written)
             self.counts.blocks += 1
@@ -151,7 +159,10 @@ class Denoiser:
                 view = self._score(block, logits, state)
                 # 3. choose, and 4. commit.
                 state = self._commit(view, state)
+                new = view.masked & (state != self.runner.blocks.mask_token_id)
+                block.sureness[: len(state)][new] = view.confidence[new]
             # 5. observe: what the forward brought, and the states to evaluate in the next one.
+            block.step += 1
             self.trace.append(before - self._num_masks(state))
             if self.schedule.truncates:
                 state = self._until_committed_end(block, state)
@@ -169,14 +180,19 @@ class Denoiser:
     def _commit(self, view: View, state: Tensor) -> Tensor:
         chosen = self.schedule.choose(view)
         assert (chosen & view.masked).any(), "a step commits at least one position"
-        return torch.where(chosen & view.masked, view.tokens, state)
+        state = torch.where(chosen, view.tokens, state)
+        if not self.schedule.remasks:
+            return state
+        again = self.schedule.remask(view)
+        return state.masked_fill(again, self.runner.blocks.mask_token_id)
 
     def _score(self, block: _OpenBlock, logits: Tensor, state: Tensor) -> View:
         masked = state == self.runner.blocks.mask_token_id
         logits = logits.clone()
         logits[:, self.runner.blocks.mask_token_id] = -torch.inf
         noise = None if block.noise is None else block.noise[: len(state)]
-        tokens = perturbed(logits, self.temperature, noise).argmax(-1)
+        drawn = perturbed(logits, self.temperature, noise).argmax(-1)
+        tokens = torch.where(masked, drawn, state)
         confidence = logits.softmax(-1).gather(1, tokens[:, None])[:, 0]
         start, size = self._sub_block(state), self.runner.blocks.sub_block_size
         inside = torch.zeros_like(masked)
@@ -185,6 +201,7 @@ class Denoiser:
         return View(
             logits, tokens, confidence, masked, masked & inside,
             text=[*block.front, *before], temperature=self.temperature, noise=noise,
+            known=block.known, step=block.step, sureness=block.sureness[: len(state)],
         )  # fmt: skip
 
     def _predict_sub_block(self, context: Context, state: Tensor, start: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Which masked positions a step of the denoise loop commits: one class a schedule.
 
 A schedule sees the predictions of one state of the open block (:class:`View`) and chooses rows.
-The loop commits the predicted tokens there and never changes a committed token again.
+The loop commits the predicted tokens there. They stay, but with a schedule that says which of them
+to mask again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class View:
     """The predictions of one state of a block."""
 
     logits: Tensor  # [rows, vocab_size]
-    tokens: Tensor  # the predicted ones [rows]
+    tokens: Tensor  # the predicted ones; of committed rows those that stand there [rows]
     confidence: Tensor  # their probabilities [rows]
     masked: Tensor  # bool [rows]
     open: Tensor  # masked, and in the first sub-block that is not done: bool [rows]
@@ -37,6 +38,12 @@ class View:
     temperature: float = 0.0
     noise: Tensor | None = None
     """Above temperature 0: what is added to logits over temperature.  # [rows, vocab_size]"""
+    known: int = 0
+    """First rows, those of the prompt."""
+    step: int = 0
+    """Forwards that the block has had before this one."""
+    sureness: Tensor | None = None
+    """How probable each committed row's token was when it was committed.  # [rows]"""
 
     @property
     def progress(self) -> float:
@@ -55,11 +62,7 @@ class View:
 
     def most_confident(self, count: int) -> Tensor:
         """The ``count`` most confident open rows, the earlier one first among equals."""
-        scores = torch.where(self.open, self.confidence, -1.0)
-        order = torch.sort(scores, descending=True, stable=True).indices
-        chosen = torch.zeros_like(self.open)
-        chosen[order[: min(count, int(self.open.sum()))]] = True
-        return chosen
+        return _highest(self.confidence, self.open, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,15 @@ class Schedule:
     def truncates(self) -> bool:
         """Whether rows behind a committed end of the text are computed no more."""
         return False
+
+    @property
+    def remasks(self) -> bool:
+        """Whether committed rows may be masked again."""
+        return False
+
+    def remask(self, view: View) -> Tensor:
+        """Committed rows to mask again.  # bool [rows]"""
+        return torch.zeros_like(view.masked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +347,95 @@ class APD(Schedule):
         return chosen
 
 
+ORDERS = ("confidence", "margin", "left_to_right", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Remask(Schedule):
+    """A fixed number of steps in an order by difficulty; committed tokens may be taken back.
+
+    Discrete Diffusion VLA's decoding of action chunks. Step t of ``steps`` commits until the share
+    cos(pi/2 t/steps) of the block is masked, and one token at least. It masks tokens again that
+    have become improbable, the most improbable ones first and at most as many as it has left
+    masked; the steps behind it make up for them, so they cost no forward. The last step takes
+    nothing back.
+    """
+
+    steps: int = 12
+    """Most forwards that write a whole block."""
+    order: str = "confidence"
+    """Which positions come first: the most probable ones (`confidence`), those with the largest gap
+    between the two best probabilities (`margin`), `left_to_right` or `random`."""
+    seed: int = 0
+    """Of the random order."""
+    least: float = 0.0
+    """Probability below which a committed token is masked again, times the share of the block that
+    is committed, so it rises from step to step; 0: never."""
+    drop: float = 1.0
+    """Fall of a committed token's probability since its commit that masks it again; 1: never."""
+
+    name: ClassVar[str] = "remask"
+    paper: ClassVar[str] = "2508.20072"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        _at_least("steps", self.steps, 1)
+        _between("least", self.least, 0.0, 1.0)
+        _between("drop", self.drop, 0.0, 1.0)
+        if self.order not in ORDERS:
+            raise InvalidArgument("order", self.order, f"one of {', '.join(ORDERS)}")
+
+    def masks_left(self, view: View) -> int:
+        """Masked rows that this step leaves, but for those that it masks again."""
+        rows, done = len(view.masked) - view.known, (view.step + 1) / self.steps
+        planned = int(rows * math.cos(math.pi / 2 * done)) if done < 1 else 0
+        return min(planned, int(view.masked.sum()) - 1)
+
+    def scores(self, view: View) -> Tensor:
+        """The higher, the earlier a row is committed.  # [rows]"""
+        if self.order == "confidence":
+            return view.confidence
+        if self.order == "margin":
+            first, second = view.logits.softmax(-1).topk(2, -1).values.unbind(-1)
+            return first - second
+        rows = len(view.masked)
+        if self.order == "left_to_right":
+            return -torch.arange(rows).float()
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(rows, generator=generator)
+
+    def choose(self, view: View) -> Tensor:
+        count = int(view.masked.sum()) - self.masks_left(view)
+        return _highest(self.scores(view), view.masked, count)
+
+    @property
+    def remasks(self) -> bool:
+        return self.least > 0 or self.drop < 1
+
+    def remask(self, view: View) -> Tensor:
+        assert view.sureness is not None
+        committed = ~view.masked
+        committed[: view.known] = False
+        doubtful = view.confidence < self.least * committed.sum() / (len(committed) - view.known)
+        if self.drop < 1:
+            doubtful |= view.sureness - view.confidence >= self.drop
+        return _highest(-view.confidence, committed & doubtful, self.masks_left(view))
+
+
+def _highest(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
+    """The ``count`` allowed rows with the highest scores, the earlier one first among equals."""
+    order = torch.sort(torch.where(allowed, scores, -torch.inf), descending=True, stable=True)
+    chosen = torch.zeros_like(allowed)
+    chosen[order.indices[: min(count, int(allowed.sum()))]] = True
+    return chosen
+
+
 SCHEDULES: dict[str, type[Schedule]] = {
     kind.name: kind
     for kind in (
         Schedule, ConfidenceSchedule, FreeDave, Prophet, SchED, DParallel, SetBlock, Learn2PD, APD,
+        Remask,
     )
 }  # fmt: skip
 """All schedules by name."""

@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,48 @@ class MaskedRows:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train, with a checkpoint every 50 steps from which the same command goes on."""
-    torch.manual_seed(0)
+    """The model that ships, or another one of the demo's tokenizer."""
     blocks = Blocks(MASK, 32, 8, causal_past=args.next_token > 0)
     model, raw = start_from_target(args.layers, blocks)
     if args.start is not None:
         model.weights = MaskedModel.load(args.start).weights
-    file = args.out / "training.pt"
+    rows = MaskedRows(args.extra_corpus, args.length, args.task_share)
+
+    def loss(step: int) -> Tensor:
+        tokens, maskable = rows.batch(step, args.batch)
+        generator = torch.Generator().manual_seed(step)
+        masks = complementary_masks(maskable, blocks.block_size, generator)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
+            return masked_loss(
+                model, tokens, masks, next_token=args.next_token, certainty=args.certainty
+            )
+
+    def keep() -> None:
+        save(model, raw, args.out)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (args.out / name).write_bytes((TARGET_DIR / name).read_bytes())
+
+    fit(model, loss, keep, args.out / "training.pt", steps=args.steps, lr=args.lr)
+
+
+def fit(
+    model: MaskedModel,
+    loss_of: Callable[[int], Tensor],
+    keep: Callable[[], None],
+    file: Path,
+    *,
+    steps: int,
+    lr: float,
+    every: int = 50,
+) -> None:
+    """Train, with a checkpoint every ``every`` steps from which the same call goes on.
+
+    Args:
+        loss_of: the loss of a step, by its number.
+        keep: write the model's folder.
+        file: the checkpoint.
+    """
+    torch.manual_seed(0)
     state = read_checkpoint(file) if file.exists() else None
     if state is not None:
         model.weights = state["weights"]
@@ -203,39 +239,32 @@ def train(args: argparse.Namespace) -> None:
     inner = [t for name, t in model.weights.items() if t.ndim == 2 and "embed" not in name]
     outer = [t for name, t in model.weights.items() if t.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(inner, lr=args.lr, weight_decay=0.01, momentum=0.95),
-        torch.optim.AdamW(outer, lr=args.lr / 10, weight_decay=0.0, betas=(0.9, 0.98)),
+        torch.optim.Muon(inner, lr=lr, weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(outer, lr=lr / 10, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
     first = 0
     if state is not None:
         first = state["step"]
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-    rows = MaskedRows(args.extra_corpus, args.length, args.task_share)
     began, recent = time.time(), 0.0
-    for step in range(first, args.steps):
-        left = 1 - step / args.steps
+    for step in range(first, steps):
+        left = 1 - step / steps
         scale = min(1.0, (step + 1) / 20) * min(1.0, left / 0.4)
-        for optimizer, lr in zip(optimizers, (args.lr, args.lr / 10), strict=True):
+        for optimizer, rate in zip(optimizers, (lr, lr / 10), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = lr * scale
-        tokens, maskable = rows.batch(step, args.batch)
-        generator = torch.Generator().manual_seed(step)
-        masks = complementary_masks(maskable, blocks.block_size, generator)
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
-            loss = masked_loss(
-                model, tokens, masks, next_token=args.next_token, certainty=args.certainty
-            )
+                group["lr"] = rate * scale
+        loss = loss_of(step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(itertools.chain(inner, outer)), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         recent = loss.item() if step == first else 0.95 * recent + 0.05 * loss.item()
-        if (step + 1) % 25 == 0 or step + 1 == args.steps:
+        if (step + 1) % (every // 2) == 0 or step + 1 == steps:
             print(f"{step + 1} {recent:.3f} {time.time() - began:.0f}s", flush=True)  # noqa: T201
-        if (step + 1) % 50 == 0 or step + 1 == args.steps:
-            save(model, raw, args.out)
+        if (step + 1) % every == 0 or step + 1 == steps:
+            keep()
             optimizers_state = [optimizer.state_dict() for optimizer in optimizers]
             weights = {name: tensor.detach() for name, tensor in model.weights.items()}
             write_checkpoint(
@@ -244,13 +273,11 @@ def train(args: argparse.Namespace) -> None:
 
 
 def save(model: MaskedModel, raw: dict[str, Any], folder: Path) -> None:
-    """Write config, bfloat16 weights and tokenizer: all that :meth:`MaskedModel.load` reads."""
+    """Write config and bfloat16 weights: all that :meth:`MaskedModel.load` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     tensors = {name: t.detach().to(torch.bfloat16) for name, t in model.weights.items()}
     save_file(tensors, folder / "model.safetensors")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((TARGET_DIR / name).read_bytes())
 
 
 def main() -> None:

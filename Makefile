@@ -83,7 +83,7 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 demo test test-slow test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test
-test: $(STAMP) ## run the test suite (11 minutes on 2 cores)
+test: $(STAMP) ## run the test suite (a quarter of an hour on 2 cores)
 	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
 .PHONY: test-slow

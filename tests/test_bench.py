@@ -221,6 +221,7 @@ def test_the_table_shows_every_row(target: Path, drafter: Path, questions: Path)
         assert entry["cost_in_torch"] == pytest.approx(entry["torch_on_ms"] / entry["off_ms"])
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_compared_where_they_have_to_agree(
     target: Path, drafter: Path, questions: Path
 ) -> None:
@@ -582,6 +583,7 @@ def test_the_page_in_a_browser(
 # --- prompts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_builtin_prompts_are_held_out_text_of_a_fitting_length() -> None:
     prompts = builtin_prompts()
     assert prompts == builtin_prompts.__wrapped__()  # cut anew, not from the cache

@@ -217,7 +217,10 @@ def test_nothing_is_drafted_without_a_constraint(demo: Engine) -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [12, pytest.param(200, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
+    [
+        pytest.param(12, marks=pytest.mark.slow),
+        pytest.param(200, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)]),
+    ],
     ids=["some", "200"],
 )
 def test_generated_schemas(demo: Engine, count: int) -> None:

@@ -287,6 +287,7 @@ def test_an_offset_changes_the_anchors_distance_alone(head: LongSpec, states: to
 # --- in the loop ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_its_own_entries_do_not_grow_with_the_context(tmp_path: Path) -> None:
     """And the tokens are AR's, at contexts far above the window."""
     random_head(LongSpec, demo_target(), LongSpecOptions(window=16)).save(tmp_path / "longspec")

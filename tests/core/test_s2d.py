@@ -241,6 +241,7 @@ def test_kept_entries_are_those_of_a_fresh_prefill(
 # --- what may happen to a drafter -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_drafter_serves_two_targets(folder: Path, zoo: Path) -> None:
     """Two engines in turns over one S2D; each has its own target's tokens."""
     other = make_model("llama_gqa", zoo, seed=5, num_hidden_layers=2)

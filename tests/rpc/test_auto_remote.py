@@ -61,7 +61,7 @@ def finish(engine: Engine, after: Callable[[], None] = lambda: None) -> float:
     return longest
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_it_chooses_among_both_and_keeps_the_tokens(temperature: float) -> None:
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=4, ignore_eos=True)
     with engine_and_drafter() as (engine, pool, _):

@@ -385,7 +385,7 @@ def report_file(full: Results) -> str:
     ("width", "scheme"),
     [
         (1280, "light"),
-        (390, "dark"),
+        pytest.param(390, "dark", marks=pytest.mark.slow),
         pytest.param(1280, "dark", marks=pytest.mark.nightly),
         pytest.param(390, "light", marks=pytest.mark.nightly),
     ],
@@ -411,6 +411,7 @@ def test_a_browser_shows_every_picture(
         assert opened.requests == [Path(report_file).as_uri()]
 
 
+@pytest.mark.slow
 def test_an_empty_plot_counts_as_blank(chromium: Any, report_file: str) -> None:
     with Opened(chromium, report_file) as opened:
         opened.page.evaluate(
@@ -420,6 +421,7 @@ def test_an_empty_plot_counts_as_blank(chromium: Any, report_file: str) -> None:
         assert is_blank(opened.plot_area("lengths"))
 
 
+@pytest.mark.slow
 def test_pictures_follow_the_colour_scheme(chromium: Any, report_file: str) -> None:
     from playwright.sync_api import expect
 

@@ -87,7 +87,7 @@ test: $(STAMP) ## run the test suite (a quarter of an hour on 2 cores)
 	@$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) ## run what is left out of it: a wheel, a browser, a whole demo (about 10 minutes)
+test-slow: $(STAMP) ## run what is left out of it: a wheel, a browser, a whole demo (about 14 minutes)
 	@$(BIN)/python tests/run.py --slow $(PYTEST_ARGS)
 
 # Arm's kernels run in an emulator where Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and

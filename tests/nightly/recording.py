@@ -159,6 +159,10 @@ class Recording:
         self._result(out)
         return out
 
+    def logits(self, stack: Stack, hidden: Tensor, head: Weight) -> Tensor:
+        assert not stack.differs.finishes_logits, "it is not recorded"
+        return self.linear(hidden, head).float()
+
     # --- files ---------------------------------------------------------------------------------
 
     def save(self, file: Path) -> None:

@@ -30,10 +30,11 @@ ALWAYS_INLINE int group_size(int rows, int halves)
 
 /* Steps of k that all rows take before the next ones: a core's own cache holds a group's panels for them, and
  * for the chunk that is fetched meanwhile. Where the registers hold the sums of half a group, both halves are
- * read side by side in short turns. Sums wait in memory between two chunks, which changes no bit. */
-ALWAYS_INLINE int chunk_size(int group)
+ * read side by side in short turns, unless panels are short themselves. Sums wait in memory between two
+ * chunks, which changes no bit. */
+ALWAYS_INLINE int chunk_size(int group, int steps)
 {
-    return W < 16 && group > 4 ? 16 : 2048 / group;
+    return W < 16 && group > 4 && steps > 256 ? 16 : 2048 / group;
 }
 
 /* Blocks fetch what comes next, into the cache that a core keeps its panels in: what goes to the first level

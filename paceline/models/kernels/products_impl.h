@@ -83,7 +83,7 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
                  float *sums, int rows, int steps, int panels)
 {
     const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int size = chunk_size(group_size(rows, SUBSTEPS == 2)), chunks = (steps + size - 1) / size;
+    const int size = chunk_size(group_size(rows, SUBSTEPS == 2), steps), chunks = (steps + size - 1) / size;
     for (int c = 0; c < chunks; c++) {
         const int from = (int)((int64_t)steps * c / chunks);
         const int to = (int)((int64_t)steps * (c + 1) / chunks);

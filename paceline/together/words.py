@@ -168,7 +168,7 @@ def write_words(
         logits, state = result.logits[-1], result.extras[Need.HIDDEN_STATES][-1]
         runner.commit(sequence, range(len(prompt_ids)))
         while len(written) < max_tokens and not stop_ids.intersection(written[-1:]):
-            chains = [_chain(c) for c in _candidates(logits, state, head, top_k)]
+            chains = [Draft.chain(c) for c in _candidates(logits, state, head, top_k)]
             tree = merge(chains)
             segment = Segment(sequence, tree.token_ids, tree.parent_indices)
             result = runner.forward([segment], _HIDDEN)
@@ -207,11 +207,6 @@ def _candidates(
     best = both.sort(descending=True, stable=True).indices[:top_k].tolist()
     size = len(logits)
     return [(i,) if i < size or head is None else head.words[i - size] for i in best]
-
-
-def _chain(token_ids: Sequence[int]) -> Draft:
-    parents = np.arange(-1, len(token_ids) - 1, dtype=np.int32)
-    return Draft(np.asarray(token_ids, np.int64), parents)
 
 
 def _score(likelihood: Tensor, tree: Draft, nodes: Sequence[int], length_power: float) -> float:

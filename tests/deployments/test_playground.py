@@ -331,10 +331,12 @@ def test_compare(opened: Open, url: str) -> None:
     page.page.locator("#compare").check()
     page.generate(max_tokens=32, seed="")  # the page draws a seed, one for both
     verdict = page.page.locator("#verdict")
+    count = page.figure("tokens")  # fewer than 32 where the text ends before
     assert re.fullmatch(
-        r"=Identical: both gave the same \d+ tokens\. draft_model is [\d.]+× as fast as ar\.",
+        rf"=Identical: both gave the same {count} tokens\. draft_model is [\d.]+× as fast as ar\.",
         verdict.text_content(),
     )
+    assert page.figure("tokens", 1) == count and 0 < int(count) <= 32
     assert [page.text("h2", i) for i in (0, 1)] == ["draft_model", "ar"]
     assert page.text(".output", 0) == page.text(".output", 1)
     left, right = page.boxes()

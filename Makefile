@@ -118,7 +118,7 @@ $(TRITON_STAMP): $(STAMP)
 .PHONY: test-triton
 test-triton: $(TRITON_STAMP) ## run the kernels for CUDA devices on the CPU, in Triton's interpreter
 	@TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -p no:cacheprovider \
-	  tests/core/test_triton_kernels.py $(PYTEST_ARGS)
+	  tests/core/test_triton_kernels.py tests/core/test_gpu_writer.py $(PYTEST_ARGS)
 
 # vLLM and what it needs are large, and pin other versions than ours: an environment of its own.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt

@@ -19,9 +19,10 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from paceline.config import SpeculationConfig
@@ -29,11 +30,17 @@ from paceline.engine import Engine, EngineLimits, RoundEvent
 from paceline.loading import load_engine
 from paceline.request import Request
 from paceline.sampling import SamplingParams
-from paceline.session import Session
+from paceline.tokenizer import Tokenizer
 
 TOP_K = 20
+Turn = Literal["more", "done", "dropped"]
+"""What becomes of a conversation: the model goes on, it has ended, it is no good."""
 SHARD = 64
 """Conversations in a file."""
+MAX_TEXTS = 20_000
+"""Answers that later questions may be about; further ones replace them."""
+QUESTION_TOKENS = 80
+"""Maximum length of a question that the model writes."""
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 SYSTEMS = (
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
@@ -54,6 +61,13 @@ OPENERS = (
     "Who", "Who", "When", "Where", "Where is", "How long", "How much", "Which", "What does", "Is",
 )  # fmt: skip
 """Beginnings of user turns that the model completes."""
+ARTICLES = (
+    "Write a news article about", "Write a newspaper report about", "Write a short article about",
+    "Write an encyclopedia article about", "Write a detailed description of",
+    "Write a biography of", "Tell me the history of", "Write a report on the accident",
+    "Write a sports report about", "Write an article about a politician who",
+)  # fmt: skip
+"""Beginnings of user turns whose answers are texts that later questions are about."""
 OVER_TEXTS = (
     "Summarize: {}", "Summarize: {}", "Summarize this article: {}", "{}\n\nTL;DR",
     "Summarize the following text:\n\n{}", "Summarize this in one sentence:\n\n{}",
@@ -116,7 +130,8 @@ GERMAN = (
 )  # fmt: skip
 """Parts of sentences to translate."""
 KINDS = {
-    "file": 0.14, "text": 0.2, "passages": 0.16, "code": 0.12, "translation": 0.1, "own": 0.28,
+    "file": 0.12, "text": 0.2, "passages": 0.15, "code": 0.1, "translation": 0.08, "own": 0.26,
+    "article": 0.09,
 }  # fmt: skip
 """Shares of the kinds of first questions."""
 OVER_CODE = (
@@ -138,8 +153,12 @@ class Conversation:
         kind: of its first question, one of ``KINDS``.
         tokens: so far.
         positions: of the tokens that the model wrote as the assistant.
-        top_ids, top_probs: for each of these, its likeliest tokens and their probabilities.
+        top_ids, top_probs: for each of these, its likeliest tokens and their probabilities; empty
+            where the writer does not keep them.
         turns: number of answers still to come.
+        answering: the model goes on as the assistant, not as the user.
+        temperature: at which it goes on.
+        max_tokens: how many tokens it may add.
     """
 
     system: str
@@ -150,64 +169,40 @@ class Conversation:
     top_probs: list[list[float]] = field(default_factory=list)
     turns: int = 1
     answering: bool = False
+    temperature: float = 0.0
+    max_tokens: int = 0
 
 
-class Writer:
-    """Runs conversations of a model with itself, many at once.
+class Dialogues:
+    """What a model is asked in its conversations with itself; writers let it go on from there.
 
     Args:
-        model: folder or name of the target.
         questions: from files; without them, no conversation is of the kind ``file``.
-        seed: of all random choices.
-        batch: number of concurrent conversations.
+        seed: of all choices.
         answer_tokens: maximum length of an answer.
     """
 
     def __init__(
         self,
-        model: str,
+        tokenizer: Tokenizer,
         questions: Sequence[str] = (),
         *,
         seed: int = 0,
-        batch: int = 16,
         answer_tokens: int = 256,
     ) -> None:
-        self._engine: Engine = load_engine(
-            model, dtype="auto", limits=EngineLimits(max_sessions=batch)
-        )
-        assert self._engine.tokenizer is not None
-        self._tokenizer = self._engine.tokenizer
-        (self._end,) = self._tokenizer.encode(END, add_special_tokens=False)
-        self._questions, self._batch, self._answer_tokens = questions, batch, answer_tokens
+        self._tokenizer = tokenizer
+        (self.end,) = tokenizer.encode(END, add_special_tokens=False)
+        self._questions, self._answer_tokens = questions, answer_tokens
         self._random = np.random.default_rng(seed)
         self._texts, self._functions = documentation()
-        self._count = 0
-        self._running: dict[str, Conversation] = {}
 
-    def write(self) -> Iterator[Conversation]:
-        """Yield conversations as they end, for ever."""
-        ended: list[Conversation] = []
+    @property
+    def room(self) -> int:
+        """Tokens that the first two turns may add to a conversation that begins."""
+        return QUESTION_TOKENS + self._answer_tokens
 
-        def hear(event: RoundEvent) -> None:
-            talk = self._running[event.session.session_id]
-            if talk.answering:
-                for entry in event.logprobs:
-                    talk.top_ids.append([token for token, _ in entry.top])
-                    talk.top_probs.append([float(np.exp(value)) for _, value in entry.top])
-            if event.finished:
-                del self._running[event.session.session_id]
-                if self._go_on(event.session, talk):
-                    ended.append(talk)
-
-        self._hear = hear
-        while True:
-            while len(self._running) < self._batch:
-                self._begin()
-            self._engine.step()
-            yield from ended
-            ended.clear()
-
-    def _begin(self) -> None:
+    def begin(self) -> Conversation:
+        """A conversation with its first question, or the beginning of one."""
         random = self._random
         talk = Conversation(SYSTEMS[int(random.choice(len(SYSTEMS), p=(0.5, 0.2, 0.1, 0.2)))], "")
         talk.turns = int(random.choice((1, 2, 3), p=(0.7, 0.2, 0.1)))
@@ -217,6 +212,8 @@ class Writer:
         talk.kind = str(random.choice(kinds, p=shares / shares.sum()))
         if talk.kind == "own":
             question = self._one_of(OPENERS)
+        elif talk.kind == "article":
+            question = self._one_of(ARTICLES)
         elif talk.kind == "file":
             question = self._one_of(self._questions)
         elif talk.kind == "code":
@@ -231,10 +228,34 @@ class Writer:
                 self._some_texts(4), self._one_of(QUESTION_OPENERS)
             )
         talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}")
-        if talk.kind in ("own", "passages"):
-            self._submit(talk, answering=False)
+        if talk.kind in ("own", "article", "passages"):
+            _to_ask(talk)
         else:
-            self._ask(talk)
+            self._to_answer(talk)
+        return talk
+
+    def hear(self, talk: Conversation, written: Sequence[int]) -> Turn:
+        """Add what the model wrote, and say how it goes on."""
+        ended = bool(written) and written[-1] == self.end
+        if not talk.answering:
+            talk.tokens += written[:-1] if ended else written
+            if len(written) < 3 or not ended:
+                return "dropped"  # an unfinished question
+            self._to_answer(talk)
+            return "more"
+        talk.positions += range(len(talk.tokens), len(talk.tokens) + len(written))
+        talk.tokens += written
+        if ended and len(written) > 60:
+            text = self._tokenizer.decode(list(written[:-1]))
+            if len(self._texts) < MAX_TEXTS:
+                self._texts.append(text)
+            else:
+                self._texts[int(self._random.integers(MAX_TEXTS))] = text
+        if not ended or not talk.turns or len(talk.tokens) > 1200:
+            return "done"
+        talk.tokens += self._encode(f"\n{BEGIN}user\n")
+        _to_ask(talk)
+        return "more"
 
     def _one_of(self, texts: Sequence[str]) -> str:
         return texts[int(self._random.integers(len(texts)))]
@@ -243,49 +264,82 @@ class Writer:
         count = int(self._random.integers(1, most + 1))
         return "\n\n".join(self._one_of(self._texts) for _ in range(count))
 
-    def _ask(self, talk: Conversation) -> None:
-        """Start the model's answer to a complete user turn."""
+    def _to_answer(self, talk: Conversation) -> None:
+        """End the user's turn."""
         talk.tokens += self._encode(f"{END}\n{BEGIN}assistant\n")
         talk.turns -= 1
-        self._submit(talk, answering=True)
+        talk.answering = True
+        # Most answers are served greedily.
+        talk.temperature = float(self._random.choice((0.0, 0.0, 0.0, 0.7, 1.0)))
+        talk.max_tokens = self._answer_tokens
 
-    def _submit(self, talk: Conversation, *, answering: bool) -> None:
-        talk.answering = answering
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _to_ask(talk: Conversation) -> None:
+    """Let the model write the user's turn; its questions must differ."""
+    talk.answering, talk.temperature, talk.max_tokens = False, 1.0, QUESTION_TOKENS
+
+
+class Writer:
+    """Runs conversations of a model with itself, many at once.
+
+    Args:
+        model: folder or name of the target.
+        questions: see :class:`Dialogues`.
+        seed: of all random choices.
+        batch: number of concurrent conversations.
+    """
+
+    def __init__(
+        self, model: str, questions: Sequence[str] = (), *, seed: int = 0, batch: int = 16
+    ) -> None:
+        self._engine: Engine = load_engine(
+            model, dtype="auto", limits=EngineLimits(max_sessions=batch)
+        )
+        assert self._engine.tokenizer is not None
+        self._dialogues = Dialogues(self._engine.tokenizer, questions, seed=seed)
+        self._batch, self._count = batch, 0
+        self._running: dict[str, Conversation] = {}
+
+    def write(self) -> Iterator[Conversation]:
+        """Yield conversations as they end, for ever."""
+        ended: list[Conversation] = []
+
+        def hear(event: RoundEvent) -> None:
+            talk = self._running[event.session.session_id]
+            if talk.answering:
+                for entry in event.logprobs:
+                    talk.top_ids.append([token for token, _ in entry.top])
+                    talk.top_probs.append([float(np.exp(value)) for _, value in entry.top])
+            if event.finished:
+                del self._running[event.session.session_id]
+                turn = self._dialogues.hear(talk, event.session.output_ids)
+                if turn == "more":
+                    self._submit(talk)
+                elif turn == "done":
+                    ended.append(talk)
+
+        self._hear = hear
+        while True:
+            while len(self._running) < self._batch:
+                self._submit(self._dialogues.begin())
+            self._engine.step()
+            yield from ended
+            ended.clear()
+
+    def _submit(self, talk: Conversation) -> None:
         self._count += 1
-        # Questions must differ; most answers are served greedily.
-        temperature = float(self._random.choice((0.0, 0.0, 0.0, 0.7, 1.0))) if answering else 1.0
         params = SamplingParams(
-            temperature=temperature, top_p=1.0 if answering else 0.95, seed=self._count,
-            max_tokens=self._answer_tokens if answering else 80, stop_token_ids=(self._end,),
-            logprobs=TOP_K if answering else None,
+            temperature=talk.temperature, top_p=1.0 if talk.answering else 0.95, seed=self._count,
+            max_tokens=talk.max_tokens, stop_token_ids=(self._dialogues.end,),
+            logprobs=TOP_K if talk.answering else None,
         )  # fmt: skip
         session = self._engine.submit(
             Request(talk.tokens, params, SpeculationConfig(method="ar")), on_event=self._hear
         )
         self._running[session.session_id] = talk
-
-    def _go_on(self, session: Session, talk: Conversation) -> bool:
-        """Handle the end of a turn; returns whether the conversation has ended."""
-        written = list(session.output_ids)
-        ended = bool(written) and written[-1] == self._end
-        if not talk.answering:
-            talk.tokens += written[:-1] if ended else written
-            if len(written) < 3 or not ended:
-                return False  # an unfinished question: drop it
-            self._ask(talk)
-            return False
-        talk.positions += range(len(talk.tokens), len(talk.tokens) + len(written))
-        talk.tokens += written
-        if ended and len(written) > 60 and len(self._texts) < 20_000:
-            self._texts.append(self._tokenizer.decode(written[:-1]))
-        if not ended or not talk.turns or len(talk.tokens) > 1200:
-            return True
-        talk.tokens += self._encode(f"\n{BEGIN}user\n")
-        self._submit(talk, answering=False)
-        return False
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def documentation(limit: int = 900) -> tuple[list[str], list[str]]:
@@ -320,42 +374,51 @@ def save(shard: Sequence[Conversation], file: Path) -> None:
     and the ``kinds`` of the conversations.
     """
     starts = np.cumsum([0, *(len(talk.tokens) for talk in shard)])
+    count = sum(len(talk.positions) for talk in shard)
     arrays: dict[str, Any] = {
         "tokens": np.array([t for talk in shard for t in talk.tokens], np.uint16),
         "ends": starts[1:].astype(np.int64),
         "positions": np.concatenate(
             [np.array(talk.positions, np.int64) + s for talk, s in zip(shard, starts, strict=False)]
         ),
-        "top_ids": np.array([row for talk in shard for row in talk.top_ids], np.uint16),
-        "top_probs": np.array([row for talk in shard for row in talk.top_probs], np.float16),
+        "top_ids": _rows([row for talk in shard for row in talk.top_ids], count, np.uint16),
+        "top_probs": _rows([row for talk in shard for row in talk.top_probs], count, np.float16),
         "kinds": np.array([talk.kind for talk in shard]),
     }  # fmt: skip
-    assert len(arrays["positions"]) == len(arrays["top_ids"])
     part = file.with_suffix(".tmp")
     with part.open("wb") as out:
         np.savez(out, **arrays)
     os.replace(part, file)
 
 
+def _rows(rows: Sequence[Sequence[float]], count: int, dtype: type) -> NDArray[Any]:
+    """# [count, k]; k is 0 without rows."""
+    if not rows:
+        return np.zeros((count, 0), dtype)
+    assert len(rows) == count
+    return np.array(rows, dtype)
+
+
 def write_conversations(
-    model: str, out: Path, *, tokens: int, questions: Sequence[str] = (), batch: int = 16
+    talks: Iterator[Conversation], out: Path, *, tokens: int, shard_size: int = SHARD
 ) -> None:
-    """Write until the folder has a number of answer tokens; resumes where it stopped."""
+    """Save conversations until the folder has a number of answer tokens; resumes where it stopped.
+
+    Args:
+        shard_size: conversations in a file.
+    """
     out.mkdir(parents=True, exist_ok=True)
     files = sorted(out.glob("*.npz"))
     have = sum(len(np.load(file)["positions"]) for file in files)
     number = len(files)
-    bar = tqdm(total=tokens, initial=have, unit="token", desc="conversations")
+    bar = tqdm(total=tokens, initial=have, unit="token", unit_scale=True, desc="conversations")
     shard: list[Conversation] = []
-    if have < tokens:
-        # A new seed for each run: a resumed one must not repeat earlier conversations.
-        for talk in Writer(model, questions, seed=number, batch=batch).write():
-            shard.append(talk)
-            bar.update(len(talk.positions))
-            have += len(talk.positions)
-            if len(shard) == SHARD or have >= tokens:
-                save(shard, out / f"{number:05}.npz")
-                number, shard = number + 1, []
-            if have >= tokens:
-                break
+    while have < tokens:
+        talk = next(talks)
+        shard.append(talk)
+        bar.update(len(talk.positions))
+        have += len(talk.positions)
+        if len(shard) == shard_size or have >= tokens:
+            save(shard, out / f"{number:05}.npz")
+            number, shard = number + 1, []
     bar.close()

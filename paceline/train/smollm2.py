@@ -12,28 +12,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.bench.environment import describe_environment
 from paceline.bench.suites import read_prompts
 from paceline.errors import PacelineError
 from paceline.gguf_folder import model_folder
 from paceline.loading import limit_threads
 from paceline.model_names import resolve_model
+from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.eagle3 import Eagle3Options
 from paceline.smollm2 import HEADS_DIR
+from paceline.tokenizer import load_tokenizer
 from paceline.train.chat_head import (
     CHAINS_FROM,
     HELD_OUT,
     MEASURED_DEPTH,
-    ChatHeadTrainer,
+    ChainTrainer,
     read_talks,
     write_features,
 )
-from paceline.train.conversations import write_conversations
+from paceline.train.conversations import Dialogues, Writer, write_conversations
+from paceline.train.gpu_writer import GpuWriter
 from paceline.train.pretrain import Trainer
 
 MODEL = "smollm2"
 LENGTH = 1024
 """Tokens of a conversation that are trained on."""
+GPU_LENGTH, GPU_SHARD = 1536, 2048
+"""Likewise on a GPU, and the number of conversations in a file."""
 OPTIONS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4)
 
 
@@ -48,21 +55,27 @@ def make(
     batch_tokens: int = 4096,
     options: Eagle3Options = OPTIONS,
     seed: int = 0,
+    device: str = "cpu",
 ) -> None:
     """Run the stages that ``work`` does not hold yet, and write the head and its card.
 
     Args:
         out: gets ``heads/eagle3`` and ``MODEL_CARD.md``.
         tokens: of the answers that the target writes.
+        device: "cuda" writes a thousand conversations at once, and computes the target's features
+            again for each batch instead of storing them.
     """
     asked = [prompt.text for file in questions for prompt in read_prompts(file, "gsm8k")]
-    talks = work / "conversations"
-    write_conversations(model, talks, tokens=tokens, questions=asked)
-    write_features(talks, model, options.features, LENGTH)
-    training, held_out = read_talks([talks], LENGTH)
-    trainer = ChatHeadTrainer(
-        model_folder(resolve_model(model)), training, work / "head",
-        options=options, steps=steps, batch_tokens=batch_tokens, seed=seed,
+    talks, on_gpu = work / "conversations", device == "cuda"
+    converse(model, talks, asked, tokens=tokens, on_gpu=on_gpu)
+    length = GPU_LENGTH if on_gpu else LENGTH
+    if not on_gpu:
+        write_features(talks, model, options.features, length)
+    training, held_out = read_talks([talks], length, stored=not on_gpu)
+    trainer = ChainTrainer(
+        model_folder(resolve_model(model)), training, work / "head", options=options, steps=steps,
+        batch_tokens=batch_tokens, seed=seed, device=device,
+        chains_from=0.0 if on_gpu else CHAINS_FROM,
     )  # fmt: skip
     run = trainer.run()
     measured = trainer.measure(held_out)
@@ -76,6 +89,19 @@ def make(
     )
     (out / "MODEL_CARD.md").write_text(card, encoding="utf-8")
     print(card)
+
+
+def converse(model: str, out: Path, questions: Sequence[str], *, tokens: int, on_gpu: bool) -> None:
+    """Let the target talk to itself; resumes where it stopped."""
+    seed = len([*out.glob("*.npz")])  # another one for each run: it must not repeat itself
+    if not on_gpu:
+        write_conversations(Writer(model, questions, seed=seed).write(), out, tokens=tokens)
+        return
+    folder = model_folder(resolve_model(model))
+    target = HeadTarget.from_folder(folder, dtype=torch.bfloat16, device="cuda")
+    dialogues = Dialogues(load_tokenizer(folder), questions, seed=seed, answer_tokens=400)
+    writer = GpuWriter(target, dialogues, length=GPU_LENGTH, seed=seed)
+    write_conversations(writer.write(), out, tokens=tokens, shard_size=GPU_SHARD)
 
 
 def model_card(
@@ -167,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--work-dir", type=Path, default=Path("build/smollm2"), help="conversations, checkpoints"
     )
     parser.add_argument("--threads", type=int, help="CPU threads; by default all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.threads is not None:
@@ -174,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         make(
             args.out, args.work_dir, questions=args.questions, tokens=args.tokens,
-            steps=args.steps, batch_tokens=args.batch_tokens, seed=args.seed,
+            steps=args.steps, batch_tokens=args.batch_tokens, seed=args.seed, device=args.device,
         )  # fmt: skip
     except PacelineError as error:
         parser.error(str(error))

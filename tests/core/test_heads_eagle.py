@@ -119,12 +119,12 @@ def test_the_kernel_makes_chains_in_one_call(
 def test_what_an_unrolled_step_sees() -> None:
     """Against the definition: the target's inputs, then those of the chain's earlier steps."""
     length, steps = 5, 3
-    mask = unrolled_mask(length, steps).view(steps, length, steps, length)
     for step in range(steps):
+        mask = unrolled_mask(length, step).view(length, step + 1, length)
         for place in range(length):
             chain = {(j, place - step + j) for j in range(1, step + 1) if place - step + j >= 0}
             chain |= {(0, q) for q in range(place - step + 1)}
-            found = {(j, q) for j, q in torch.nonzero(mask[step, place]).tolist()}
+            found = {(j, q) for j, q in torch.nonzero(mask[place]).tolist()}
             assert found == chain
 
 

@@ -19,7 +19,7 @@ from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.train.chat_head import (
-    ChatHeadTrainer,
+    ChainTrainer,
     Talk,
     choose_vocabulary,
     loss_of,
@@ -96,8 +96,8 @@ def test_features_belong_to_their_tokens(talks: list[Talk]) -> None:
 def test_a_step_less_or_more_changes_no_weight(talks: list[Talk], tmp_path: Path) -> None:
     """Interrupted and resumed, training gives the weights of one that ran through."""
 
-    def trainer(work: Path) -> ChatHeadTrainer:
-        return ChatHeadTrainer(
+    def trainer(work: Path) -> ChainTrainer:
+        return ChainTrainer(
             TARGET_DIR, talks, work, options=OPTIONS, steps=6, batch_tokens=512,
             checkpoint_seconds=0.0,
         )  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_step_less_or_more_changes_no_weight(talks: list[Talk], tmp_path: Path
 @pytest.mark.slow
 def test_the_measured_length_is_that_of_serving(talks: list[Talk], tmp_path: Path) -> None:
     """A trained head drafts better than an untrained one, and as the measurement says."""
-    trainer = ChatHeadTrainer(
+    trainer = ChainTrainer(
         TARGET_DIR, talks, tmp_path / "work", options=OPTIONS, steps=60, batch_tokens=1024
     )
     before = trainer.measure(talks[:12])["all"]["accepted_length"]
@@ -162,7 +162,9 @@ def test_the_loss_against_whole_distributions() -> None:
     kl = -(0.6 * q.log() + 0.4 * (1 - q).log())
     total_variation = 0.5 * ((0.6 - q).abs() + (0.4 - (1 - q)).abs())
     expected = 0.4 * kl - 0.4 * q.log() + 0.6 * total_variation
-    assert float(loss_of(logits, ids, probs, logit_of)) == pytest.approx(float(expected))
+    loss, accepted = loss_of(logits, ids, probs, logit_of)
+    assert float(loss) == pytest.approx(float(expected))
+    assert float(accepted) == pytest.approx(1 - float(total_variation))
 
 
 def test_the_vocabulary_is_what_the_target_says(talks: list[Talk]) -> None:

@@ -397,6 +397,13 @@ def load_head(cls: type[Head], folder: Path, target: HeadTarget) -> Head:
     return head
 
 
+def check_vocabulary(count: int, size: int) -> None:
+    """Refuse an option ``vocabulary`` that is not from 0 to ``size``."""
+    if not 0 <= count <= size:
+        allowed = f"from 0 to the number of tokens, {size}"
+        raise InvalidArgument("vocabulary", count, allowed)
+
+
 def confidence(logits: Tensor) -> FloatArray:
     """Probability of the best token of each row.  # [num_rows, vocab_size] -> [num_rows]"""
     logits = logits.float()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.layer import layer_ops, rotate
+from paceline.models.heads.layer import attention, layer_ops, rotate
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.ops import Layer, Ops, Stack
@@ -114,10 +114,7 @@ class BlockLayer(nn.Module):
         q = rotate(self.queries(normed), cos_sin[context.shape[1] :])
         k, v = self.entries(torch.cat([context, normed], 1))
         k = rotate(k, cos_sin)
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=True
-        )
-        out: Tensor = self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        out: Tensor = self.self_attn.o_proj(attention(q, k, v, mask).flatten(2))
         return out
 
     def queries(self, normed: Tensor) -> Tensor:

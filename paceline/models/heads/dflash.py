@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import Frontier, Head, HeadBatch, HeadTarget, confidence, cut_chains
+from paceline.models.heads.base import (
+    Frontier,
+    Head,
+    HeadBatch,
+    HeadTarget,
+    check_vocabulary,
+    confidence,
+    cut_chains,
+)
 from paceline.models.heads.blocks import BlockLayer, BlockSight, BlockStack
 from paceline.models.heads.layer import layer_ops
 from paceline.models.kv_cache import PooledSequence
@@ -48,6 +56,8 @@ class DFlashOptions:
     decay: the loss of the block's token i weighs ``exp(-i / decay)``, i from 0.
     text_weight, teacher_weight: of the cross-entropy against the text, as in the paper, and
         against the target's distribution.
+    vocabulary: tokens that the head can draft, with the target's rows for them; 0 for all. The
+        list of them is saved with the head; before training it is the first ones.
     int8: draft with weights rounded to eight bits, where the C kernels run.
     """
 
@@ -60,6 +70,7 @@ class DFlashOptions:
     decay: float = 7.0
     text_weight: float = 1.0
     teacher_weight: float = 0.0
+    vocabulary: int = 0
     int8: bool = True
 
     def __post_init__(self) -> None:
@@ -143,8 +154,9 @@ class DFlash(Head):
         self.layers = nn.ModuleList(self.new_layer() for _ in range(layers.num_layers))
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = None if num_logits is None else nn.Linear(size, num_logits, bias=False)
-        some = torch.arange(num_logits or own.vocab_size)
-        self.register_buffer("vocabulary", some, persistent=False)
+        check_vocabulary(options.vocabulary, own.vocab_size)
+        some = torch.arange(num_logits or options.vocabulary or own.vocab_size)
+        self.register_buffer("vocabulary", some, persistent=options.vocabulary > 0)
         self._cos_sin = rope_table(layers, own.context_length + options.block_size)
 
     def new_layer(self) -> BlockLayer:
@@ -169,17 +181,27 @@ class DFlash(Head):
 
     def some_logits(self, hidden: Tensor) -> Tensor:
         """Logits of the tokens in :attr:`vocabulary`.  # [..., hidden_size] -> [..., num_logits]"""
-        if self.lm_head is None:
-            return self.target.logits(hidden)
         if self._packed_output is None:
-            result: Tensor = self.lm_head(hidden)
-            return result
+            rows = self.output_rows
+            return self.target.logits(hidden) if rows is None else F.linear(hidden, rows)
         flat = self.stack.ops.linear(hidden.reshape(-1, hidden.shape[-1]), self._packed_output)
         return flat.view(*hidden.shape[:-1], -1)
 
+    @property
+    def output_rows(self) -> Tensor | None:
+        """The output layer for the tokens in :attr:`vocabulary`; None: the target's, for all.
+
+        # [num_logits, hidden_size]
+        """
+        if self.lm_head is not None:
+            weight: Tensor = self.lm_head.weight
+            return weight
+        return self.target.lm_head[self.vocabulary] if self.options.vocabulary else None
+
     def among_all(self, some: Tensor) -> Tensor:
         """Logits of all tokens.  # [..., num_logits] -> [..., vocab_size]"""
-        return self.target.among_all(some, None if self.lm_head is None else self.vocabulary)
+        drafts_all = self.lm_head is None and not self.options.vocabulary
+        return self.target.among_all(some, None if drafts_all else self.vocabulary)
 
     # --- training ------------------------------------------------------------------------------
 
@@ -234,16 +256,22 @@ class DFlash(Head):
         return anchors, hidden, weights.float()
 
     def drafted(self, batch: HeadBatch, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What follows the places of blocks: the text's token before each drafted one, the token
-        itself, and the target's logits for it.
+        """What follows the places of blocks: the text's token before each drafted one, the number
+        of the token itself among those that the head can draft (-100: it cannot), and the target's
+        logits for these.
 
-        # int64 [batch, num_blocks, max_depth] twice, [batch, num_blocks, max_depth, vocab_size]
+        # int64 [batch, num_blocks, max_depth] twice, [batch, num_blocks, max_depth, num_logits]
         """
         steps = torch.arange(self.max_depth, device=anchors.device)
         last = batch.token_ids.shape[1] - 2
         before = (anchors[:, None] + steps).clamp(max=last)  # the loss leaves out places beyond
-        ids = batch.token_ids
-        return ids[:, before], ids[:, before + 1], batch.logits[:, before].detach()
+        ids, logits = batch.token_ids, batch.logits[:, before].detach()
+        drafted = ids[:, before + 1]
+        if self.options.vocabulary:
+            numbers = torch.full((logits.shape[-1],), -100, device=ids.device)
+            numbers[self.vocabulary] = torch.arange(len(self.vocabulary), device=ids.device)
+            drafted, logits = numbers[drafted], logits[..., self.vocabulary]
+        return ids[:, before], drafted, logits
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Cross-entropy of the drafted tokens, weighted by their places."""
@@ -271,8 +299,8 @@ class DFlash(Head):
         # Not in eight bits: a residual stream has a few enormous numbers.
         wide = layer_ops(self.config, self.fc.weight)
         self._fc = wide, wide.pack(self.fc.weight.detach().contiguous())
-        if self.lm_head is not None:
-            self._packed_output = self.stack.ops.pack(self.lm_head.weight.detach().contiguous())
+        if (rows := self.output_rows) is not None:
+            self._packed_output = self.stack.ops.pack(rows.detach().contiguous())
         ids = torch.full((options.block_size,), self.mask_token, device=self.fc.weight.device)
         self._masks = self.target.embed(ids)
 

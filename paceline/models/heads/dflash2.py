@@ -201,6 +201,8 @@ class DFlash2(DFlash):
         size, vocab_size = target.config.hidden_size, target.config.vocab_size
         if num_logits is not None:
             raise InvalidArgument("draft_vocab_size", num_logits, f"all tokens, {vocab_size}")
+        if options.vocabulary:
+            raise InvalidArgument("vocabulary", options.vocabulary, "0: all tokens")
         if not 1 <= options.conv_taps <= options.block_size:
             allowed = f"from 1 to block_size, {options.block_size}"
             raise InvalidArgument("conv_taps", options.conv_taps, allowed)

@@ -136,7 +136,7 @@ class DSpark(DFlash):
         if options.markov_rank:
             rank = options.markov_rank
             self.markov_head = MarkovHead(
-                vocab_size, num_logits or vocab_size, size, rank, options.markov_kind
+                vocab_size, len(self.vocabulary), size, rank, options.markov_kind
             )
         reads_token = options.confidence_head and options.confidence_reads_token
         if reads_token and not rank:

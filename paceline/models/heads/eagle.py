@@ -135,7 +135,7 @@ class Eagle(Head):
         outputs = []
         for step in range(steps):
             x = self.inputs(embedded, features)
-            mask = unrolled_mask(length, step + 1)[-length:].to(x.device) if step else None
+            mask = unrolled_mask(length, step, x.device) if step else None
             for layer, entries in zip(self.layers, earlier, strict=True):
                 x = layer(x, cos_sin, mask, entries)
             outputs.append(x)
@@ -280,14 +280,14 @@ class Eagle(Head):
         return tokens.T
 
 
-def unrolled_mask(length: int, steps: int) -> Tensor:
-    """The attention mask of the drafts from all places, step by step (see :meth:`Eagle.forward`).
+def unrolled_mask(length: int, step: int, device: torch.device | None = None) -> Tensor:
+    """What a drafting step from all places sees in the steps up to itself (:meth:`Eagle.forward`).
 
-    # bool [steps * length, steps * length]
+    # bool [length, (step + 1) * length]
     """
-    step = torch.arange(steps).repeat_interleave(length)
-    place = torch.arange(length).repeat(steps)
-    row_step, row_place = step[:, None], place[:, None]
-    from_target = (step == 0) & (place <= row_place - row_step)
-    of_own_chain = (step > 0) & (step <= row_step) & (place == row_place - row_step + step)
+    seen_step = torch.arange(step + 1, device=device).repeat_interleave(length)
+    seen_place = torch.arange(length, device=device).repeat(step + 1)
+    place = torch.arange(length, device=device)[:, None]
+    from_target = (seen_step == 0) & (seen_place <= place - step)
+    of_own_chain = (seen_step > 0) & (seen_place == place - step + seen_step)
     return from_target | of_own_chain

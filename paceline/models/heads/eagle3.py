@@ -23,6 +23,7 @@ from paceline.models.heads.base import (
     Head,
     HeadBatch,
     HeadTarget,
+    check_vocabulary,
     mean_over,
     soft_cross_entropy,
 )
@@ -165,7 +166,7 @@ class TrainedEagle3(PublishedEagle3):
         embedded, x, outputs = self.embed(token_ids), features, []
         earlier: list[tuple[Tensor, Tensor] | None] = [None] * len(self.layers)
         for step in range(steps):
-            mask = unrolled_mask(length, step + 1)[-length:].to(x.device)
+            mask = unrolled_mask(length, step, x.device)
             for i, layer in enumerate(self.layers):
                 x, earlier[i] = layer(x, embedded, cos_sin, mask, earlier[i])
             outputs.append(x)
@@ -175,13 +176,6 @@ class TrainedEagle3(PublishedEagle3):
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return unrolled_loss(self, batch)
-
-
-def check_vocabulary(count: int, size: int) -> None:
-    """Refuse an option ``vocabulary`` that is not from 0 to ``size``."""
-    if not 0 <= count <= size:
-        allowed = f"from 0 to the number of tokens, {size}"
-        raise InvalidArgument("vocabulary", count, allowed)
 
 
 def unrolled_loss(

@@ -133,8 +133,9 @@ def _vocabulary(tokens: Tensor, size: int) -> dict[str, Tensor]:
 def _block(head: DFlash) -> tuple[dict[str, Any], dict[str, Tensor]]:
     options, size = head.options, head.target.config.vocab_size
     tensors = dict(head.state_dict())
-    if head.lm_head is not None:
-        tensors |= _vocabulary(head.vocabulary, size)
+    tensors.pop("vocabulary", None)
+    if (rows := head.output_rows) is not None:
+        tensors |= {"lm_head.weight": rows, **_vocabulary(head.vocabulary, size)}
     causal = {sight.causal for sight in head.sights if sight.window is not None}
     fields = {
         "architectures": [type(head).__name__ + "DraftModel"],

@@ -83,11 +83,8 @@ class DecoderLayer(nn.Module):
         if earlier is not None:
             earlier.append((k, v))
             k, v = (torch.cat(parts, 1) for parts in zip(*earlier, strict=True))
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            attn_mask=mask, is_causal=mask is None, enable_gqa=True,
-        )  # fmt: skip
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+        attended = attention(q, k, v, mask)
+        x = x + self.out(attended.flatten(2))
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
         result: Tensor = x + self.down(F.silu(gate) * up)
         return result
@@ -137,6 +134,35 @@ class TargetLayers:
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm.load_state_dict({"weight": read_floats(stored["model.norm.weight"])})
         self.norm.to(like.device, like.dtype).requires_grad_(False)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention in training, with heads in groups.
+
+    Args:
+        q: # [batch, n, num_heads, head_dim]
+        k, v: # [batch, m, num_kv_heads, head_dim]
+        mask: True where a query sees a key; None is causal.  # bool [n, m]
+
+    Returns:
+        # [batch, n, num_heads, head_dim]
+    """
+    groups = q.shape[2] // k.shape[2]
+    if mask is not None and q.is_cuda:  # kernels with masks know no groups there
+        k, v, groups = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), 1
+    attended = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1,
+    )  # fmt: skip
+    return attended.transpose(1, 2)
+
+
+def all_layers(target: HeadTarget) -> TargetLayers:
+    """All layers of a target."""
+    count = target.config.num_layers
+    layers = TargetLayers(target, count - 1, "num_layers")
+    layers.layers += TargetLayers(target, -1, "num_layers").layers
+    return layers
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

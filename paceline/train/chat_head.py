@@ -55,7 +55,7 @@ much time as the first one."""
 def write_features(folder: Path, model: str, layers: Sequence[int], length: int) -> None:
     """Store the target's residual stream for saved conversations; those that have it are left.
 
-    ``NAME.features.npy`` has, in the order of ``NAME.npz``, the first ``length`` tokens of each
+    A file for each ``NAME.npz`` has, in its order, the first ``length`` tokens of each
     conversation: bfloat16 as int16  # [num_tokens, num_layers * hidden_size].
 
     Args:
@@ -66,7 +66,7 @@ def write_features(folder: Path, model: str, layers: Sequence[int], length: int)
     index = [number - 1 for number in layers]
     wants = frozenset({Need.LAYER_STATES})
     for file in tqdm(sorted(folder.glob("*.npz")), desc="features", unit="file"):
-        out = file.with_suffix(".features.npy")
+        out = _features_file(file, layers)
         if out.exists():
             continue
         parts = []
@@ -80,10 +80,15 @@ def write_features(folder: Path, model: str, layers: Sequence[int], length: int)
                 pieces.append(states.bfloat16().view(torch.int16).numpy())
             runner.free(sequence)
             parts.append(np.concatenate(pieces))
-        part = file.with_suffix(".features.tmp")
+        part = out.with_suffix(".tmp")
         with part.open("wb") as opened:
             np.save(opened, np.concatenate(parts))
         os.replace(part, out)
+
+
+def _features_file(file: Path, layers: Sequence[int]) -> Path:
+    """Beside the conversations."""
+    return file.with_suffix(f".features-{'-'.join(map(str, layers))}.npy")
 
 
 def _conversations(file: Path, length: int) -> Iterator[NDArray[np.uint16]]:
@@ -114,18 +119,19 @@ class Talk:
 
 
 def read_talks(
-    folders: Sequence[Path], length: int, *, stored: bool = True
+    folders: Sequence[Path], length: int, layers: Sequence[int] | None
 ) -> tuple[list[Talk], list[Talk]]:
     """Saved conversations: those to train on, and those held out.
 
     Args:
-        stored: read those that have features, with them.
+        layers: read those that have features of these layers, with them; None: all, without.
     """
     talks: list[Talk] = []
     for folder in folders:
         for file in sorted(folder.glob("*.npz")):
-            features, computed = None, file.with_suffix(".features.npy")
-            if stored:
+            features = None
+            if layers is not None:
+                computed = _features_file(file, layers)
                 if not computed.exists():
                     continue
                 features = np.load(computed, mmap_mode="r")
@@ -338,6 +344,10 @@ class ChatTrainer(ABC, Generic[H]):
     ) -> None:
         work.mkdir(parents=True, exist_ok=True)
         self._device = torch.device(device)
+        if self._device.type == "cuda":
+            # cuDNN plans each new shape for milliseconds, and batches differ in shape.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            torch.set_float32_matmul_precision("high")
         target = HeadTarget.from_folder(model, device=self._device)
         torch.manual_seed(seed)
         self.head = self.new_head(target, options).to(self._device)

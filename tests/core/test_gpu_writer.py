@@ -1,4 +1,7 @@
-"""A GPU's conversations are those that the target writes by itself; in Triton's interpreter here."""
+"""What a GPU writes in many conversations at once is what the target says in each.
+
+``make test-triton`` runs this in Triton's interpreter.
+"""
 
 from __future__ import annotations
 

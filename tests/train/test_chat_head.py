@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.engine import Engine, RoundEvent
 from paceline.loading import load_engine
+from paceline.models.heads.base import HeadTarget
+from paceline.models.heads.dspark import DSparkOptions
 from paceline.models.heads.eagle3 import Eagle3Options
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.train.chat_head import (
+    BlockTrainer,
     ChainTrainer,
+    ChatBatch,
     Talk,
+    Teacher,
     choose_vocabulary,
     loss_of,
     read_talks,
     write_features,
 )
-from paceline.train.conversations import Conversation, save
+from paceline.train.conversations import TOP_K, Conversation, save
 
 LAYERS = (2, 10, 18)
 OPTIONS = Eagle3Options(features=LAYERS, vocabulary=2048, unroll=2, int8=False)
@@ -77,7 +85,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> list[Talk]:
         )  # fmt: skip
     save(shard, folder / "00000.npz")
     write_features(folder, "demo", LAYERS, 64)
-    training, held_out = read_talks([folder], 64)
+    training, held_out = read_talks([folder], 64, LAYERS)
     return training + held_out
 
 
@@ -176,3 +184,83 @@ def test_the_vocabulary_is_what_the_target_says(talks: list[Talk]) -> None:
             mass[ids] += probs
     others = np.setdiff1d(np.arange(4096), chosen)
     assert mass[chosen].min() >= mass[others].max() - 1e-5
+
+
+def without_what_is_stored(talks: Sequence[Talk]) -> list[Talk]:
+    nothing = np.zeros((PROMPT, 0))
+    return [
+        replace(talk, features=None, top_ids=nothing.astype(np.uint16), top_probs=nothing)
+        for talk in talks
+    ]
+
+
+def test_a_teacher_says_what_is_stored(talks: list[Talk]) -> None:
+    """Features and likeliest tokens, up to bfloat16's products; others are out of the question."""
+    target = HeadTarget.from_folder(TARGET_DIR)
+    stored = ChatBatch.of(talks[:4])
+    vocabulary = torch.from_numpy(choose_vocabulary(talks, 4000, 4096))
+    taught = Teacher(target, LAYERS, vocabulary).complete(
+        ChatBatch.of(without_what_is_stored(talks[:4]))
+    )
+    for name in ("tokens", "rows", "places"):
+        assert torch.equal(getattr(taught, name), getattr(stored, name)), name
+    size = len(talks[0].tokens)
+    expected, found = (batch.features[:, :size].float() for batch in (stored, taught))
+    assert float((found - expected).norm() / expected.norm()) < 0.03
+    assert taught.probs.shape == (len(stored.rows), TOP_K)
+    assert float((taught.ids[:, 0] == stored.ids[:, 0]).float().mean()) > 0.9
+    assert float((taught.probs[:, 0] - stored.probs[:, 0]).abs().mean()) < 0.05
+    assert set(taught.ids.flatten().tolist()) <= set(vocabulary.tolist())
+
+
+def block_trainer(talks: Sequence[Talk], work: Path, **options: Any) -> BlockTrainer:
+    given = {"num_layers": 1, "vocabulary": 2048, "markov_rank": 16, "int8": False, "anchors": 16}
+    return BlockTrainer(
+        TARGET_DIR, talks, work, options=DSparkOptions(features=LAYERS, **(given | options)),
+        steps=40, batch_tokens=1024,
+    )  # fmt: skip
+
+
+def test_a_block_drafts_what_follows_its_anchor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each token is the one before plus one, a head that adds one is always right."""
+    positions, none = np.arange(5, 40), np.zeros((35, 0))
+    counting = [
+        Talk(
+            "odd", np.arange(first, first + 40).astype(np.uint16), None, positions,
+            none.astype(np.uint16), none.astype(np.float16),
+        )
+        for first in range(100, 120)
+    ]  # fmt: skip
+    trainer = block_trainer(counting, tmp_path, vocabulary=4096)
+    monkeypatch.setattr(
+        trainer.head, "heads", lambda _, before: (F.one_hot(before + 1, 4096).float(), None)
+    )
+    measured = trainer.measure(counting)["all"]
+    # The first answer tokens have no anchors that lie so far before them.
+    expected = [(35 - depth) / 35 for depth in range(5)]
+    assert measured["agreement"] == pytest.approx(expected, abs=1e-4)
+    assert measured["accepted_length"] == 6.0
+
+
+@pytest.mark.slow
+def test_trained_blocks_draft_as_measured(talks: list[Talk], tmp_path: Path) -> None:
+    trainer = block_trainer(without_what_is_stored(talks), tmp_path / "work")
+    before = trainer.measure(talks[:12])["all"]["accepted_length"]
+    trainer.run()
+    after = trainer.measure(talks[:12])["all"]["accepted_length"]
+    assert after > before + 0.2
+    trainer.save(tmp_path / "heads" / "dspark")
+    engine = load_engine("demo", heads=tmp_path / "heads")
+    speculation = SpeculationConfig(
+        method="dspark", length="fixed", num_speculative_tokens=5, shape="chain"
+    )
+    events: dict[str, list[RoundEvent]] = {}
+    params = SamplingParams(max_tokens=63 - PROMPT, ignore_eos=True)
+    prompts = [talk.tokens[: PROMPT + 1].tolist() for talk in talks[:12]]
+    sessions = submitted(engine, prompts, params, speculation, events)
+    for talk, session in zip(talks, sessions, strict=False):
+        assert list(session.token_ids) == talk.tokens.tolist()[: len(session.token_ids)]
+    sizes = [len(event.token_ids) for of in events.values() for event in of[1:]]
+    assert sum(sizes) / len(sizes) == pytest.approx(after, abs=0.35)

@@ -33,7 +33,7 @@ class NativeOps:
     """The C kernels, for CPU tensors in float32 or bfloat16; each row is computed by itself.
 
     Args:
-        dtype, int8, numerics: see :class:`paceline.models.packing.Packer`.
+        dtype, int8, int4, numerics: see :class:`paceline.models.packing.Packer`.
 
     Attributes:
         packer: packs the weights that this multiplies with.
@@ -55,7 +55,12 @@ class NativeOps:
         )
 
     def __init__(
-        self, dtype: torch.dtype, *, int8: bool = False, numerics: str = "fastest"
+        self,
+        dtype: torch.dtype,
+        *,
+        int8: bool = False,
+        int4: bool = False,
+        numerics: str = "fastest",
     ) -> None:
         library, suffix = kernels.load(), self._DTYPES[dtype]
         check_structs(library)
@@ -71,7 +76,7 @@ class NativeOps:
         self._finish_logits = function("finish_logits", "ppn")
         self._linear = function("linear", "ppippiiii")
         self._greedy_chain = function("greedy_chain", "ppipppipppppipiipppipppp")
-        self.packer = Packer(dtype, int8=int8, numerics=numerics)
+        self.packer = Packer(dtype, int8=int8, int4=int4, numerics=numerics)
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
         self.threads: Threads | None = None
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models import kernels
-from paceline.models.quants import Quantised
+from paceline.models.quants import Quantised, nibbles
 
 Tensor = torch.Tensor
 
@@ -57,6 +57,7 @@ class Packer:
         dtype: of activations.
         int8: round weights to eight bits, output by output, and inputs of products, row by row.
             Only for models that draft: results change.
+        int4: round weights to blocks of four bits where 32 divides their inputs. Likewise.
         numerics: "portable" computes the same bits on every processor; "fastest" also uses
             instructions that sum in an order of their own.
 
@@ -68,9 +69,14 @@ class Packer:
     _TILE_INPUTS = 32  # for matrix tiles, inputs are padded to a multiple of this
 
     def __init__(
-        self, dtype: torch.dtype, *, int8: bool = False, numerics: str = "fastest"
+        self,
+        dtype: torch.dtype,
+        *,
+        int8: bool = False,
+        int4: bool = False,
+        numerics: str = "fastest",
     ) -> None:
-        self.dtype, self.int8 = dtype, int8
+        self.dtype, self.int8, self.int4 = dtype, int8, int4
         self._tiles = kernels.has_tiles()
         self._tile_numerics = self._tiles and numerics == "fastest"
         dots = kernels.has_dots() and (numerics == "fastest" or kernels.dots_are_portable())
@@ -92,6 +98,8 @@ class Packer:
 
     def pack(self, weight: Tensor) -> Weight:
         """Bring a weight into the smallest layout that keeps its numbers.  # [outputs, inputs]"""
+        if self.int4 and weight.shape[1] % 32 == 0:
+            return self.pack_quantised(nibbles(weight.float().numpy()))
         return self.pack_rows(lambda rows: weight[rows], *weight.shape)
 
     def pack_quantised(self, weight: Quantised) -> Weight:

@@ -210,6 +210,19 @@ def quantise(weight: Floats, name: str) -> Quantised:
     return read_blocks(quantize(weight, GGMLQuantizationType[name]), name)
 
 
+def nibbles(weight: Floats) -> Quantised:
+    """Round a matrix to blocks of 4 bits between their least and their greatest number, as Q4_1.
+
+    # [outputs, inputs], inputs a multiple of 32
+    """
+    blocks = weight.reshape(len(weight), -1, 32)
+    least = blocks.min(-1).astype(np.float16).astype(np.float32)
+    scale = ((blocks.max(-1) - least) / 15).astype(np.float16).astype(np.float32)
+    q = (blocks - least[..., None]) / np.maximum(scale, np.finfo(np.float16).tiny)[..., None]
+    whole = q.round().clip(0, 15).astype(np.int8)
+    return Quantised(whole.reshape(weight.shape), scale, least, 4)
+
+
 def read_blocks(raw: Bytes, name: str) -> Quantised:
     """A matrix as a GGUF file holds it.
 

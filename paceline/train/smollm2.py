@@ -49,7 +49,7 @@ SLOT_BYTES = 1.2
 """GPU memory of a conversation that is being written, over its KV entries."""
 MEASURED = 300
 """Held-out conversations that the card measures."""
-CHAINS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4)
+CHAINS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4, int4=True)
 BLOCKS = DSparkOptions(
     num_layers=2, features=(2, 9, 16, 23, 29), vocabulary=8192, markov_rank=64, anchors=64,
     text_weight=0.0,

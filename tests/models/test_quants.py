@@ -12,7 +12,7 @@ from paceline.errors import InvalidArgument
 from paceline.models import kernels
 from paceline.models.native_ops import NativeOps
 from paceline.models.packing import Packing
-from paceline.models.quants import QUANT_TYPES, concatenate, read_blocks
+from paceline.models.quants import QUANT_TYPES, concatenate, nibbles, quantise, read_blocks
 from tests.core.test_variants import digest
 
 OUTPUTS, INPUTS = 40, 512
@@ -111,6 +111,27 @@ def test_parts_of_different_types_keep_their_weights() -> None:
     packed = ops.packer.pack_quantised(concatenate(parts))
     expected = np.concatenate([part.floats() for part in parts])
     assert np.array_equal(ops.unpack(packed).numpy(), expected)
+
+
+def test_nibbles_are_those_of_q4_1() -> None:
+    """No further from the weights than the reference, which rounds scales last."""
+    weight = np.random.default_rng(2).normal(size=(48, 96)).astype(np.float32)
+    ours, theirs = nibbles(weight), quantise(weight, "Q4_1")
+    assert np.array_equal(ours.least, theirs.least)
+    assert np.allclose(ours.scale, theirs.scale, rtol=2e-3)
+    assert np.abs(ours.q - theirs.q).max() <= 1
+    assert (np.abs(ours.q - theirs.q) > 0).mean() < 0.01
+    errors = [np.abs(each.floats() - weight).mean() for each in (ours, theirs)]
+    assert errors[0] <= 1.001 * errors[1]
+
+
+def test_ops_round_to_nibbles_where_blocks_fit() -> None:
+    ops = NativeOps(torch.float32, int8=True, int4=True)
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(3))
+    packed = ops.pack(weight)
+    assert packed.packing is Packing.NIBBLES
+    assert np.array_equal(ops.unpack(packed).numpy(), nibbles(weight.numpy()).floats())
+    assert ops.pack(weight[:, :90].contiguous()).packing in (Packing.BYTES, Packing.TILE_BYTES)
 
 
 def test_an_unknown_type_is_refused_by_name() -> None:

@@ -397,6 +397,16 @@ def load_head(cls: type[Head], folder: Path, target: HeadTarget) -> Head:
     return head
 
 
+def reading(weight: Tensor, *, rounded: bool) -> Tensor:
+    """A weight that reads features, as a head drafts with it: rounded to bfloat16's precision.
+
+    Not to eight bits: a residual stream has a few enormous numbers, which would leave no precision
+    for the others.
+    """
+    weight = weight.detach().contiguous()
+    return weight.bfloat16().to(weight.dtype) if rounded else weight
+
+
 def check_vocabulary(count: int, size: int) -> None:
     """Refuse an option ``vocabulary`` that is not from 0 to ``size``."""
     if not 0 <= count <= size:

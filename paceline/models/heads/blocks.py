@@ -151,7 +151,7 @@ class BlockStack:
         length: longest text.
         block_size: most tokens of a block.
         kv_tokens: maximum number of tokens of the target's sessions.
-        int8: round weights to eight bits where the C kernels run.
+        int8, int4: round weights to eight bits, or to blocks of four, where the C kernels run.
     """
 
     def __init__(
@@ -164,10 +164,11 @@ class BlockStack:
         kv_tokens: int | None = None,
         *,
         int8: bool = False,
+        int4: bool = False,
     ) -> None:
         weight = layers[0].self_attn.o_proj.weight
         self.config, self.block_size = config, block_size
-        self.ops = layer_ops(config, weight, int8=int8)
+        self.ops = layer_ops(config, weight, int8=int8, int4=int4)
         self._length, self._sights = length + block_size, tuple(sights)
         self.stack = Stack(
             layers=tuple(_packed(layer, self.ops) for layer in layers),

@@ -29,6 +29,7 @@ from paceline.models.heads.base import (
     check_vocabulary,
     confidence,
     cut_chains,
+    reading,
 )
 from paceline.models.heads.blocks import BlockLayer, BlockSight, BlockStack
 from paceline.models.heads.layer import layer_ops
@@ -59,6 +60,7 @@ class DFlashOptions:
     vocabulary: tokens that the head can draft, with the target's rows for them; 0 for all. The
         list of them is saved with the head; before training it is the first ones.
     int8: draft with weights rounded to eight bits, where the C kernels run.
+    int4: draft with weights rounded to blocks of four bits instead, where 32 divides their inputs.
     """
 
     num_layers: int = 5
@@ -72,6 +74,7 @@ class DFlashOptions:
     teacher_weight: float = 0.0
     vocabulary: int = 0
     int8: bool = True
+    int4: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))  # JSON has lists
@@ -294,11 +297,10 @@ class DFlash(Head):
         layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
         self.stack = self.stack_class(
             layers, self.config, self.sights, context, options.block_size, self.target.kv_tokens,
-            int8=options.int8,
+            int8=options.int8, int4=options.int4,
         )  # fmt: skip
-        # Not in eight bits: a residual stream has a few enormous numbers.
         wide = layer_ops(self.config, self.fc.weight)
-        self._fc = wide, wide.pack(self.fc.weight.detach().contiguous())
+        self._fc = wide, wide.pack(reading(self.fc.weight, rounded=options.int8))
         if (rows := self.output_rows) is not None:
             self._packed_output = self.stack.ops.pack(rows.detach().contiguous())
         ids = torch.full((options.block_size,), self.mask_token, device=self.fc.weight.device)

@@ -172,10 +172,10 @@ class Eagle(Head):
 
     # --- drafting ------------------------------------------------------------------------------
 
-    def new_stack(self, *, int8: bool = False) -> LayerStack:
+    def new_stack(self, *, int8: bool = False, int4: bool = False) -> LayerStack:
         """The layers as they draft."""
         own = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return LayerStack([*self.shallow, *own], self.target.kv_tokens, int8=int8)
+        return LayerStack([*self.shallow, *own], self.target.kv_tokens, int8=int8, int4=int4)
 
     def prepare(self) -> None:
         self.stack = self.new_stack()

@@ -25,6 +25,7 @@ from paceline.models.heads.base import (
     HeadTarget,
     check_vocabulary,
     mean_over,
+    reading,
     soft_cross_entropy,
 )
 from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions, unrolled_mask
@@ -47,6 +48,7 @@ class Eagle3Options:
         target's own weights, before it is fused with the feature; 0: ``fc`` reads its embedding.
     unroll: drafting steps that training follows.
     int8: draft with weights rounded to eight bits, where the C kernels run.
+    int4: draft with weights rounded to blocks of four bits instead, where 32 divides their inputs.
     published: the layer of published drafters, which attends to the pair of embedding and feature
         without ``fc`` between them. Other engines load it (`paceline export`); here it drafts in
         torch.
@@ -58,6 +60,7 @@ class Eagle3Options:
     shallow_layers: int = 0
     unroll: int = 3
     int8: bool = True
+    int4: bool = False
     published: bool = False
 
     def __post_init__(self) -> None:
@@ -132,13 +135,14 @@ class Eagle3(Eagle):
         return unrolled_loss(self, batch)
 
     def prepare(self) -> None:
-        self.stack = self.new_stack(int8=self.options.int8)
+        self.stack = self.new_stack(int8=self.options.int8, int4=self.options.int4)
         ops = self.stack.ops
-        # These two not in eight bits: a residual stream has a few enormous numbers, which would
-        # leave no precision for the others.
         wide = layer_ops(self.target.config, self.fc.weight)
-        self._fc = wide.pack(self.fc.weight.detach().contiguous()), self.fc.bias.detach()
-        self._packed_project = wide.pack(self.project.weight.detach().contiguous())
+        self._fc = (
+            wide.pack(reading(self.fc.weight, rounded=self.options.int8)),
+            self.fc.bias.detach(),
+        )
+        self._packed_project = wide.pack(reading(self.project.weight, rounded=self.options.int8))
         weight = ops.pack(self._output_rows.contiguous())
         self.output = Output(self.norm.weight.detach(), weight, self.vocabulary)
 

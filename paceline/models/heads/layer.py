@@ -204,7 +204,7 @@ class LayerStack:
         layers: their weights are packed here; later changes of them have no effect.
         kv_tokens: maximum number of tokens of the target's sessions; the cache has room for as many
             drafted ones.
-        int8: round weights to eight bits where the C kernels run.
+        int8, int4: round weights to eight bits, or to blocks of four, where the C kernels run.
     """
 
     def __init__(
@@ -213,10 +213,11 @@ class LayerStack:
         kv_tokens: int | None = None,
         *,
         int8: bool = False,
+        int4: bool = False,
     ) -> None:
         self.config = config = layers[0].config
         weight = layers[0].out.weight
-        self.ops = layer_ops(config, weight, int8=int8)
+        self.ops = layer_ops(config, weight, int8=int8, int4=int4)
         self.stack = Stack(
             layers=tuple(_packed(layer, self.ops) for layer in layers),
             hidden_size=config.hidden_size,
@@ -304,12 +305,14 @@ class LayerStack:
         self.pool.free(sequence)
 
 
-def layer_ops(config: LlamaConfig, weight: Tensor, *, int8: bool = False) -> Ops:
-    """What computes a head's layers with weights like this one; ``int8`` as in LayerStack."""
+def layer_ops(
+    config: LlamaConfig, weight: Tensor, *, int8: bool = False, int4: bool = False
+) -> Ops:
+    """What computes a head's layers with weights like this one; options as in LayerStack."""
     widths = config.head_dim, config.hidden_size, config.intermediate_size
     if NativeOps.supports(weight.dtype, weight.device, *widths):
         try:
-            return NativeOps(weight.dtype, int8=int8)
+            return NativeOps(weight.dtype, int8=int8, int4=int4)
         except KernelsUnavailable:
             pass  # the target has warned already
     return TorchOps(by_row=False)

@@ -165,9 +165,7 @@ class TicketBook:
         if not self._clock() < ticket.expires_at:
             raise Unauthenticated(f"the ticket has expired: {_RENEW}")
         if session.used >= ticket.limit:
-            raise QuotaExceeded(
-                f"the ticket's tokens are used up: {_RENEW}", "ticket_tokens"
-            )
+            raise QuotaExceeded(f"the ticket's tokens are used up: {_RENEW}", "ticket_tokens")
 
     def ended(self, lease_id: str) -> int:
         """The session with this lease has ended: granted tokens that it has not used.

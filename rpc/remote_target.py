@@ -95,6 +95,7 @@ class RemoteTarget:
     Attributes:
         ahead: how its sessions draft ahead; ``ahead.draft`` is None: the drafter cannot.
         servers: what its sessions have learned of the servers, with all counters.
+        direct: how its sessions go past gateways.
     """
 
     num_layers = 0
@@ -134,7 +135,7 @@ class RemoteTarget:
             alone_ok=alone_ok,
             on_alone=on_alone,
         )
-        self._direct = DirectOptions(connect=direct)
+        self.direct = DirectOptions(connect=direct)
         self._links: dict[str, TargetLink] = {}
 
     @property
@@ -161,7 +162,7 @@ class RemoteTarget:
 
     def open(self, session: SessionView) -> None:
         """Open the session on a server, without waiting for it."""
-        path = DirectPath(self._direct, self.servers.connect, self.counters)
+        path = DirectPath(self.direct, self.servers.connect, self.counters)
         link = TargetLink(session, self.servers, self.ahead, self.first_mode, path)
         self._links[session.session_id] = link
 

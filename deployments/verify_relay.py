@@ -230,7 +230,8 @@ class VerifyRelay:
         tokens = admission.affordable(
             min(message.tokens or self._direct.ticket_tokens, self._direct.ticket_tokens)
         )
-        # Before the grant: a caller that leaves now has paid for what the target grants.
+        # Before the grant, and for good if its answer is lost: a caller with a short deadline would
+        # get the next ticket for nothing.
         admission.charge(tokens)
         grant = ticket_pb2.GrantRequest(
             session_id=message.session_id, key=key, tokens=tokens, seconds=seconds
@@ -239,7 +240,9 @@ class VerifyRelay:
             reply = await self._calls.unary(
                 route.lease, f"/{TICKETS}/Grant", grant, context.time_remaining()
             )
-        except PacelineError:  # nothing is granted
+        except (DeadlineExceeded, TargetGone):
+            raise
+        except PacelineError:  # the target's refusal
             admission.give_back(tokens)
             raise
         granted = ticket_pb2.GrantResult.FromString(reply)

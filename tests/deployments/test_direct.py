@@ -21,7 +21,7 @@ from paceline.cluster.certs import make_certificates
 from paceline.config import SpeculationConfig
 from paceline.deployments.config import DeploymentConfig, parse_config
 from paceline.deployments.session_ids import SessionIds
-from paceline.deployments.tickets import DirectTicket, TicketBook, sign_ticket
+from paceline.deployments.tickets import DirectTicket, sign_ticket
 from paceline.engine import EngineThread
 from paceline.errors import (
     FailedPrecondition,
@@ -34,7 +34,13 @@ from paceline.models.base import ModelRunner
 from paceline.rpc.client import bearer, open_channel, open_direct
 from paceline.rpc.device import DeviceClient
 from paceline.rpc.direct import ConnectDirect
-from paceline.rpc.errors import Unauthenticated, from_parts, from_rpc_error, from_status
+from paceline.rpc.errors import (
+    DeadlineExceeded,
+    Unauthenticated,
+    from_parts,
+    from_rpc_error,
+    from_status,
+)
 from paceline.rpc.gen.paceline.v1 import ticket_pb2, ticket_pb2_grpc, verify_pb2, verify_pb2_grpc
 from paceline.rpc.ladder import Mode
 from paceline.rpc.messages import sampling_to_message
@@ -76,6 +82,14 @@ def config(**direct: Any) -> DeploymentConfig:
     return parse_config({"direct": {"enabled": True, **direct}})
 
 
+class Unhurried(RewindingMix):
+    """Leaves the session time to move to the target before its end."""
+
+    def propose(self, sessions: Any, budgets: Any) -> Any:
+        time.sleep(0.004)
+        return super().propose(sessions, budgets)
+
+
 async def device(
     gateways: Gateways,
     truth: list[int],
@@ -91,7 +105,7 @@ async def device(
     def connect() -> DeviceClient:
         return DeviceClient(
             [address or gateways.servers[0].address],
-            {"mix": RewindingMix({tuple(PROMPT): truth}, 258, rho=rho)},
+            {"mix": Unhurried({tuple(PROMPT): truth}, 258, rho=rho)},
             speculation=SpeculationConfig(method="mix"),
             connect=partial(open_channel, token=token),
             modes=(Mode.DEVICE,),
@@ -652,10 +666,11 @@ async def test_a_renewed_ticket_gives_back_what_is_left_of_the_last_one(
         assert tokens_used(gateways) == paid + 3
 
 
-async def test_a_caller_that_leaves_has_paid_for_its_ticket(
-    engines: list[EngineThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_caller_that_does_not_wait_has_paid_for_its_ticket(
+    leaves: bool, engines: list[EngineThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else whoever cancels in time would get the next ticket for nothing."""
+    """Else whoever cancels in time, or has a short deadline, would get the next one for nothing."""
     tenants = write_tenants(tmp_path / "tenants.yaml", alice={"tokens_per_minute": 10_000})
     async with (
         Gateways(engines[:1], tenants=tenants, config=config(ticket_tokens=100)) as gateways,
@@ -668,14 +683,19 @@ async def test_a_caller_that_leaves_has_paid_for_its_ticket(
         async def slow(*arguments: Any) -> bytes:
             reply = await unary(*arguments)
             granted.set()
+            if not leaves:
+                raise DeadlineExceeded("too late")
             await asyncio.sleep(10)
             return reply
 
         monkeypatch.setattr(calls, "unary", slow)
         call = asyncio.create_task(issue(gateways, session_id, ALICE))
         await granted.wait()
-        call.cancel()
+        if leaves:
+            call.cancel()
         assert await eventually(lambda: call.done())
+        with pytest.raises((asyncio.CancelledError, DeadlineExceeded)):
+            call.result()
         monkeypatch.setattr(calls, "unary", unary)
         assert tokens_used(gateways) == paid + 100
         await issue(gateways, session_id, ALICE)
@@ -685,11 +705,23 @@ async def test_a_caller_that_leaves_has_paid_for_its_ticket(
         assert tokens_used(gateways) == paid
 
 
-def test_a_target_that_grants_nothing_costs_nothing() -> None:
-    book = TicketBook()
-    with pytest.raises(SessionNotFound):
-        book.grant("session", "", "", b"k", 10, 1.0)
-    assert book.ended("") == book.ended("lease") == 0
+async def test_a_target_that_grants_nothing_costs_nothing(
+    engines: list[EngineThread], tmp_path: Path
+) -> None:
+    tenants = write_tenants(tmp_path / "tenants.yaml", alice={"tokens_per_minute": 10_000})
+    async with Gateways(engines[:1], tenants=tenants, config=config()) as gateways:
+        session = await opened(gateways, ALICE)
+        book = gateways.listeners[0]._book
+        with pytest.raises(SessionNotFound):
+            book.grant("session", "", "", b"k", 10, 1.0)  # without a lease, with which it would end
+        assert book.ended("") == book.ended("lease") == 0
+        verify = gateways.targets[0].verify
+        assert verify is not None
+        verify.close()  # of all sessions
+        with pytest.raises(SessionNotFound):
+            await issue(gateways, session.session_id, ALICE)
+        assert await gateways.idle()
+        assert tokens_used(gateways) == len(PROMPT)
 
 
 # --- secrets, and hostile messages ----------------------------------------------------------------

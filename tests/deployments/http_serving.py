@@ -74,7 +74,8 @@ class DirectLeases:
                 lease.unused = unused
                 lease.end()
 
-        self._loop.call_soon_threadsafe(end)
+        # Serve takes some milliseconds, too: the answer to Close may be there before.
+        self._loop.call_soon_threadsafe(self._loop.call_later, 0.005, end)
 
 
 @contextmanager

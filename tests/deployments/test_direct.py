@@ -527,7 +527,7 @@ async def test_a_target_that_cannot_be_reached_costs_nothing(
     engines: list[EngineThread], runners: list[ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream at the gateway goes on until the other connection stands."""
-    monkeypatch.setattr("paceline.rpc.direct.CONNECT_S", 0.05)
+    monkeypatch.setattr("paceline.rpc.direct.CONNECT_S", 0.2)
     truth = ar(runners[0], LONG)
     async with Gateways(engines, config=config()) as gateways:
         tried = []
@@ -537,7 +537,8 @@ async def test_a_target_that_cannot_be_reached_costs_nothing(
             return open_direct("127.0.0.1:1", ticket, gateway)
 
         with await device(gateways, truth, direct=nowhere) as client:
-            assert await complete(client, LONG) == truth
+            for _ in range(4):
+                assert await complete(client, LONG) == truth
             counters = client.result.counters
         assert tried
         assert counters.direct_rounds == counters.direct_failures == counters.num_failures == 0
@@ -545,39 +546,58 @@ async def test_a_target_that_cannot_be_reached_costs_nothing(
         assert await gateways.idle()
 
 
+@pytest.mark.parametrize("when", ["first", "later"])
 async def test_a_refusal_sends_rounds_back_to_the_gateway(
-    engines: list[EngineThread], runners: list[ModelRunner]
+    when: str, engines: list[EngineThread], runners: list[ModelRunner]
 ) -> None:
-    """Tickets lapse at once: the session comes back, with its tokens, and tries again."""
+    """The session comes back as it is, and goes to the target again with another ticket."""
     truth = ar(runners[0], LONG)
     async with Gateways(engines[:1], config=config()) as gateways:
+        late, num_grants = 0.0, 0
         book = gateways.listeners[0]._book
-        expires_in = iter([0.02, 0.02, 60.0, 60.0, 60.0])
         grant = book.grant
+        book._clock = lambda: time.monotonic() + late
 
-        def short(*arguments: Any) -> Any:
+        def granted(*arguments: Any) -> Any:
+            nonlocal num_grants
+            num_grants += 1
             given = grant(*arguments)
-            return given._replace(expires_at=time.monotonic() + next(expires_in))
+            return given._replace(expires_at=0.0) if (when, num_grants) == ("first", 1) else given
 
-        book.grant = short  # type: ignore[method-assign]
+        book.grant = granted  # type: ignore[method-assign]
+
+        def run(client: DeviceClient) -> None:
+            nonlocal late
+            for _ in client.generate(PROMPT, LONG):
+                if when == "later" and client.result.counters.direct_rounds > 3:
+                    late = 1000.0
+
         with await device(gateways, truth) as client:
-            params = replace(LONG, max_tokens=200)
-            whole = ar(runners[0], params)
-            assert (await complete(client, params)) == whole
-            assert client.result.counters.direct_rounds > 0
-            assert client.result.counters.num_opened == 1  # never opened anew
+            await asyncio.to_thread(run, client)
+            assert client.result.token_ids == truth
+            counters = client.result.counters
+        assert counters.direct_failures == 1
+        assert counters.num_tickets == 2
+        assert counters.direct_rounds > 5
+        assert counters.num_opened == 1  # never opened anew
+        assert counters.num_failures == 0
         assert await gateways.idle()
 
 
-async def test_a_used_up_ticket_is_renewed_by_the_client(
-    engines: list[EngineThread], runners: list[ModelRunner]
+@pytest.mark.parametrize("what", ["tokens", "seconds"])
+async def test_a_ticket_is_renewed_by_the_client_before_its_end(
+    what: str, engines: list[EngineThread], runners: list[ModelRunner]
 ) -> None:
     truth = ar(runners[0], LONG)
-    async with Gateways(engines, config=config(ticket_tokens=30)) as gateways:
-        with await device(gateways, truth, max_in_flight=1) as client:
+    short = config(ticket_tokens=30 if what == "tokens" else 512)
+    if what == "seconds":  # fewer than a configuration may have
+        direct = short.direct.model_copy(update={"ticket_s": 0.4})
+        short = short.model_copy(update={"direct": direct})
+    async with Gateways(engines, config=short) as gateways:
+        with await device(gateways, truth, max_in_flight=1, rho=0.3) as client:
             assert await complete(client, LONG) == truth
             counters = client.result.counters
-        assert counters.num_tickets >= 4
+        assert counters.num_tickets >= (3 if what == "tokens" else 2)
         assert counters.direct_failures == counters.num_failures == 0
         assert counters.num_resumed == 1
         assert await gateways.idle()
@@ -788,6 +808,9 @@ async def test_hostile_messages_with_a_ticket(
         assert {"FAILED_PRECONDITION", "UNIMPLEMENTED"} <= set(codes)
         requests = {"/paceline.v1.TicketService/Issue": ticket_pb2.TicketRequest}
         codes = await fuzz(plain(gateways.servers[0].address), requests, 100, 5)
+        assert "NOT_FOUND" in codes
+        requests = {"/paceline.v1.TicketService/Grant": ticket_pb2.GrantRequest}
+        codes = await fuzz(plain(gateways.targets[0].address), requests, 100, 6)
         assert "NOT_FOUND" in codes
         stream = RawStream(ticket.address, ticket.ticket)
         await stream.resume(session.session_id)
